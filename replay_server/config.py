@@ -10,7 +10,7 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, ValidationError, ValidationInfo, field_validator, model_validator
 
-from replay_protos.settings import explain
+from replay_protos.settings import explain, parse_toml
 from replay_server.errors import listed_tables
 from replay_server.tables.config import (
     AdmissionConfig,
@@ -216,7 +216,7 @@ class Config(Model):
         Raises ValueError that names the file, the place in it and the remedy.
         """
         try:
-            data = tomllib.loads(Path(path).read_text())
+            data = parse_toml(Path(path).read_text())
         except (OSError, UnicodeDecodeError) as error:
             reason = error.strerror if isinstance(error, OSError) else "it is not text"
             raise ValueError(f"{path} cannot be read: {reason}") from None

@@ -254,6 +254,7 @@ class ReplayServer:
                 ends.push_async_callback(journal.close)
             elif checkpoint is not None:
                 restore_into_memory(buffer, checkpoint)
+            buffer.check_totals()
             if directory is not None:
                 copy = None if journal is None else journal.copy_to
                 checkpointer = Checkpointer(buffer, CheckpointDirectory(directory), checkpoints.keep, copy)

@@ -122,4 +122,7 @@ def _floats(values: Any, count: int) -> npt.NDArray[np.float32]:
 
 def _dict(value: Any) -> dict[str, Any]:
     """A file of Parquet has it as JSON."""
-    return dict(json.loads(value) if isinstance(value, str) else value or {})
+    try:
+        return dict(json.loads(value) if isinstance(value, str) else value or {})
+    except RecursionError:
+        raise ValueError("an object of a row is nested too deeply") from None

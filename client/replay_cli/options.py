@@ -11,7 +11,6 @@ import functools
 import inspect
 import json
 import re
-import tomllib
 import types
 import typing
 from collections import defaultdict
@@ -25,7 +24,7 @@ from typer.core import TyperCommand, TyperGroup
 
 from replay_cli.output import in_words, misuse
 from replay_cli.recipes import RECIPES, recipe_of
-from replay_protos.settings import unknown_name
+from replay_protos.settings import parse_toml, unknown_name
 
 R = TypeVar("R")
 Options = Sequence[inspect.Parameter]
@@ -175,7 +174,7 @@ class CommandSettings:
         if path is None:
             return None
         try:
-            self.keep(context, tomllib.loads(path.read_text()))
+            self.keep(context, parse_toml(path.read_text()))
         except OSError as error:
             raise typer.BadParameter(in_words(error)) from error
         except ValueError as error:  # of text, TOML and names
@@ -232,7 +231,7 @@ def named_values(what: str, texts: Sequence[str] | None, known: Collection[str] 
 def json_or_word(text: str) -> Any:
     try:
         return json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return text
 
 

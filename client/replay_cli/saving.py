@@ -312,7 +312,10 @@ def _check(number: int, row: Row) -> None:
 def _tags_of(row: Row) -> Mapping[str, Any] | None:
     """The tags of a row: an object, or JSON. Raises ValueError."""
     tags = row.get("tags")
-    found = json.loads(tags) if isinstance(tags, str) and tags else tags or None
+    try:
+        found = json.loads(tags) if isinstance(tags, str) and tags else tags or None
+    except RecursionError:
+        raise ValueError("tags are nested too deeply") from None
     if found is not None and not isinstance(found, Mapping):
         raise ValueError(f"tags are {tags!r:.80}, not an object of names and values")
     return found

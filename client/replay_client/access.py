@@ -28,6 +28,7 @@ from typing import Any, Self
 import grpc
 import grpc.aio
 
+from replay_protos.settings import parse_toml
 from replay_protos.transport import PathLike, PemFiles, is_loopback, is_near
 
 logger = logging.getLogger(__name__)
@@ -252,7 +253,7 @@ def read_token(path: PathLike, source: str) -> str:
 
 def _read_config(path: PathLike) -> dict[str, tuple[Any, str]]:
     try:
-        data = tomllib.loads(Path(path).read_text())
+        data = parse_toml(Path(path).read_text())
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise ValueError(f"client_config {path}: {error}") from error
     if unknown := data.keys() - set(SETTINGS):

@@ -34,7 +34,7 @@ class AsyncLeaseRenewer(AbstractAsyncContextManager["AsyncLeaseRenewer"]):
         self._batches: dict[int, list[SampleInfo]] = {}
         """What was drawn under each lease. The payloads are not kept."""
         self._lost_at: dict[int, float] = {}
-        """On the loop's clock: when the renewal of a lease failed first."""
+        """On the loop's clock: when the renewal of a lease failed first. Each is one of `_batches`."""
         self._new = asyncio.Event()
         self._log = WaitLog("the renewal of leases", late=True)
         self._task: asyncio.Task[None] | None = None
@@ -93,5 +93,12 @@ class AsyncLeaseRenewer(AbstractAsyncContextManager["AsyncLeaseRenewer"]):
             elif now - self._lost_at[lease] > self._lease:
                 # A shard that is away counts as missing too. By now it has taken its samples back.
                 del self._batches[lease], self._lost_at[lease]
+        self.check()
         if lost:
             self._on_lost(lost)
+
+    def check(self) -> None:
+        """Asserts that each lease that failed is still renewed, and names its own samples."""
+        assert self._lost_at.keys() <= self._batches.keys(), self._lost_at.keys() - self._batches.keys()
+        for lease, infos in self._batches.items():
+            assert all(info.lease_id == lease for info in infos), (lease, infos)

@@ -104,6 +104,7 @@ class SharedMemory:
     def keep(self, ring: Ring) -> None:
         """Keeps a ring for later calls. Its call, if it had one, has ended in good order."""
         idle = self._idle[type(ring)]
+        assert all(ring is not each for each in idle), "two calls would use one ring"
         if len(idle) < _MOST_IDLE:
             idle.append(ring)
         else:
@@ -270,6 +271,7 @@ class RingDraws(RingAnswer):
     async def write(self, request: pb.DrawRequest) -> None:
         if self._ring is not None and not self._is_named:
             self._is_named = True
+            assert not request.ring, "a stream has one ring"
             named = pb.DrawRequest(ring=self._ring.ring_id)
             named.MergeFrom(request)  # the caller may send it again, on another stream
             request = named

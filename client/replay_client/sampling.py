@@ -100,6 +100,7 @@ class DrawStream:
 
     def draw(self, request: pb.SampleRequest) -> asyncio.Future[Batch]:
         """Begins a draw. The result raises AioRpcError if there is no batch."""
+        assert request.id not in self._draws, f"draw {request.id} is under way"
         self._send(pb.DrawRequest(draw=request))
         self._draws[request.id] = drawn = self._new_future()
         return drawn
@@ -401,6 +402,7 @@ class AsyncSampler(AbstractAsyncContextManager["AsyncSampler"]):
                 await patience.pause_or_raise(error)
 
     async def _receive(self) -> tuple[int, list[Sample]]:
+        assert self._answer is None, "the batch before is neither confirmed nor revoked"
         self._draw_ahead(max(1, self._series.prefetch))
         if not any(draw.done() for draw in self._ahead):
             self._stream.awaited()
@@ -430,6 +432,7 @@ class AsyncSampler(AbstractAsyncContextManager["AsyncSampler"]):
         while len(self._ahead) < batches:
             self._series.request.id = new_id()
             self._ahead.append(self._stream.draw(self._series.request))
+        assert len(self._ahead) <= max(1, self._series.prefetch), (len(self._ahead), self._series.prefetch)
 
     def _drop(self) -> None:
         self._stream.drop()

@@ -138,6 +138,7 @@ class AsyncWriter(AbstractAsyncContextManager["AsyncWriter"]):
                 reason = "; ".join(lines) or "not all shards have been tried yet"
                 raise DeadlineExceededError(reason) from None
             drained.clear()
+        self.check()
 
     def offer(self, item: Item, when_room: Callable[[], None] | None = None) -> bool:
         """Takes the item if there is room. Raises the errors of earlier items."""
@@ -200,6 +201,8 @@ class AsyncWriter(AbstractAsyncContextManager["AsyncWriter"]):
                 else:
                     self._in_flight -= 1
                     self._bytes -= item.nbytes
+            assert self._in_flight >= 0, self._in_flight
+            assert self._bytes >= 0, self._bytes
             self.refused.update(errors)
             self.evicted.record(response)
             self._unreported.extend(errors.values())
@@ -219,7 +222,18 @@ class AsyncWriter(AbstractAsyncContextManager["AsyncWriter"]):
                 self._lost.append(error)
                 self._in_flight -= line.in_flight
                 self._bytes -= line.bytes_in_flight
+                assert self._in_flight >= 0, self._in_flight
         self._notify_waiters(now=True)
+
+    def check(self) -> None:
+        """Asserts that the items in flight are those of the lines, or are being decided. Any thread may call it."""
+        with self.lock:
+            lines = self._lines.values()
+            assert self._in_flight >= sum(line.in_flight for line in lines), (self._in_flight, lines)
+            assert self._bytes >= sum(line.bytes_in_flight for line in lines), (self._bytes, lines)
+            assert self.max_in_a_line * max(1, len(lines)) <= max(self.max_in_flight, len(lines)), len(lines)
+            for line in lines:
+                line.check()
 
     @property
     def is_idle(self) -> bool:
@@ -303,6 +317,11 @@ class InsertLine:
     @property
     def bytes_in_flight(self) -> int:
         return self._unsent_bytes + sum(item.nbytes for item in self.unacknowledged)
+
+    def check(self) -> None:
+        """Asserts that the bytes are those of the items. The caller holds the lock."""
+        nbytes = sum(item.nbytes for item in self._unsent)
+        assert self._unsent_bytes == nbytes, (self._unsent_bytes, nbytes)
 
     def add(self, item: Item) -> Callable[[], None] | None:
         """Takes the item. Returns what the caller must call on the event loop. The caller holds the lock."""
@@ -433,6 +452,7 @@ class InsertLine:
             if not worth or self._worth_sending():
                 items = [self._unsent.popleft() for _ in range(min(len(self._unsent), ROWS_PER_MESSAGE))]
             self._unsent_bytes -= sum(item.nbytes for item in items)
+            assert self._unsent_bytes >= 0, self._unsent_bytes
             self.unacknowledged.extend(items)
             self._awake = bool(items)
         return items

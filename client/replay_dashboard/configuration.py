@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from replay_client.settings import SETTINGS_FILE
+from replay_protos.state import TOO_DEEP
 
 PARTS = ("serve", "generate*", "train")
 """Files of `output_dir/config` that are read; the one for clients may say where secrets are."""
@@ -21,7 +22,6 @@ MOST_SETTINGS = 1000
 """Further settings of a file are not shown."""
 MOST_DEPTH = 16
 """Deeper tables within tables are not shown."""
-TOO_DEEP = "nested too deeply to be shown"
 HIDDEN = "set, not shown"
 _SECRETS = ("key", "token", "secret", "password")
 """A setting whose name ends so may be a secret."""

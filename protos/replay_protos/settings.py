@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import difflib
 import re
+import tomllib
 from collections.abc import Collection, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from pydantic import ValidationError
@@ -16,6 +17,14 @@ if TYPE_CHECKING:
 
 _MOST_NAMES = 12
 """Names of settings in one error."""
+
+
+def parse_toml(text: str) -> dict[str, Any]:
+    """The settings of a file. Raises TOMLDecodeError, also for lists and tables that are nested too deeply."""
+    try:
+        return tomllib.loads(text)
+    except RecursionError:
+        raise tomllib.TOMLDecodeError("its lists or tables are nested too deeply") from None
 
 
 def unknown_name(name: object, known: Collection[str]) -> str:

@@ -76,11 +76,12 @@ class Segment:
             os.close(fd)
             raise
         segment._fd = fd
+        assert len(segment.view) == HEADER + capacity, (len(segment.view), capacity)
         return segment
 
     def hand_over(self) -> None:
         """Sends the memory to its client's mailbox. Raises OSError with the reason if that does not take it at once."""
-        assert self._fd is not None
+        assert self._fd is not None, "the memory was handed over, or closed"
         # This socket has no address, and is never read from: so nobody can send anything to it.
         with _address_of(self.path) as address, socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sending:
             sending.setblocking(False)
@@ -203,6 +204,8 @@ class RingWriter:
         for chunk in _few(chunks, size):
             self._bytes[at : at + len(chunk)] = chunk
             at += len(chunk)
+        assert at == place + size, f"the chunks have {at - place} bytes, and the reader is told of {size}"
+        assert start >= self._end, "a payload would lie before the one before it"
         self._end = start + size
         return start
 
@@ -241,6 +244,7 @@ class RingReader:
             size,
             lambda lent: copies.extend(copied(lent[start:end]) for start, end in pairwise(accumulate(rows, initial=0))),
         )
+        assert len(copies) == len(rows), (len(copies), len(rows))
         return copies
 
     def lend(self, position: int, size: int, copy: Callable[[memoryview], None]) -> None:
@@ -254,6 +258,7 @@ class RingReader:
                 f"{size} bytes at {position} are not in a ring of {self.capacity} bytes read to {self._end}"
             )
         copy(self._bytes[place : place + size])
+        assert position + size > self._end, "the writer would take bytes back"
         self._end = position + size
         # On processors that reorder memory accesses: all copies are read before the writer may overwrite them.
         with _fence:
@@ -323,6 +328,7 @@ class FrameWriter:
         self._chunks += frame.payloads
         self._gathered += size
         self._missing -= size
+        assert self._missing >= 0, f"a response has {-self._missing} bytes more than its sizes say"
         if self._missing > 0 and self._gathered < BYTES_PER_FRAME:
             return None
         gathered = Frame(self._head, self._chunks)

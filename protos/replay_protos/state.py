@@ -52,16 +52,26 @@ def _value(value: Any, field: FieldDescriptor, option: pb.Field) -> Any:
     return str(value) if field.type == FieldDescriptor.TYPE_FIXED64 else value
 
 
-def plain(value: Any) -> Any:
-    """Converts values of msgpack and numpy into values of JSON. NaN and infinities become None."""
+MOST_LEVELS = 128
+"""Lists and objects in each other that are shown. msgpack reads 1,024, and json writes no more than Python can call."""
+TOO_DEEP = "nested too deeply to be shown"
+
+
+def plain(value: Any, levels: int = MOST_LEVELS) -> Any:
+    """Converts values of msgpack and numpy into values of JSON. NaN and infinities become None.
+
+    What is nested deeper than `levels` becomes the text TOO_DEEP.
+    """
+    if isinstance(value, dict | list | tuple) and not levels:
+        return TOO_DEEP
     if isinstance(value, dict):
-        return {str(name): plain(part) for name, part in value.items()}
+        return {str(name): plain(part, levels - 1) for name, part in value.items()}
     if isinstance(value, list | tuple):
-        return [plain(part) for part in value]
+        return [plain(part, levels - 1) for part in value]
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, str | int) or value is None:
         return value
     if isinstance(value, bytes):
         return value.hex()
-    return plain(value.tolist()) if hasattr(value, "tolist") else str(value)
+    return plain(value.tolist(), levels) if hasattr(value, "tolist") else str(value)

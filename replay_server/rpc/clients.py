@@ -117,6 +117,7 @@ class Clients:
         try:
             yield partial(self._record_sign_of_life, name, connection)
         finally:
+            assert client.calls[connection] > 0, (client.name, connection)
             client.calls -= Counter([connection])
             client.left = self._clock()
             self._see(client)  # a client that waits sends nothing: the end of its connection is its last sign
@@ -165,6 +166,7 @@ class Clients:
             client = self._by_name[name] = Client(name, connection)
             if len(self._by_name) > MAX_CLIENTS:
                 self._by_name.popitem(last=False)
+            assert len(self._by_name) <= MAX_CLIENTS, len(self._by_name)
         self._see(client)
         client.ended = False
         if role is not None and client.roles.isdisjoint(_PASSING):

@@ -64,8 +64,9 @@ class PendingShare(Pending[int]):
 class Budget:
     """At most `total` is in use, and at most half of it by one client that already uses some.
 
-    A client that uses nothing may take more than half, or a large request could never be served. Waiting requests are
-    served first come, first served, except those that wait for their own client's half.
+    What is in use is the sum of what clients use. A client that uses nothing may take more than half, or a large
+    request could never be served. Waiting requests are served first come, first served, except those that wait for
+    their own client's half.
     """
 
     def __init__(self, total: int, name: str) -> None:
@@ -94,6 +95,8 @@ class Budget:
     def release(self, client: str, n: int) -> None:
         self.used -= n
         left = self._used_by.pop(client, 0) - n
+        assert left >= 0, f"{client} gives back {-left} {self._name} more than it has"
+        assert 0 <= self.used <= self.total, (self.used, self.total)
         if left:
             self._used_by[client] = left
         self._serve()
@@ -136,8 +139,19 @@ class Budget:
                 self._acquire(pending.client, pending.n)
                 pending.finish(pending.n)
 
+    def check(self) -> None:
+        """Asserts that what is in use is what clients use, and that the first that waits cannot have it."""
+        assert self.used == sum(self._used_by.values()), (self.used, self._used_by)
+        assert 0 <= self.used <= self.total, (self.used, self.total)
+        assert all(used > 0 for used in self._used_by.values()), self._used_by
+        self._line.check()
+        if (first := self._line.head) is not None:
+            assert self.why_not(first.client, first.n) is not None, first.n
+
     def _acquire(self, client: str, n: int) -> None:
+        assert n >= 0, n
         self.used += n
+        assert self.used <= self.total, (self.used, self.total)
         if n:
             self._used_by[client] = self._used_by.get(client, 0) + n
 
@@ -178,4 +192,5 @@ class OpenCalls:
             raise
         finally:
             self.open[method] -= 1
+            assert self.open[method] >= 0, method
             self._endless.discard(task)

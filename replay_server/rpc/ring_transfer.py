@@ -24,6 +24,7 @@ class Rings:
         """Those whose call of ShareMemory lasts."""
 
     def add(self, client: str, segment: Segment) -> None:
+        assert (client, segment.ring_id) not in self._open, "a ring is added twice"
         self._open.add((client, segment.ring_id))
         self._idle[client, segment.ring_id] = segment
 
@@ -38,6 +39,7 @@ class Rings:
 
     def put_down(self, client: str, ring_id: int, ring: Ring) -> None:
         """The client's next call may use the ring as it is."""
+        assert (client, ring_id) not in self._idle, "two calls had one ring"
         if (client, ring_id) in self._open:
             self._idle[client, ring_id] = ring
 

@@ -187,6 +187,7 @@ class OpenDraws:
             draw = OpenDraw(pb.SampleRequest(), wanted, "", 0.0, lambda _: None, None)
             self.by_id[batch_id] = draw
             self.lease(draw, seconds)
+        self.check()
 
     def begin(
         self,
@@ -205,6 +206,7 @@ class OpenDraws:
             self.drop(attempt_before)  # its reader did not get the end of the answer
         draw = OpenDraw(request, wanted, client, ends_at, on_ready, stream)
         self._wait(draw)
+        assert wanted.id not in self.by_id, "the attempt before has not ended"
         self.by_id[wanted.id] = draw
         return draw
 
@@ -359,6 +361,18 @@ class OpenDraws:
         elif draw.pending is not None and not draw.pending.done:
             self._buffer.abandon(draw.pending)
             draw.on_ready(draw)
+
+    def check(self) -> None:
+        """Asserts that each outstanding batch has a draw that has not ended, and each leased one one of no stream."""
+        outstanding = self._buffer.outstanding
+        assert outstanding.by_id.keys() <= self.by_id.keys(), outstanding.by_id.keys() - self.by_id.keys()
+        for draw_id, draw in self.by_id.items():
+            assert draw.wanted.id == draw_id, (draw_id, draw.wanted)
+            assert not draw.ended, draw_id
+            waits = draw.pending is not None and not draw.pending.done
+            assert not (waits and draw_id in outstanding.by_id), f"draw {draw_id} waits, and has a batch"
+        for draw_id in outstanding.leased:
+            assert self.by_id[draw_id].stream is None, draw_id
 
     def _closed(self, batch_id: int) -> None:
         """An insert has acknowledged the batch."""

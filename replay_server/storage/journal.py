@@ -99,6 +99,7 @@ class Journal:
         Fails with Refused if the commit fails. What is not rolled back is then written with a later one, if any.
         """
         self._wanted.set()
+        assert not self._next.done() or self._storage.error, "a change would wait for a commit that has ended"
         return self._next
 
     async def durable(self) -> None:
@@ -169,6 +170,7 @@ class Journal:
             for some in (*slices, delta):
                 self._collector.not_written(some)
             gone = self._buffer.roll_back(storage.end_commit(error))
+            assert gone.isdisjoint(self._buffer.items.keys()), "an insert is rolled back, and its item is there"
             for key in gone:
                 self._rolled_back.forget(key)  # to the end
             self._rolled_back.remember(gone)

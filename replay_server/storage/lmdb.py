@@ -26,7 +26,7 @@ import resource
 import shutil
 import struct
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from itertools import chain, islice
@@ -122,6 +122,11 @@ class Unwritten:
     """Keys of payloads to delete from the file."""
     nbytes: int = 0
     """Of the parts."""
+
+    def check(self) -> None:
+        """Asserts that the bytes are those of the parts."""
+        nbytes = sum(part.size for part in self.parts.values())
+        assert self.nbytes == nbytes, (self.nbytes, nbytes)
 
 
 def _identity(directory: Path) -> tuple[int, int] | None:
@@ -320,7 +325,17 @@ class LmdbStorage(LmdbFile):
         for key in keys:
             if (part := following.parts.pop(key, None)) is not None:
                 following.nbytes -= part.size
+                assert following.nbytes >= 0, following.nbytes
             following.gone.append(key)  # also a new one: a commit that failed may have left chunks of it in the file
+
+    def check(self, sizes: Mapping[int, int]) -> None:
+        """As Storage: a part that no commit has written yet ends where its item does."""
+        self._taken.check()
+        self._next.check()
+        assert self._next.parts.keys() <= sizes.keys(), self._next.parts.keys() - sizes.keys()
+        for key, part in self._next.parts.items():
+            assert part.start + part.size == sizes[key], (key, part, sizes[key])
+            assert not part.is_new or part.start == 0, (key, part)
 
     def why_full(self, nbytes: int) -> str | None:
         if self.error:
@@ -370,6 +385,7 @@ class LmdbStorage(LmdbFile):
 
     def begin_commit(self) -> Unwritten:
         """The payloads to write and to delete in the next commit. They can be read until it has ended."""
+        assert not self._taken.parts, "a commit begins before the one before it has ended"
         self._taken, self._next = self._next, Unwritten()
         return self._taken
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 
 from replay_server.tables.items import Storage, StorageFacts
@@ -13,7 +13,10 @@ BYTES_PER_READ = 8 << 20
 
 
 class MemoryStorage:
-    """Keeps payloads in the process, as the bytes objects that came from the wire."""
+    """Keeps payloads in the process, as the bytes objects that came from the wire.
+
+    The chunks of a payload have as many bytes as its item says, whatever was appended.
+    """
 
     def __init__(self) -> None:
         self._payloads: dict[int, Payload] = {}
@@ -21,6 +24,7 @@ class MemoryStorage:
         """Keys of payloads that may have more bytes than somebody asks for."""
 
     def put(self, keys: Sequence[int], payloads: Sequence[Payload]) -> None:
+        assert self._payloads.keys().isdisjoint(keys), "a payload would replace another one"
         self._payloads.update(zip(keys, payloads, strict=True))
 
     def extend(self, key: int, size: int, segment: Payload) -> None:
@@ -39,6 +43,13 @@ class MemoryStorage:
             del self._payloads[key]
         if self._extended:
             self._extended.difference_update(keys)
+
+    def check(self, sizes: Mapping[int, int]) -> None:
+        assert self._payloads.keys() == sizes.keys(), self._payloads.keys() ^ sizes.keys()
+        for key, payload in self._payloads.items():
+            nbytes = sum(map(len, payload))
+            assert nbytes == sizes[key], (key, nbytes, sizes[key])
+        assert self._extended <= self._payloads.keys(), self._extended - self._payloads.keys()
 
     def why_full(self, nbytes: int) -> str | None:
         return None

@@ -201,6 +201,7 @@ class ChangeCollector:
                 places.append(of_items)
                 rows.append(of_table)
         of_rows = np.concatenate(places)
+        assert of_rows.size == 0 or of_rows.max() < keys.size, "a row belongs to no item"
         in_a_table = np.zeros(keys.size, dtype=np.bool_)
         in_a_table[of_rows] = True
         owners = [(np.cumsum(in_a_table) - 1)[of_rows]]
@@ -388,6 +389,7 @@ def _restore_items(buffer: ReplayBuffer, state: State, offset: float) -> None:
             log.warning("table %r is not configured any more: %s dropped", name, dropped)
             for watcher in buffer.watchers:
                 watcher.changed(keys[own].tolist())
+    assert not buffer.items, "a state is restored into a buffer that has items"
     columns = (items["nbytes"], items["policy_version"], np.minimum(items["inserted_at"] - offset, now), holders)
     loaded = list(map(Item, *(column.tolist() for column in columns)))
     passed = np.flatnonzero(rows["kind"] == FORWARDED)

@@ -83,6 +83,7 @@ class Balanced(Selector):
             self._weights = np.concatenate([self._weights, np.zeros_like(self._weights)])
         self._weights[code] = self._weight_of.get(self.tag.values[code], 1.0)
         part = self._parts[code] = _Part(self._columns.current_version, self._build)
+        assert not self._left[code], "a value that had no item could be drawn"
         return part
 
     def delete(self, slots: IntArray) -> None:
@@ -128,6 +129,18 @@ class Balanced(Selector):
         # A slot that is not here, because it waits for columns, may have the position of an item before it.
         position = self._position.item(slot)
         return position < part.slots.size and part.slots[position] == slot and part.selector.holds(position)
+
+    def check(self, slots: IntArray) -> None:
+        of_values = dict(self._by_value(slots))
+        assert self._parts.keys() == of_values.keys(), "a value has a part and no item, or an item and no part"
+        for code, of_value in of_values.items():
+            part, positions = self._parts[code], self._position[of_value]
+            assert np.array_equal(part.slots[positions], of_value), "a position belongs to another slot"
+            part.check(positions, self._columns)
+            left = part.selector.selectable() if self._weights[code] else 0
+            assert self._left[code] == left, (self._left[code], left)
+        without = np.delete(self._left, list(of_values))
+        assert not without.any(), "a value can be drawn that no item has"
 
     def weigh_values(self, excluded: IntArray = NONE) -> list[dict[str, Any]]:
         """What each value could be drawn for, of those that have something to give; O(size).
@@ -237,7 +250,7 @@ class _Part(RowFacts):
     def __init__(self, current_version: int, build: Callable[[RowFacts], Selector]) -> None:
         super().__init__(current_version)
         self.slots = np.zeros(0, dtype=np.int64)
-        """By position: the slot in the table; -1 where the position is free."""
+        """By position: the slot in the table; -1 where its item has left."""
         self.size = 0
         self.selector = build(self)
 
@@ -254,8 +267,21 @@ class _Part(RowFacts):
 
     def free(self, positions: IntArray) -> None:
         self.size -= positions.size
+        assert self.size >= 0, "more items leave than the value has"
         self.slots[positions] = -1
         self._free.extend(positions.tolist())
+
+    def check(self, positions: IntArray, columns: Columns) -> None:
+        """Asserts that its items are at these positions (n,), distinct, with the facts of the table."""
+        assert self.size == positions.size, (self.size, positions.size)
+        free = np.ones(self.slots.size, dtype=np.bool_)
+        free[positions] = False
+        self.check_free(free)
+        assert self.current_version == columns.current_version, (self.current_version, columns.current_version)
+        slots = self.slots[positions]
+        for name in ("priority", "policy_version", "order"):
+            assert np.array_equal(getattr(self, name)[positions], getattr(columns, name)[slots]), name
+        self.selector.check(positions)
 
 
 def choose(weights: FloatArray, left: IntArray, n: int, rng: np.random.Generator) -> IntArray:
@@ -267,6 +293,7 @@ def choose(weights: FloatArray, left: IntArray, n: int, rng: np.random.Generator
     # Independent draws, without those that name a value which is used up by then, are distributed as draws from the
     # values that are not. So draw all at once, leave out what came too late, and draw as many again from the rest.
     left, parts = left.copy(), [NONE]
+    assert left[weights > 0].sum() >= n, "there are fewer items than draws, which would never end"
     while n:
         drawn = _draw(np.where(left > 0, weights, 0.0), n, rng)
         counts = np.bincount(drawn, minlength=left.size)

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import logging
 import math
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -442,6 +443,63 @@ class ReplayBuffer:
             pending.finish(None)
         dirty.update(dict.fromkeys(pending.insert.priorities))
         return True
+
+    # ------------------------------------------------------------------------------------------------ invariants
+
+    def check_totals(self) -> None:
+        """Asserts that all that counts items counts the same ones: for a server that has just started."""
+        # Of 50,000 items in two tables that is about 1 % of their restore; `check` was 15 %, `check_each_item` 43 %.
+        for table in self.tables.values():
+            table.check_totals()
+            assert table.columns.current_version == self.policy.version, (table.name, self.policy)
+        self.items.check()
+        self.outstanding.check(self.tables.values())
+        for extension in self.extensions:
+            extension.check()
+
+    def check(self) -> None:
+        """Asserts what the modules of this folder state, between two operations: for tests, after each step.
+
+        Some passes over arrays, and no loop over items.
+        """
+        self.check_totals()
+        for table in self.tables.values():
+            table.check()
+        for lines in self.lines.values():
+            lines.inserts.check()
+            lines.samples.check()
+        for table in self.tables.values():
+            self._check_waits(table)
+        for kind in self.remembered.values():
+            kind.check()
+
+    def _check_waits(self, table: Table) -> None:
+        """Asserts that the first requests of the table's lines cannot go on. What frees them would have served them.
+
+        An insert that could only be refused may wait: the end of a batch that it closes is no change of its table.
+        """
+        lines = self.lines[table.name]
+        if (sample := lines.samples.head) is not None:
+            assert table.why_no_sample(sample.request, sample.request.num_samples) is not None, sample.request
+        if (insert := lines.inserts.head) is not None:
+            first = all(self.lines[each.name].inserts.head is insert for each in insert.tables)
+            verdict = self._rules.verdict(insert.insert, insert.tables)
+            assert not first or verdict is not None, (table.name, insert.insert)
+
+    def check_each_item(self) -> None:
+        """Asserts who holds each item, while no reader is sent any. A loop over all items, rows and keys.
+
+        For tests: it takes as long as the start of a server does.
+        """
+        holders: Counter[int] = Counter(self.items.leaving.keys())
+        for table in self.tables.values():
+            table.columns.check_each_key()
+            holders.update(table.columns.key[table.columns.occupied()].tolist())
+            holders.update(list(table.columns.retained))
+        for _, batch in self.batches.values():
+            holders.update(batch.keys.tolist())
+        self.items.check_each(holders)
+        self.storage.check({key: item.nbytes for key, item in self.items.items()})
 
     def close(self) -> None:
         """Refuses everything from now on and ends every wait."""

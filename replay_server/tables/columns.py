@@ -67,13 +67,16 @@ class RowFacts:
         self.order = np.zeros(0, dtype=np.int64)
         """The number of the insertion, from 1."""
         self._free: list[int] = []
+        """The slots that are free, each once."""
 
     def _claim(self, n: int) -> list[int]:
         """Takes n free slots, at least 1."""
+        assert n > 0, "the last 0 entries of a list are all of them"
         if (lacking := n - len(self._free)) > 0:
             self._grow(lacking)
         chosen = self._free[-n:]
         del self._free[-n:]
+        assert len(chosen) == n, (len(chosen), n)
         return chosen
 
     def _grow(self, least: int) -> None:
@@ -91,6 +94,13 @@ class RowFacts:
                 grown[: column.size] = column
                 setattr(self, name, grown)
 
+    def check_free(self, free: npt.NDArray[np.bool_]) -> None:
+        """Asserts that `free` (slots,), which says of each slot whether it is free, is what the list of them says."""
+        listed = np.array(self._free, dtype=np.int64)
+        assert listed.size == np.count_nonzero(free), (listed.size, np.count_nonzero(free))
+        assert free[listed].all(), "a slot in use is listed as free"
+        assert np.unique(listed).size == listed.size, "a slot is listed as free twice"
+
 
 MAX_BALANCED = 1024
 """Values of a tag that one table may balance, "" for no value included: each has a selector of its own."""
@@ -101,7 +111,7 @@ class TagColumn:
 
     Code 0 is that of items without the tag. Values are compared as text: the number 3 is the same as the text "3", and
     the empty text is the same as no tag. A value that no slot has any more is forgotten, and its code is used again.
-    So memory follows the values in use, and not those ever seen.
+    So memory follows the values in use, and not those ever seen. A slot that is free or leaving has no value.
     """
 
     def __init__(self, name: str, slots: int = 0) -> None:
@@ -160,6 +170,7 @@ class TagColumn:
         counts[0] = 0
         self._rows[: counts.size] -= counts
         for code in np.flatnonzero(counts).tolist():
+            assert self._rows[code] >= 0, f"more slots lose the value {self.values[code]!r} than have it"
             if not self._rows[code]:
                 del self._codes[self.values[code]]
                 self.values[code] = ""
@@ -174,10 +185,22 @@ class TagColumn:
         """Makes room for `slots` slots."""
         self.codes = np.concatenate([self.codes, np.zeros(slots - self.codes.size, dtype=np.int32)])
 
+    def check(self, state: npt.NDArray[np.uint8]) -> None:
+        """Asserts that the counts are those of the codes, and that all values known are in use. `state` by slot."""
+        assert self.codes.size == state.size, (self.codes.size, state.size)
+        assert not self.codes[state < RESERVED].any(), "a slot that is free or leaving has a value"
+        counts = np.bincount(self.codes, minlength=self._rows.size)
+        assert np.array_equal(counts[1:], self._rows[1:]), (counts.tolist(), self._rows.tolist())
+        in_use = [0, *(1 + np.flatnonzero(counts[1:])).tolist()]
+        assert sorted(self._codes.values()) == in_use, "a value that no slot has is not forgotten"
+        assert all(self.values[code] == value for value, code in self._codes.items())
+        assert sorted([*in_use, *self._unused]) == list(range(len(self.values))), "a code is lost"
+
 
 class Columns(RowFacts):
     """Slots are reused. `reserved` maps the key of each row that a batch reserves to its slot, and `retained` that of
-    each one that an extension does. Arrays double when they are full.
+    each one that an extension does. Arrays double when they are full. A key has at most one row that is here, one that
+    a batch reserves and one that is retained.
 
     Among a million items a lookup in `slots` waits for main memory several times, one key after the other. `find`
     therefore guesses the slots of many keys with arrays, which waits for many at once, and asks `slots` only where the
@@ -272,6 +295,7 @@ class Columns(RowFacts):
         chosen = self._claim(len(keys))
         self._slots.update(zip(keys, chosen, strict=True))
         self._size += len(keys)
+        assert self._leaving or len(self._slots) == self._size, "a key is here twice"
         slots = np.array(chosen, dtype=np.int64)
         if len(keys) == 1:
             self.key[chosen[0]] = keys[0]
@@ -293,6 +317,7 @@ class Columns(RowFacts):
         """Reserves rows that are here, for a batch."""
         keys: list[int] = self.key[slots].tolist()
         for key in keys:
+            assert key not in self.reserved, f"two batches reserve {key}"
             self.reserved[key] = self._slots.pop(key)
         self._size -= len(keys)
         self.state[slots] = RESERVED
@@ -303,6 +328,7 @@ class Columns(RowFacts):
         slots = np.array([owned.pop(key) for key in keys], dtype=np.int64)
         self._slots.update(zip(keys, slots.tolist(), strict=True))
         self._size += len(keys)
+        assert self._leaving or len(self._slots) == self._size, "a row returns, and its key is here already"
         self._guess[self._hashes(self.key[slots])] = slots
         self.state[slots] = SELECTABLE
         return slots
@@ -311,6 +337,7 @@ class Columns(RowFacts):
         """These rows, all of them here, are gone for whoever looks. `free` has to follow for each of them."""
         self._size -= slots.size
         self._leaving += slots.size
+        assert self._size >= 0, "rows leave that were not here"
         self.state[slots] = LEAVING
         for tag in self.tags.values():
             tag.forget(slots)
@@ -318,6 +345,7 @@ class Columns(RowFacts):
     def free(self, slots: IntArray) -> list[int]:
         """Frees slots that are leaving. Returns their keys."""
         self._leaving -= slots.size
+        assert self._leaving >= 0, "slots are freed that were not leaving"
         keys: list[int] = self.key[slots].tolist()
         names: list[int] = slots.tolist()
         for key, slot in zip(keys, names, strict=True):
@@ -355,14 +383,43 @@ class Columns(RowFacts):
         new = self.key.size
         for tag in self.tags.values():
             tag.lengthen(new)
+        assert new & new - 1 == 0, f"hashes choose among a power of two, not {new}"
         self._shift = _BITS - 1 - new.bit_length()  # four places for each slot
         self._guess = np.full(4 * new, -1, dtype=np.int32)
         slots = self.occupied()
         self._guess[self._hashes(self.key[slots])] = slots
 
+    def check_counts(self) -> None:
+        """Asserts that the counts are those of the states. One pass over an array."""
+        counts = np.bincount(self.state, minlength=SELECTABLE + 1).tolist()
+        assert self._size == counts[WAITING] + counts[SELECTABLE], (self._size, counts)
+        assert self._leaving == counts[LEAVING], (self._leaving, counts)
+        assert len(self.reserved) + len(self.retained) == counts[RESERVED], (self.reserved, self.retained, counts)
+        assert len(self._free) == counts[FREE], (len(self._free), counts)
+
+    def check(self) -> None:
+        """Asserts that the states of the slots, the counts, the lookups and the tags agree. Some passes over arrays."""
+        self.check_counts()
+        self.check_free(self.state == FREE)
+        for owned in (self.reserved, self.retained):
+            slots = np.fromiter(owned.values(), dtype=np.int64, count=len(owned))
+            assert self.key[slots].tolist() == list(owned), "a reservation names the slot of another key"
+            assert (self.state[slots] == RESERVED).all(), "a reservation names a slot that is not reserved"
+        here = self.occupied()
+        assert np.array_equal(self.find(self.key[here]), here), "a key leads to the slot of another one"
+        if not self._leaving:
+            assert len(self._slots) == self._size, (len(self._slots), self._size)
+        for tag in self.tags.values():
+            tag.check(self.state)
+
+    def check_each_key(self) -> None:
+        """Asserts that each key that is here leads to its slot without a guess, too. One lookup for each item."""
+        here = self.occupied()
+        assert np.array_equal(self._look_up(self.key[here]), here)
+
 
 class WaitingRows:
-    """The rows of a table that wait for columns which it requires.
+    """The rows of a table that wait for columns which it requires. A row that waits lacks at least one of them.
 
     The names of an item's columns come beside its payload, which the server does not open.
     """
@@ -400,6 +457,7 @@ class WaitingRows:
     def complete(self, slot: int, labels: Labels) -> bool:
         """The item of a row that waits has these labels now. Returns whether it waits no more."""
         columns, slots = self._columns, np.array([slot])
+        assert columns.state[slot] == WAITING, slot
         self._add(slots, -1)
         if lacks := self._lacks(labels):
             columns.lacks[slot] = lacks
@@ -434,8 +492,17 @@ class WaitingRows:
 
     def _add(self, slots: IntArray, sign: int) -> None:
         self.count += sign * slots.size
+        assert self.count >= 0, "rows end their wait that did not wait"
         self._lacking += sign * self._bits(self._columns.lacks[slots]).sum(axis=0)
 
     def _bits(self, lacks: npt.NDArray[np.uint16]) -> npt.NDArray[np.bool_]:
         """The bits of each number (n,), as (n, required columns)."""
         return np.asarray((lacks[:, None] >> self._places) & 1 > 0)
+
+    def check(self) -> None:
+        """Asserts that the counts are those of the rows that wait."""
+        waiting = np.flatnonzero(self._columns.state == WAITING)
+        assert self.count == waiting.size, (self.count, waiting.size)
+        lacks = self._bits(self._columns.lacks[waiting])
+        assert lacks.any(axis=1).all(), "a row waits that lacks nothing"
+        assert np.array_equal(self._lacking, lacks.sum(axis=0)), (self._lacking, lacks.sum(axis=0))

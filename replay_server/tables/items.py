@@ -11,13 +11,15 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Protocol
 
+import numpy as np
+
 from replay_protos.labels import NO_LABELS, Labels
-from replay_server.tables.columns import Columns, IntArray
+from replay_server.tables.columns import LEAVING, Columns, IntArray
 from replay_server.tables.table import InsertBatch, Payload, Table
 
 ROWS_PER_SLICE = 4096
@@ -63,6 +65,9 @@ class Storage(Protocol):
 
     def delete(self, keys: Sequence[int]) -> None:
         """Deletes payloads."""
+
+    def check(self, sizes: Mapping[int, int]) -> None:
+        """Asserts that the payloads under keys in use are those of these sizes, as far as they are in memory."""
 
     def why_full(self, nbytes: int) -> str | None:
         """Why payloads of `nbytes` cannot be stored; None: they can."""
@@ -112,6 +117,7 @@ class Items(dict[int, Item]):
 
     def insert(self, batch: InsertBatch, now: float, holders: int) -> None:
         """Keeps the payloads of a batch, for `holders` tables."""
+        assert self.keys().isdisjoint(batch.keys), "an item that is there is inserted again"
         sizes, versions = batch.sizes.tolist(), batch.policy_versions.tolist()
         for key, nbytes, version in zip(batch.keys, sizes, versions, strict=True):
             self[key] = Item(nbytes, version, now, holders)
@@ -168,6 +174,7 @@ class Items(dict[int, Item]):
                 self.freed = True
         if gone:
             self.bytes -= nbytes
+            assert self.bytes >= 0, self.bytes
             self.freed = True
         if self.closing:
             self.closing.difference_update(gone)
@@ -225,6 +232,25 @@ class Items(dict[int, Item]):
             spare += spares(key)
         return spare
 
+    def check(self) -> None:
+        """Asserts what needs no look at each item."""
+        assert self.bytes >= 0, self.bytes
+        assert self.closing <= self.keys(), "an item that is gone has closed a batch"
+        assert self.labelled >= self.tagged, "tags are labels"
+        self.leaving.check()
+
+    def check_each(self, holders: Mapping[int, int]) -> None:
+        """Asserts that as many rows and batches hold each item as it counts, and that bytes are the sum of costs.
+
+        `holders`: of each key, counted by the caller while no reader of bytes holds any. A loop over all items.
+        """
+        assert self.keys() == holders.keys(), self.keys() ^ holders.keys()
+        for key, item in self.items():
+            assert item.holders == holders[key], (key, item, holders[key])
+            assert self.labelled or item.labels is NO_LABELS, (key, item)
+        nbytes = sum(item.cost for item in self.values())
+        assert self.bytes == nbytes, (self.bytes, nbytes)
+
     def _can_free(self, needed: float, tables: Sequence[Table]) -> bool:
         """Whether discarding all that `why_full` names frees `needed` bytes."""
         tables = _evicting(tables)
@@ -261,7 +287,8 @@ class Leaving:
       until its slice comes. An insert that lacks these bytes clears the slices that it needs, and is not refused.
     * The next commit writes the whole change. After a kill between two slices, the start deletes payloads without an
       item.
-    * A change of at most ROWS_PER_SLICE rows clears its own rows at once.
+    * A change of at most ROWS_PER_SLICE rows clears its own rows at once. So the slices have all rows that are leaving
+      between two operations.
     """
 
     def __init__(self, release: Callable[[Sequence[int]], None], rows_per_slice: int) -> None:
@@ -297,6 +324,22 @@ class Leaving:
     def holds_of(self, key: int) -> int:
         """How many rows of this item wait to be cleared away."""
         return sum(columns.leaving(key) is not None for columns in self._columns)
+
+    def keys(self) -> Iterator[int]:
+        """The keys of all rows that wait to be cleared away."""
+        for columns, slots in self._slices:
+            yield from columns.key[slots].tolist()
+
+    def check(self) -> None:
+        """Asserts that the slices are of rows that are leaving, and that no other row is."""
+        assert self._columns == Counter(columns for columns, _ in self._slices)
+        waiting: Counter[Columns] = Counter()
+        for columns, slots in self._slices:
+            assert 0 < slots.size <= self.rows_per_slice, slots.size
+            assert (columns.state[slots] == LEAVING).all(), "a row that waits to be cleared away is not leaving"
+            waiting[columns] += slots.size
+        for columns, count in waiting.items():
+            assert np.count_nonzero(columns.state == LEAVING) == count, "a slot is in two slices, or in none"
 
     async def run(self) -> None:
         """Clears away slice by slice, and lets the event loop go on in between, until it is cancelled.

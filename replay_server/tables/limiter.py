@@ -18,7 +18,10 @@ from dataclasses import dataclass
 
 @dataclass
 class RateLimiter:
-    """One limiter: its four constants, and its three counters since the start or reset."""
+    """One limiter: its four constants, and its three counters since the start or reset.
+
+    Its size is that of its table. Nothing is counted back more often than forth, and `min_diff` is at most `max_diff`.
+    """
 
     samples_per_insert: float
     min_size: int
@@ -33,6 +36,13 @@ class RateLimiter:
     def size(self) -> int:
         """Items in the table."""
         return self.inserts - self.deletes
+
+    def check(self, size: int) -> None:
+        """Asserts that the counters are those of a table with so many items."""
+        assert self.size == size, f"{self.inserts} inserts - {self.deletes} deletes, and {size} items are there"
+        assert self.deletes >= 0, self.deletes
+        assert self.samples >= 0, self.samples
+        assert self.min_diff <= self.max_diff, (self.min_diff, self.max_diff)
 
     def can_insert(self, n: int) -> bool:
         """Whether `n` items may be inserted at once, now."""

@@ -149,6 +149,7 @@ class BlockedTime:
         start = max(self.since, now - WINDOW)
         while start < now:  # a second at a time, so that every bucket holds at most a second
             end = min(now, float(int(start) + 1))
+            assert start < end <= start + 1.0, (start, end)
             self._meter.add(end - start, start)
             start = end
         self.since = now
@@ -189,6 +190,7 @@ class FlowMeter:
     def measured(self) -> dict[str, Any] | None:
         """The fields of the message Flow of replay.proto; None while nothing was drawn in a whole version."""
         versions, drawn, staleness = (sum(each[place] for each in self._finished) for place in range(3))
+        assert versions >= len(self._finished), "the version rose by at least 1 each time"
         if not drawn:
             return None
         return {"versions": len(self._finished), "drawn": drawn / versions, "staleness": staleness / drawn}

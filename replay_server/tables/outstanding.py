@@ -1,6 +1,7 @@
 """Outstanding batches: drawn, and neither acknowledged by their readers nor requeued.
 
 * An outstanding batch holds each of its rows, so their payloads stay in the storage while they are sent.
+* A table counts the rows of its outstanding batches, and reserves those that they have used up.
 * Exactly one call of `acknowledge` or `requeue` ends a batch. How readers ended their last batches is remembered.
 * A leased batch is in use by its reader. It stays outstanding when the server restarts.
 """
@@ -8,7 +9,8 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Sequence
 
 import numpy as np
 
@@ -62,6 +64,7 @@ class OutstandingBatches:
     def _begin(self, table: Table, batch: SampleBatch, batch_id: int) -> int:
         # The batch takes over the table's hold of a row that the table has reserved for it.
         self._items.hold(batch.keys[~batch.consumed].tolist())
+        assert batch_id not in self.by_id, f"batch {batch_id} is outstanding already"
         self.by_id[batch_id] = (table, batch)
         return batch_id
 
@@ -147,6 +150,21 @@ class OutstandingBatches:
         table.drop_stale()
         table.drop_undone()
         return table
+
+    def check(self, tables: Collection[Table]) -> None:
+        """Asserts what the module states, of all tables of the server. A loop over the outstanding rows."""
+        assert self.leased.keys() <= self.by_id.keys(), "a batch that has ended is leased"
+        assert min(self.leased.values(), default=1.0) > 0, self.leased
+        rows: Counter[str] = Counter()
+        used_up: dict[str, set[int]] = {table.name: set() for table in tables}
+        for batch_id, (table, batch) in self.by_id.items():
+            assert batch_id not in self.acknowledged, f"batch {batch_id} has ended, and is outstanding"
+            if batch.epoch == table.epoch:
+                rows[table.name] += len(batch)
+                used_up[table.name].update(batch.keys[batch.consumed].tolist())
+        for table in tables:
+            assert table.outstanding == rows[table.name], (table.name, table.outstanding, rows[table.name])
+            assert table.columns.reserved.keys() == used_up[table.name], (table.name, used_up[table.name])
 
     def drawn(self, table: Table) -> tuple[KeyArray, IntArray]:
         """The keys of the outstanding rows of `table`, ascending, and how often each was drawn."""

@@ -41,7 +41,8 @@ A = TypeVar("A")
 
 
 class Remembered(Generic[A]):
-    """Ids from the oldest to the newest, each with its answer."""
+    """Ids from the oldest to the newest, each with its answer. Neither they nor the bytes of their answers grow without
+    a bound, except that the newest answer stays however large it is."""
 
     def __init__(self, kind: str, most: int, watchers: Sequence[Watcher] = (), *, most_bytes: float = math.inf) -> None:
         """Remembers about `most` ids: up to a 256th more, which then go together.
@@ -78,11 +79,12 @@ class Remembered(Generic[A]):
         for watcher in self._watchers:
             watcher.remembered(self.kind, ids)
 
-    def load(self, ids: Iterable[int], answer: A | None = None) -> None:
+    def load(self, ids: Collection[int], answer: A | None = None) -> None:
         """As `remember`, from a record of before."""
-        self._answers.update(dict.fromkeys(ids, answer))
         if self.has_bytes:
-            self._bytes += _bytes_of(answer)
+            for id in ids:  # a request that came twice at once is answered twice, and the last answer counts
+                self._bytes += _bytes_of(answer) - _bytes_of(self._answers.get(id))
+        self._answers.update(dict.fromkeys(ids, answer))
         # A dict that has lost its first entries takes long to find the next one, so many go at once.
         while len(self._answers) > self._most or (self._bytes > self._most_bytes and len(self._answers) > 1):
             for oldest in list(islice(self._answers, 1 + (len(self._answers) >> 8))):
@@ -93,6 +95,15 @@ class Remembered(Generic[A]):
         answer = self._answers.pop(id, None)
         if self.has_bytes:
             self._bytes -= _bytes_of(answer)
+            assert self._bytes >= 0, self._bytes
+
+    def check(self) -> None:
+        """Asserts its bounds, and that the bytes are those of the answers."""
+        assert len(self) <= self._most, (len(self), self._most)
+        if self.has_bytes:
+            nbytes = sum(map(_bytes_of, self._answers.values()))
+            assert self._bytes == nbytes, (self._bytes, nbytes)
+            assert nbytes <= self._most_bytes or len(self) == 1, (nbytes, len(self))
 
 
 def _bytes_of(answer: Any) -> int:
@@ -161,3 +172,8 @@ class Scopes:
             total -= len(self._keys.popitem(last=False)[1])
         # If the current scope alone has many keys, trimming again soon would free nothing and cost O(keys) each time.
         self._trim_at = max(MAX_SCOPE_KEYS, 2 * total)
+
+    def check(self) -> None:
+        """Asserts the bound of their number."""
+        assert len(self._keys) <= MAX_SCOPES, len(self._keys)
+        assert self._trim_at >= MAX_SCOPE_KEYS, self._trim_at

@@ -59,6 +59,11 @@ class Selector(ABC):
     def holds(self, slot: int) -> bool:
         """Whether `select` can return this slot."""
 
+    @abstractmethod
+    def check(self, slots: IntArray) -> None:
+        """Asserts that these slots (n,), distinct, are those that were inserted and not deleted, and that what it
+        derives from them is current. Passes over arrays, no loop over slots."""
+
     def weigh(self, excluded: IntArray = NONE) -> tuple[float, float]:
         """The sum of the weights of its slots, and the sum of their squares, without the excluded slots.
 
@@ -103,11 +108,19 @@ class Placed(Selector):
     def holds(self, slot: int) -> bool:
         return bool(slot < self._position.size and self._position[slot] >= 0)
 
+    def check(self, slots: IntArray) -> None:
+        assert self._count == slots.size, (self._count, slots.size)
+        assert np.count_nonzero(self._position >= 0) == slots.size
+        positions = self._position[slots]
+        assert (positions >= 0).all(), "a slot has no position"
+        assert np.array_equal(self._slots[positions], slots), "a position belongs to another slot"
+
 
 class Fifo(Placed):
     """Selects by age, oldest first (or newest first). An operation is O(1) amortised for each slot.
 
-    To requeue an item is O(size) if older and newer items are there.
+    Its array has the slots by ascending order, and both ends of what is in use are held. To requeue an item is O(size)
+    if older and newer items are there.
     """
 
     def __init__(self, columns: RowFacts, newest_first: bool = False) -> None:
@@ -157,6 +170,7 @@ class Fifo(Placed):
         self._slots[self._position[slots]] = -1
         self._position[slots] = -1
         self._count -= slots.size
+        assert self._count >= 0, "slots are deleted that were not here"
         if not self._count:
             self._start = self._stop = 0
             return
@@ -165,10 +179,21 @@ class Fifo(Placed):
         if self._slots.item(self._stop - 1) < 0:
             self._stop -= self._first_held(self._slots[self._start : self._stop][::-1])
 
+    def check(self, slots: IntArray) -> None:
+        super().check(slots)
+        held = self._held()
+        assert held.size == self._count, (held.size, self._count)
+        assert (np.diff(self._columns.order[held]) > 0).all(), "the slots are not by ascending order"
+        assert self._stop <= self._slots.size, (self._stop, self._slots.size)
+        if held.size:
+            assert self._slots[self._start] >= 0, self._start
+            assert self._slots[self._stop - 1] >= 0, self._stop
+
     def _first_held(self, slots: IntArray) -> int:
-        """The index of the first slot that is held. Looks at twice as many each time."""
+        """The index of the first slot that is held, of which there is one. Looks at twice as many each time."""
         scanned = 0
         while True:
+            assert scanned < slots.size, "no slot is held"
             held = slots[scanned : 2 * scanned + 16] >= 0
             if held[first := int(held.argmax())]:
                 return scanned + first
@@ -212,11 +237,15 @@ class Heap(Selector):
         self._tree.clear(slots)
 
     def update(self, slots: IntArray) -> None:
+        self._tree.put(slots, self._ranks(slots), self._columns.order[slots])
+
+    def _ranks(self, slots: IntArray) -> FloatArray:
+        """The rank (n,) of each of `slots` (n,); the lowest comes first."""
         ranks = self._columns.priority[slots]
         if self._half_life is not None:
             logs = np.log2(ranks, out=np.full(slots.size, _LOG_OF_ZERO), where=ranks > 0)
             ranks = logs + half_lives(self._columns, slots, self._half_life)
-        self._tree.put(slots, self._sign * ranks, self._columns.order[slots])
+        return self._sign * ranks
 
     def version_moved(self, before: int) -> None:
         if self._half_life is not None:
@@ -227,6 +256,14 @@ class Heap(Selector):
 
     def holds(self, slot: int) -> bool:
         return self._tree.holds(slot)
+
+    def check(self, slots: IntArray) -> None:
+        self._tree.check()
+        assert self._count == slots.size, (self._count, slots.size)
+        assert np.array_equal(self._tree.positions(), np.sort(slots)), "the tree has other slots"
+        pairs = self._tree.get(slots)
+        assert np.array_equal(pairs.imag, self._columns.order[slots]), "a slot has the order of another item"
+        assert np.array_equal(pairs.real, self._ranks(slots)), "a rank is not that of the priority"
 
     def select(self, n: int, rng: np.random.Generator, excluded: IntArray = NONE) -> tuple[IntArray, FloatArray]:
         slots = self._tree.first(n + excluded.size)
@@ -248,13 +285,19 @@ class Uniform(Placed):
 
     def delete(self, slots: IntArray) -> None:
         self._count -= slots.size
+        assert self._count >= 0, "slots are deleted that were not here"
         gaps = self._position[slots]
         self._position[slots] = -1
         last = self._slots[self._count : self._count + slots.size]
         last = last[self._position[last] >= 0]
         gaps = gaps[gaps < self._count]  # as many as are left of the last slots, which fill them
+        assert gaps.size == last.size, (gaps.size, last.size)
         self._slots[gaps] = last
         self._position[last] = gaps
+
+    def check(self, slots: IntArray) -> None:
+        super().check(slots)
+        assert (self._position[slots] < self._count).all(), "a gap is left among the slots"
 
     def select(self, n: int, rng: np.random.Generator, excluded: IntArray = NONE) -> tuple[IntArray, FloatArray]:
         # Draw more without replacement, then drop the excluded slots: the rest is a draw without replacement too.
@@ -340,6 +383,19 @@ class Prioritized(Selector):
     def holds(self, slot: int) -> bool:
         return self._tree.is_positive(slot)
 
+    def check(self, slots: IntArray) -> None:
+        self._tree.check()
+        held = self._tree.positions()
+        assert np.isin(held, slots).all(), "the tree has a slot that is not here"
+        assert (self._columns.priority[held] > 0).all(), "an item of priority 0 can be drawn"
+        if self._half_life is None:
+            weights = self._columns.priority[slots] ** self._exponent
+            weights[self._columns.priority[slots] == 0] = 0.0
+            assert np.array_equal(self._tree.get(slots), weights), "a weight is not that of the priority"
+        else:
+            positive = slots[self._columns.priority[slots] > 0]
+            assert (self._tree.get(positive) >= _LEAST_WEIGHT).all(), "an item that counts can never be drawn"
+
     def weigh(self, excluded: IntArray = NONE) -> tuple[float, float]:
         """As in Selector; O(size). With a half-life, weights are those at the current version.
 
@@ -374,6 +430,7 @@ class Prioritized(Selector):
             missing -= drawn.size
             tree.set(drawn, np.zeros(drawn.size))
         slots, weights = (np.concatenate(column) for column in zip(*hidden, strict=True))
+        assert slots.size == excluded.size + n, "each slot is drawn once"
         tree.set(slots, weights)
         return slots[excluded.size :], weights[excluded.size :] / (total or 1.0)
 
@@ -475,6 +532,12 @@ class Tree(Generic[S]):
             width >>= 1
             self._combine(children[0::2], children[1::2], out=self._nodes[width : 2 * width])
 
+    def check(self) -> None:
+        """Asserts that each node is what its children make: to the last bit, for nothing is adjusted."""
+        assert self.capacity & self.capacity - 1 == 0, self.capacity
+        children = self._nodes[2:].reshape(-1, 2)
+        assert np.array_equal(self._nodes[1 : self.capacity], self._combine(children[:, 0], children[:, 1]))
+
     def _grow(self, needed: int) -> None:
         old = self._nodes[self.capacity :]
         self._allocate(1 << (needed - 1).bit_length())
@@ -500,6 +563,12 @@ class SumTree(Tree[np.float64]):
     def is_positive(self, position: int) -> bool:
         return self._scalars[position + self.capacity] > 0
 
+    def check(self) -> None:
+        super().check()
+        leaves = self._nodes[self.capacity :]
+        assert (leaves >= 0).all(), "a weight is below 0"
+        assert self.positive == np.count_nonzero(leaves), (self.positive, np.count_nonzero(leaves))
+
     def _set_each(self, positions: list[int], values: list[float]) -> None:
         nodes = self._scalars
         for position, value in zip(positions, values, strict=True):
@@ -524,7 +593,7 @@ class SumTree(Tree[np.float64]):
             right = (rest >= left) & (self._nodes[node + 1] > 0)
             rest -= np.where(right, left, 0.0)
             node += right
-        return node - self.capacity
+        return node - self.capacity  # no assert that these are above 0: it took a tenth of a draw
 
 
 class MinTree(Tree[np.complex128]):

@@ -16,6 +16,8 @@ requires wait: the remover holds them, and the sampler does not.
   extension may retain it when the batch is acknowledged.
 * After `requeue` everything is as if the batch had not been drawn: items, counters, limiter, scopes.
 * A reset starts a new epoch. Batches of an older epoch change nothing any more.
+* The limiter counts as many items as are here, and `bytes` is the sum of their costs. A change may differ from that
+  while it runs, but not when it has ended.
 * Payloads are not the table's: `on_leave` says which rows it no longer holds.
 
 Extensions (`extensions/`) act within a change of a table, in this order: copying, history, permit tables, admission,
@@ -277,6 +279,7 @@ class Table:
         self.counters.inserts += n
         self.inserted.add(n, now)
         self._count_generated(batch)
+        assert self.limiter.size == self.size, (self.limiter, self.size)
         self._evict_excess()
 
     def refuse_stale(self, batch: InsertBatch) -> None:
@@ -303,6 +306,7 @@ class Table:
         if slots.size < n:  # `prioritized` never chooses an item of priority 0: of these the oldest go
             others = self.columns.used()
             slots = np.concatenate([slots, others[~np.isin(others, slots)]])[:n]
+        assert slots.size == n, f"{n} of {self.size} items are to make room, and {slots.size} can"
         self.evict_slots(slots)
 
     def evict_slots(self, slots: IntArray) -> None:
@@ -332,6 +336,7 @@ class Table:
         """
         columns = self.columns
         slots = columns.add(keys)
+        assert priorities.shape == slots.shape, (priorities.shape, slots.shape)
         columns.priority[slots] = priorities
         columns.policy_version[slots] = policy_versions
         columns.order[slots] = orders
@@ -370,6 +375,7 @@ class Table:
         if self.remover is not self.sampler:
             self.remover.delete(slots)
         self.bytes -= total(self.columns.cost[slots])
+        assert self.bytes >= 0, self.bytes
 
     # ------------------------------------------------------------------------------------------------ extend
 
@@ -497,6 +503,7 @@ class Table:
         if limit == 1:
             self.flow.draw(columns.current_version - batch.policy_versions)
         self.outstanding += n
+        assert self.limiter.size == self.size, (self.limiter, self.size)
         return batch
 
     def _count_drawn(self, n: int, consumed: int) -> None:
@@ -516,6 +523,7 @@ class Table:
         """The batch is its reader's for good. Its reserved rows that nobody retains leave. Returns the keys of all."""
         if batch.epoch != self.epoch:
             return []
+        assert self.outstanding >= len(batch), (self.outstanding, len(batch))
         self.outstanding -= len(batch)
         consumed: list[int] = batch.keys[batch.consumed].tolist()
         self.columns.remove_reserved(consumed)
@@ -524,6 +532,7 @@ class Table:
     def retain(self, keys: KeyArray) -> None:
         """These rows, which are here, were consumed and retained before a restart."""
         slots = self.columns.find(keys)
+        assert (slots >= 0).all(), "a row to retain is not here"
         self._hide(slots)
         self.columns.reserve(slots)
         self.columns.retain(keys.tolist())
@@ -542,6 +551,7 @@ class Table:
         self._count_tags("sampled", slots, sign=-1)
         self.counters.restored += len(keys)
         self._show(slots, self.labels_of(keys) if self.config.requires else None)
+        assert self.limiter.size == self.size, (self.limiter, self.size)
 
     def requeue(self, batch: SampleBatch) -> list[int]:
         """Undoes the draw. Returns the keys of its reserved rows, which are selectable again."""
@@ -549,6 +559,7 @@ class Table:
             return []
         columns = self.columns
         back: list[int] = batch.keys[batch.consumed].tolist()
+        assert self.outstanding >= len(batch), (self.outstanding, len(batch))
         self.outstanding -= len(batch)
         self._count_drawn(-len(batch), -len(back))
         if batch.scope:
@@ -557,6 +568,7 @@ class Table:
             self._show(columns.return_rows(back), self.labels_of(back) if self.config.requires else None)
         slots = columns.find_with_reserved(batch.keys)  # another batch may have reserved a row, or the row is gone
         np.subtract.at(columns.times_sampled, slots[slots >= 0], 1)
+        assert self.limiter.size == self.size, (self.limiter, self.size)
         return back
 
     def excluded(self, request: SampleRequest) -> set[int]:
@@ -597,6 +609,7 @@ class Table:
         slots = self.columns.find(np.array(keys, dtype=np.uint64))
         self._count_tags("generated", slots, sign=-1)
         self._remove(slots)
+        assert self.limiter.size == self.size, (self.limiter, self.size)
 
     def delete(self, keys: Sequence[int]) -> list[int]:
         """Removes items. Returns missing keys."""
@@ -644,6 +657,7 @@ class Table:
             owed = np.maximum(0.0, self.limiter.samples_per_insert - self.columns.times_sampled[slots])
             self.limiter.samples += float(owed.sum())
         self._remove(slots)
+        assert self.limiter.size == self.size, (self.limiter, self.size, reason)
 
     def reset(self) -> int:
         """Removes all items and sets all counters to 0. Returns how many items there were."""
@@ -690,6 +704,34 @@ class Table:
             slots = self.columns.used()
             self._drop(slots[self.columns.times_sampled[slots] >= limit], "consumed")
         self._evict_excess()
+
+    def check_totals(self) -> None:
+        """Asserts that all that counts the items counts the same ones, between two changes."""
+        columns = self.columns
+        columns.check_counts()
+        self.limiter.check(self.size)
+        nbytes = int(columns.cost[columns.occupied()].sum())
+        assert self.bytes == nbytes, (self.bytes, nbytes)
+        assert self.outstanding >= len(columns.reserved), (self.outstanding, len(columns.reserved))
+        assert min(self.counts().values()) >= 0, self.counts()
+        assert self.sampler.selectable() <= self.size - self.waiting.count, (self.size, self.waiting.count)
+
+    def check(self) -> None:
+        """Asserts what the module states, between two changes. Some passes over arrays, and no loop over the items."""
+        self.check_totals()
+        columns = self.columns
+        columns.check()
+        here = columns.occupied()
+        assert (columns.cost >= columns.size)[here].all(), "an item counts for fewer bytes than its payload has"
+        assert (columns.times_sampled[here] >= 0).all(), "a row was requeued more often than drawn"
+        orders = columns.order[here]
+        assert np.unique(orders).size == here.size, "two items have one place in the order"
+        assert not here.size or 0 < orders.min() <= orders.max() <= self._order, (orders, self._order)
+        self.waiting.check()
+        self.sampler.check(here[columns.state[here] == SELECTABLE])
+        if self.remover is not self.sampler:
+            self.remover.check(here)
+        self.scopes.check()
 
     def counts(self) -> dict[str, int]:
         return dict(vars(self.counters))

@@ -18,7 +18,10 @@ ASKS_AGAIN = 10.0
 
 
 class Pending(Generic[T]):
-    """A request that waits. It ends once: with a value, with an error, or because its client went away."""
+    """A request that waits. It ends once: with a value, with an error, or because its client went away.
+
+    It is in no line any more when it has ended.
+    """
 
     def __init__(self, since: float, deadline: float = math.inf) -> None:
         self.since = since
@@ -43,6 +46,7 @@ class Pending(Generic[T]):
 
     def abandon(self) -> None:
         """The client went away, so `on_done` is not called."""
+        assert not self.done
         self.done = True
         self._leave(served=False)
 
@@ -130,6 +134,7 @@ class Line(Generic[P]):
     def join(self, pending: P) -> None:
         self._pending[id(pending)] = pending
         pending.lines.append(self)
+        assert not pending.done, "a request that has ended waits again"
         if not pending.ahead:
             self._await(pending.since)
 
@@ -148,6 +153,7 @@ class Line(Generic[P]):
 
     def _count(self, more: int, now: float) -> None:
         before, self.awaited = self.awaited, self.awaited + more
+        assert 0 <= self.awaited <= len(self._pending), (self.awaited, len(self._pending))
         if not (before and self.awaited):
             self.blocked.set(bool(self.awaited), now)
 
@@ -180,6 +186,15 @@ class Line(Generic[P]):
         for pending in self._pending.values():
             return pending
         return None
+
+    def check(self) -> None:
+        """Asserts that those in the line wait, know that they do, and are counted."""
+        for pending in self._pending.values():
+            assert not pending.done, pending
+            assert self in pending.lines, pending
+        awaited = sum(not pending.ahead for pending in self._pending.values())
+        assert self.awaited == awaited, (self.awaited, awaited)
+        assert (self.blocked.since is not None) == (awaited > 0), (self.blocked.since, awaited)
 
     def ahead_of(self, pending: P) -> int:
         """How many requests came before `pending`."""

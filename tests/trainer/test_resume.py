@@ -84,6 +84,7 @@ class Trainer:
         self.trained += [sample.info.key for sample in batch]
         self.version += 1
         self.client.set_policy_version(self.version)
+        self.leases.check()
 
     def save(self, until: str = "named") -> Checkpoint:
         """Save a checkpoint, and stop after a moment of that."""
@@ -94,6 +95,7 @@ class Trainer:
             self.leases.settled()
         if until not in ("written", "acknowledged"):
             self.protocol.name(state, "")
+        self.leases.check()
         return checkpoint
 
 

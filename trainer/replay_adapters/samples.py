@@ -22,6 +22,7 @@ import dataclasses
 import enum
 import itertools
 import math
+import reprlib
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -127,7 +128,7 @@ class SampleStore:
             more, lists_G = self._unpackb(packed["more"]), packed["lists"]
             sizes = len(fields_S), len(lists_G)
             sound = sizes == (group.num_sequences, group.group_size) and all(_FORMS in each for each in fields_S)
-        except (KeyError, TypeError, ValueError, AttributeError, msgpack.UnpackException):
+        except (KeyError, TypeError, ValueError, AttributeError, RecursionError, msgpack.UnpackException):
             return None
         if not sound:
             return None
@@ -176,7 +177,7 @@ class SampleStore:
         except (AttributeError, TypeError, ValueError, OverflowError, RuntimeError):
             framework = self._class.__module__.split(".")[0]
             raise ValueError(
-                f"{framework}'s {whose} have a {name} that cannot be stored, {value!r:.200}: put numbers, texts, "
+                f"{framework}'s {whose} have a {name} that cannot be stored, {_shown(value)}: put numbers, texts, "
                 f"arrays, lists and dicts of them into it"
             ) from None
 
@@ -238,6 +239,13 @@ class SampleStore:
         for part in qualname.split("."):
             found = getattr(found, part, None)
         return found
+
+
+def _shown(value: Any) -> str:
+    try:
+        return f"{value!r:.200}"
+    except RecursionError:
+        return reprlib.repr(value)  # some levels of it
 
 
 def _made(kind: type[Any], values: Mapping[str, Any]) -> Any:

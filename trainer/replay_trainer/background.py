@@ -66,6 +66,7 @@ class HostCopy:
         if buffer is None or buffer.shape != tensor.shape or buffer.dtype != tensor.dtype:
             buffer = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
             self._buffers[path] = buffer
+        assert buffer.device.type == "cpu", buffer.device
         buffer.copy_(tensor, non_blocking=tensor.is_cuda)
         if tensor.is_cuda:
             on_gpu.append(tensor)
@@ -84,7 +85,7 @@ class BackgroundTask:
 
     def start(self, function: Callable[[], object]) -> None:
         """Run the function. The one before must have ended: call `wait` first."""
-        assert self._work is None or self._work.done()
+        assert self._work is None or self._work.done(), "it runs one function at a time"
         self._work = self._thread.submit(function)
 
     def wait(self, only_while: Callable[[], bool] = lambda: True) -> bool:

@@ -160,7 +160,28 @@ class Batch:
             if name.endswith("_B"):
                 chosen[name] = values[name][index if isinstance(values[name], Tensor) else rows]
         sampling_masks = None if self.sampling_masks is None else self.sampling_masks.select(rows, longest)
-        return replace(self, **chosen, shared_prefixes=self.shared_prefixes.select(rows), sampling_masks=sampling_masks)
+        part = replace(self, **chosen, shared_prefixes=self.shared_prefixes.select(rows), sampling_masks=sampling_masks)
+        part.check()
+        return part
+
+    def check(self) -> None:
+        """Asserts axes, types and order of the rows. It looks at nothing on a device, so it waits for none."""
+        sizes = dict(zip("UP", self.prompt_ids_UP.shape, strict=True))
+        sizes |= dict(zip("BT", self.completion_ids_BT.shape, strict=True))
+        for name, value in vars(self).items():
+            if isinstance(value, Tensor | np.ndarray):
+                axes = name.rpartition("_")[2]
+                shape = tuple(sizes[axis] for axis in axes)
+                assert tuple(value.shape) == shape, f"{name} has the shape {tuple(value.shape)}, not {shape}"
+        assert self.mask_BT.dtype == torch.bool, self.mask_BT.dtype
+        assert self.completion_ids_BT.dtype == self.prompt_ids_UP.dtype == torch.int64
+        assert self.rollout_logprobs_BT.dtype == self.advantages.dtype == torch.float32
+        assert int(self.completion_lengths_B.max(initial=1)) <= sizes["T"], "a completion is longer than its row"
+        assert int(self.prompt_lengths_U.max(initial=0)) <= sizes["P"], "a prompt is longer than its row"
+        assert (np.diff(self.group_B) >= 0).all(), self.group_B
+        assert (np.diff(self.rollout_B) >= 0).all(), self.rollout_B
+        assert int(self.group_B.max(initial=-1)) < sizes["U"], "a row belongs to a group that is not there"
+        assert self.shared_prefixes.order_B.size == sizes["B"], (self.shared_prefixes.order_B.size, sizes["B"])
 
 
 @dataclass(frozen=True)
@@ -239,8 +260,9 @@ def to_batch(
     for index, group in enumerate(groups):
         prompt_ids_UP[index, : group.prompt_ids.size] = group.prompt_ids
     tokens_J = np.bincount(rollout_B, weights=mask_BT.sum(dim=1).cpu(), minlength=len(advantages_J))
+    assert tokens_J.size == advantages_J.size, (tokens_J.size, advantages_J.size)
 
-    return Batch(
+    batch = Batch(
         prompt_ids_UP=_on(device, prompt_ids_UP),
         completion_ids_BT=in_rows([group.completion_ids for group in groups], np.int64),
         mask_BT=mask_BT,
@@ -260,6 +282,8 @@ def to_batch(
         teacher_weight=teacher.weight if teacher else 0.0,
         sampling_masks=SamplingMasks.of(groups, shape[1]),
     )
+    batch.check()
+    return batch
 
 
 def why_no_teacher(group: RolloutGroup, column: str) -> str:
@@ -292,6 +316,7 @@ def micro_batches(batch: Batch, max_tokens: int, packed: bool = True) -> Iterato
     order_B, shared_B = batch.shared_prefixes.order_B, batch.shared_prefixes.shared_B
     if not packed:
         order_B = np.argsort(-lengths_B, kind="stable")
+    assert order_B.size == batch.num_rows, "each row is in one micro-batch"
     rows: list[int] = []
     tokens = 0
     for place, row in enumerate(order_B.tolist()):
@@ -333,11 +358,13 @@ def packed_input(batch: Batch) -> ModelInput:
     def row_of(parts: list[npt.NDArray[np.int64]]) -> Tensor:
         return torch.from_numpy(np.concatenate(parts))[None].to(batch.device)
 
+    layout = shared_prefixes.layout(lengths_B)
+    assert sum(run.length for run in layout) == end, "attention and embeddings see rows of different lengths"
     return ModelInput(
         input_ids_RS=row_of(tokens),
         position_ids_RS=row_of(positions),
         attention_mask_RS=None,
-        layout=shared_prefixes.layout(lengths_B),
+        layout=layout,
         predicts_N=torch.from_numpy(predicts_BT).to(batch.device)[batch.mask_BT],
     )
 
@@ -350,6 +377,7 @@ def padded_input(batch: Batch) -> ModelInput:
     """
     prompts_B = batch.prompt_lengths_U[batch.group_B]
     lengths_B = prompts_B + batch.completion_lengths_B
+    assert lengths_B.shape == (batch.num_rows,), lengths_B.shape
     R, S = batch.num_rows, int(lengths_B.max(initial=1))
     completions, prompts = batch.completion_ids_BT.cpu().numpy(), batch.prompt_ids_UP.cpu().numpy()
     input_ids_RS = np.zeros((R, S), np.int64)

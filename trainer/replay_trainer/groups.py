@@ -247,6 +247,11 @@ class Replacement:
     groups_too_stale, groups_uninformative, groups_drifted: groups of the pool that were not used because they lag too
     far, carry no gradient themselves, or because the policy has moved away from them."""
 
+    def __post_init__(self) -> None:
+        assert self.replaced == sorted(set(self.replaced)), self.replaced
+        assert all(0 <= place < len(self.samples) for place in self.replaced), (self.replaced, len(self.samples))
+        assert self.counts.keys() == new_counts().keys(), "the metrics of each step have the same names"
+
     @property
     def groups(self) -> list[RolloutGroup]:
         """The groups of `samples`."""
@@ -320,6 +325,7 @@ class ZeroVarianceReplacer:
         counts = new_counts()
         keys = {*exclude, *(sample.info.key for sample in samples)}
         drawn = self._draw(len(zero_variance), keys, scope, counts, wait=self.on_empty == "wait")
+        assert len(drawn) <= len(zero_variance), (len(drawn), len(zero_variance))
         places, missing = zero_variance[: len(drawn)], zero_variance[len(drawn) :]
         dropped = missing if self.on_empty == "drop" else []
 
@@ -433,6 +439,7 @@ class GroupSource:
 
     def replace(self, step: int, taken: Replacement) -> Replacement:
         """The groups of `collect`, with those of the pool that this step takes. Raises Stopped as `collect` does."""
+        assert not taken.replaced, "groups of the pool come once in a step"
         if step <= self.config.replay_start_step:
             return taken
         # One scope for all draws of a step: no two ranks get the same group.
@@ -473,6 +480,7 @@ class GroupSource:
         # The next step begins with the groups that are too many for this one.
         chosen, self.left = chosen[:size], chosen[size:]
         count, missing = self._without_gradient(fresh), size - len(chosen)
+        assert missing >= 0, f"{len(chosen)} groups for a step of {size}"
         return Replacement(chosen, [], fresh, new_counts(zero_variance=count, dropped=count, missing=missing))
 
     def _without_gradient(self, samples: Sequence[Sample]) -> int:

@@ -348,6 +348,7 @@ class GRPOTrainer:
             self.optimizer.step()
             self.optimizer.zero_grad(set_to_none=True)
         assert old_BT is not None
+        assert old_BT.shape == batch.mask_BT.shape, (old_BT.shape, batch.mask_BT.shape)
         return TrainedStep(taken, batch, old_BT, {"loss": loss, "grad_norm": grad_norm, **metrics})
 
     def _without_failing(self, step: int, taken: Replacement, action: Callable[[Replacement], T]) -> T:
@@ -425,6 +426,7 @@ class GRPOTrainer:
         """What this rank tells the others of the step."""
         config, taken, batch, old_BT = self.config, trained.taken, trained.batch, trained.old_BT
         drifts = group_drifts(batch, old_BT)
+        assert len(drifts) == len(taken.samples), (len(drifts), len(taken.samples))
         return RankPart(
             fresh=[GroupFacts.of(sample, config.scale_rewards, self.replacer.teacher) for sample in taken.fresh],
             trained=[GroupFacts.of(sample, config.scale_rewards, self.replacer.teacher) for sample in taken.samples],
@@ -458,6 +460,7 @@ class GRPOTrainer:
     def _describe(self, step: int, trained: TrainedStep, parts: Sequence[RankPart]) -> Metrics:
         """Metrics of the step over all ranks, the same on each of them."""
         correction = Moments.of_parts([part.moments for part in parts]).metrics()
+        assert len(parts) == self.ranks.size, (len(parts), self.ranks.size)
         sums = {name: sum(part.sums[name] for part in parts) for name in parts[0].sums}
         correction["unknown_masks_fraction"] = sums.pop("unknown masks") / max(sums["train/tokens"], 1)
         if self.ranks.is_first:
@@ -484,6 +487,7 @@ class GRPOTrainer:
         trust_J = (correction.weights.clamp(max=1) * correction.mask).sum(dim=1).cpu().numpy()
         tokens_J = batch.rollouts.mask_JT.sum(dim=1).cpu().numpy()
         trust, group_J = {}, batch.group_B[batch.rollouts.first_J]
+        assert trust_J.shape == tokens_J.shape == group_J.shape, (trust_J.shape, tokens_J.shape, group_J.shape)
         for index, sample in enumerate(samples):
             rollouts = group_J == index
             trust[sample.info.key] = float(trust_J[rollouts].sum() / max(tokens_J[rollouts].sum(), 1))

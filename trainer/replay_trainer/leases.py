@@ -13,6 +13,7 @@ under the lease of its batch, and this file knows, of each lease, whether a trai
   trainer may have died between checkpoint and acknowledgement.
 * Each rank also writes its leases to `leases-RANK.json` in output_dir before they begin. With this list a resume
   requeues at once what a killed rank had, instead of waiting for the end of its leases.
+* A lease that begins, or is held, is in that list. A lease is one of the two, or over.
 * A batch ends as a whole. Of a batch that a training checkpoint contains in part, it names the keys, and they are
   consumed when the lease goes back.
 * A lease may have ended before it is acknowledged, or its shard may be away. Its groups may then come in a draw again,
@@ -249,6 +250,16 @@ class GroupLeases:
             self._coming.clear()
             self._list()
         return [key for keys in held.values() for key in keys]
+
+    def check(self) -> None:
+        """Asserts what the module states of the leases of this rank, between two calls."""
+        with self._lock:
+            assert self._held.keys().isdisjoint(self._coming), self._held.keys() & self._coming
+            assert self._listed == {*self._held, *self._coming}, self._listed
+            assert not self._listed or self._path.exists(), (self._path, self._listed)
+            assert all(self._held.values()), "a lease is held of which no group is here"
+        assert len(self.unconfirmed.whole) <= MOST_UNCONFIRMED, len(self.unconfirmed.whole)
+        assert len(self.unconfirmed.part) <= MOST_UNCONFIRMED, len(self.unconfirmed.part)
 
     def _list(self) -> None:
         """Write which leases are held. Without the list, what a killed rank had goes back only with time."""

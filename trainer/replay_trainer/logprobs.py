@@ -91,6 +91,7 @@ class LogprobModel(nn.Module):
         inputs = packed_input(batch) if route == "packed" else padded_input(batch)
         ids_N = batch.completion_ids_BT[batch.mask_BT]
         temperature_N = batch.temperature_B[:, None].expand_as(batch.mask_BT)[batch.mask_BT]
+        assert inputs.predicts_N.shape == ids_N.shape, (inputs.predicts_N.shape, ids_N.shape)
         masks = None if batch.sampling_masks is None else batch.sampling_masks.over(batch.mask_BT)
         if route == "logits":
             logits_NV = self._call(self.model, inputs).logits.flatten(0, 1)[inputs.predicts_N]
@@ -99,6 +100,9 @@ class LogprobModel(nn.Module):
             hidden_NH = self._call(self._base(), inputs).last_hidden_state.flatten(0, 1)[inputs.predicts_N]
             head = self.model.get_output_embeddings()
             logprobs_N, entropy_N = chosen_logprobs(hidden_NH, head.weight, head.bias, ids_N, temperature_N, masks)
+        # `masked_scatter` would take what it needs of a longer row, and say nothing.
+        assert logprobs_N.shape == entropy_N.shape == ids_N.shape, (logprobs_N.shape, entropy_N.shape, ids_N.shape)
+        assert logprobs_N.dtype == torch.float32, logprobs_N.dtype
         zeros_BT = torch.zeros_like(batch.rollout_logprobs_BT)
         return (
             zeros_BT.masked_scatter(batch.mask_BT, logprobs_N),
@@ -235,7 +239,9 @@ class _ChosenLogprobs(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         device = hidden_NH.device.type
         ctx.compute = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight_VH.dtype
-        N, (V, _) = len(ids_N), weight_VH.shape
+        N, (V, H) = len(ids_N), weight_VH.shape
+        assert hidden_NH.shape == (N, H), (hidden_NH.shape, weight_VH.shape)
+        assert temperature_N.shape == (N,), (temperature_N.shape, N)
         logprobs_N = hidden_NH.new_empty(N, dtype=torch.float32)
         entropy_N, logsum_N = torch.empty_like(logprobs_N), torch.empty_like(logprobs_N)
         weight = weight_VH.to(ctx.compute)
@@ -289,7 +295,9 @@ class _ChosenLogprobs(torch.autograd.Function):
 def _chunks(N: int, V: int) -> list[slice]:
     size = max(CHUNK_LOGITS // V, 1)
     count = math.ceil(N / size)
-    return [slice(N * i // count, N * (i + 1) // count) for i in range(count)]
+    chunks = [slice(N * i // count, N * (i + 1) // count) for i in range(count)]
+    assert sum(chunk.stop - chunk.start for chunk in chunks) == N, (chunks, N)
+    return chunks
 
 
 def _logits(

@@ -155,7 +155,9 @@ def policy_loss(
     if correction_mask is not None:
         loss_BT = torch.where(correction_mask.bool(), loss_BT, 0.0)
 
+    assert loss_BT.shape == mask_BT.shape, (loss_BT.shape, mask_BT.shape)
     loss = aggregate_loss(loss_BT, mask_BT, config, normalizer, tokens)
+    assert loss.ndim == 0, loss.shape
     with torch.no_grad():
         values = {
             "ratio_mean": ratio_BT,
@@ -199,6 +201,7 @@ def corrected_policy_loss(
     corrected = correct(
         source, rollout_logprobs, mask, correction, advantages=advantages, logprobs=current, mean_weight=mean_weight
     )
+    assert corrected.weights.shape == corrected.mask.shape == mask.shape, (corrected.weights.shape, mask.shape)
     bypass = correction.objective == "bypass"
     if bypass:
         old_logprobs = torch.where(rollout_logprobs.isnan(), current.to(rollout_logprobs.dtype), rollout_logprobs)

@@ -71,6 +71,7 @@ class RankFiles:
         if one could not write.
         """
         path, checksum, reason = self._path(version, self._ranks.index), "", ""
+        assert all(tensor.device.type == "cpu" for tensor in rows.values()), "the next step may change the tensors"
         try:
             with writing(path, SafetensorError):
                 save_file(rows, path)
@@ -81,6 +82,7 @@ class RankFiles:
             with suppress(OSError):  # the disk may be gone; a later run removes the file
                 path.unlink(missing_ok=True)
         parts = self._ranks.all((checksum, reason))
+        assert len(parts) == self._ranks.size, (len(parts), self._ranks.size)
         for rank, (_, reason) in enumerate(parts):
             if reason:
                 raise RuntimeError(f"rank {rank} could not write its part of the training checkpoint: {reason}")
@@ -123,6 +125,7 @@ def take_rows(optimizer: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Tens
         whole["state"][name] = {}
         for entry, value in entries.items():
             if isinstance(value, DTensor):
+                assert all(placement.is_shard(0) for placement in value.placements), (name, value.placements)
                 rows[f"{name}/{entry}"], shapes[f"{name}/{entry}"] = value.to_local(), list(value.shape)
             else:
                 whole["state"][name][entry] = value
@@ -144,6 +147,8 @@ def read_rows(stored: Any, like: Tensor) -> Tensor:
         return stored if isinstance(stored, Tensor) else torch.as_tensor(stored[:])
     local = like.to_local()
     mesh = like.device_mesh
+    assert mesh.ndim == 1, mesh
+    assert all(placement.is_shard(0) for placement in like.placements), like.placements
     rows = math.ceil(like.shape[0] / mesh.size())
     start = min(mesh.get_local_rank() * rows, like.shape[0])
     own_rows: Tensor = stored[start : start + local.shape[0]]

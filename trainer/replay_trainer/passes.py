@@ -77,6 +77,7 @@ class Passes:
         Raises StepFailure if memory runs out, or if the loss is not finite.
         """
         config, ranks = self.config, self.ranks
+        assert old_BT is None or old_BT.shape == batch.mask_BT.shape, "the old log-probabilities are of another batch"
         normalizer = max(ranks.sum([loss_normalizer(batch.rollouts.mask_JT, config.loss_type)])[0], 1)
         mean_weight = None
         if config.correction.batch_normalize:
@@ -103,6 +104,8 @@ class Passes:
             leaf_BT = current_BT.clone().requires_grad_()
             loss, metrics = loss_of(batch, leaf_BT, old_BT, reference_BT)
             (slopes_BT,) = torch.autograd.grad(loss, leaf_BT)
+            assert slopes_BT is not None
+            assert slopes_BT.shape == batch.mask_BT.shape, (slopes_BT.shape, batch.mask_BT.shape)
             count(int(batch.mask_BT.sum()), metrics, loss.item())
 
         def pass_through(rows: Ints, micro: Batch) -> None:
@@ -128,6 +131,7 @@ class Passes:
         parts = ranks.all((set(sums), bool(large)))
         if any(ran_out for _, ran_out in parts):
             raise StepFailure(self._memory, large)
+        assert sums["tokens"] == int(batch.mask_BT.sum()), f"{sums['tokens']} tokens had a gradient, once each"
         names = sorted(set().union(*(names for names, _ in parts)))
         totals = dict(zip(names, ranks.sum([sums.get(name, 0.0) for name in names]), strict=True))
         total_loss, total_tokens = totals.pop("loss"), totals.pop("tokens")
@@ -206,6 +210,7 @@ class Passes:
         if self.partitioned:
             # A forward pass of partitioned layers waits for all ranks.
             idle = max(self.ranks.all(len(parts))) - len(parts)
+            assert idle >= 0, "the busiest rank is no less busy than this one"
             parts += [(np.zeros(0, np.int64), _nothing(batch.device))] * idle
         return parts
 
@@ -218,6 +223,8 @@ class Passes:
         autocast = self.config.bf16 and not self.partitioned
         with torch.autocast(batch.device.type, torch.bfloat16, enabled=autocast):
             logprobs_BT, entropy_BT = policy(batch)
+        assert logprobs_BT.shape == batch.mask_BT.shape, (logprobs_BT.shape, batch.mask_BT.shape)
+        assert not entropy_BT.requires_grad, "the loss has no part of the entropy"
         beat()
         return logprobs_BT, entropy_BT
 
@@ -324,10 +331,12 @@ def _nothing(device: torch.device) -> Batch:
 
 def _part(values_BT: Tensor | None, rows: Ints, micro: Batch) -> Tensor | None:
     """The values of the rows of a micro-batch; None if there are none, or for an idle one."""
+    assert not rows.size or rows.size == micro.num_rows, (rows.size, micro.num_rows)
     return None if values_BT is None or not rows.size else values_BT[rows, : micro.mask_BT.shape[1]]
 
 
 def _put(values_BT: Tensor, rows: Ints, part_BT: Tensor) -> None:
     """Write the values of a micro-batch to its rows; an idle one (see _micro_batches) has no rows."""
     if rows.size:
+        assert part_BT.shape[0] == rows.size, (part_BT.shape, rows.size)  # one row would be written to all
         values_BT[rows, : part_BT.shape[1]] = part_BT

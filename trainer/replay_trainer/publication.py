@@ -319,6 +319,8 @@ class Publication:
         probe = self.probe()
         full = version == config.max_steps or version - self._last_saved >= config.save_every or self.stopping.agreed
         again = version == self._last_published
+        assert version >= self._last_published, f"version {version} comes after {self._last_published}"
+        assert version >= self._last_saved, f"version {version} comes after the state of {self._last_saved}"
         self._last_published = version
         self._untold = False
         weights = self._weights()
@@ -416,6 +418,9 @@ class Publication:
 
         `again`: its weights are published, and it gets its training checkpoint now.
         """
+        assert self.ranks.is_first, "one rank announces versions"
+        assert (state is None) == (saved_state is None), "a training checkpoint is named, and nothing else is"
+        assert state is not None or not groups.keys, "groups end with a training checkpoint"
         folder = self.weights_dir / f"step-{version}"
         apart, announced = self.weights_dir != self.output_dir, False
         try:
@@ -560,6 +565,7 @@ class Publication:
         logprobs_BT, _ = self.policy(to_batch([bare_group(token_ids[:1], token_ids[1:])], self.ranks.device))
         if not all(self.ranks.all(bool(logprobs_BT.isfinite().all()))):
             raise FloatingPointError(self._why_unsound())
+        assert logprobs_BT.shape == (1, len(token_ids) - 1), (logprobs_BT.shape, len(token_ids))
         return {"token_ids": token_ids, "logprobs": logprobs_BT[0].tolist()}
 
     def _why_unsound(self) -> str:

@@ -37,6 +37,7 @@ class Ranks:
             atexit.register(_leave_group)
         self.size = distributed.get_world_size() if distributed.is_initialized() else 1
         self.index = distributed.get_rank() if distributed.is_initialized() else 0
+        assert 0 <= self.index < self.size, (self.index, self.size)
         self._group: Any = None
 
     @property

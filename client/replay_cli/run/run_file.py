@@ -27,7 +27,7 @@ from replay_cli.recipes import recipe_of
 from replay_client.access import SETTINGS as ACCESS
 from replay_client.access import Access
 from replay_generator import GeneratorConfig
-from replay_protos.settings import about, explain, in_our_words, unknown_name
+from replay_protos.settings import about, explain, in_our_words, parse_toml, unknown_name
 from replay_protos.words import counted
 from replay_server.config import DEFAULT_TABLES, Config, changed
 from replay_server.tables.config import TableConfig
@@ -203,7 +203,7 @@ def read_run_file(path: Path, sets: Sequence[str] = (), recipe: str | None = Non
 def _read(path: Path) -> Settings:
     """What the file says, with names as in Python. Raises ValueError."""
     try:
-        found = tomllib.loads(path.read_text())
+        found = parse_toml(path.read_text())
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not text"
         raise ValueError(f"{path} cannot be read: {reason}") from None
@@ -235,11 +235,17 @@ def _with_sets(found: Settings, sets: Sequence[str]) -> Settings:
 
 
 def _has_null(value: object) -> bool:
-    if isinstance(value, dict):
-        return any(map(_has_null, value.values()))
-    if isinstance(value, list):
-        return any(map(_has_null, value))
-    return value is None
+    # No recursion: JSON may be nested deeper than Python can call.
+    parts = [value]
+    while parts:
+        part = parts.pop()
+        if part is None:
+            return True
+        if isinstance(part, dict):
+            parts.extend(part.values())
+        elif isinstance(part, list):
+            parts.extend(part)
+    return False
 
 
 def _check_names(path: Path, found: Mapping[str, Any]) -> None:

@@ -59,7 +59,9 @@ class Rendezvous:
 
     def owners(self, keys: Keys) -> Rows:
         """The index of the shard to which each of `keys` (K,) belongs, as (K,)."""
-        return np.asarray(np.argmax(self._scores(keys), axis=1), dtype=np.int64)
+        owners = np.asarray(np.argmax(self._scores(keys), axis=1), dtype=np.int64)
+        assert owners.shape == keys.shape, (owners.shape, keys.shape)
+        return owners
 
     def owner(self, key: int) -> int:
         """As `owners`, for one key. Fast for keys that follow each other, as those do that a client chooses."""
@@ -220,6 +222,7 @@ class Placement:
         self._tried[item.key] = shard, item.moved
         if len(self._tried) > _MOST_REMEMBERED:
             del self._tried[next(iter(self._tried))]
+        assert len(self._tried) <= _MOST_REMEMBERED, len(self._tried)
 
     async def change(self, method: str, request: Message, timeout: float | None) -> MutationResult:
         """Changes the items that `request` names by their keys. A key is missing if no shard that is up has it.
@@ -251,7 +254,9 @@ class Placement:
     def _ranking(self) -> tuple[Rendezvous, Sequence[Shard]]:
         """The scores of the shards that the fleet has now, and these shards in the order of the scores."""
         if self._ranked[1] is not (shards := self._fleet.shards):
-            self._ranked = Rendezvous([shard.name for shard in shards]), shards
+            names = [shard.name for shard in shards]
+            assert len(set(names)) == len(names), f"two shards would have the same keys: {names}"
+            self._ranked = Rendezvous(names), shards
         return self._ranked
 
 

@@ -48,7 +48,7 @@ class Row:
 
 @dataclass
 class _Cohort:
-    """R rows. The cache holds all of their tokens but the last."""
+    """R rows. The cache holds all of their tokens but the last. No row has ended."""
 
     rows: list[Row]
     cache: Any
@@ -130,7 +130,19 @@ class ContinuousBatch:
             ended = [row for cohort in self._cohorts for row in cohort.rows if row.finish_reason]
             self._drop_ended()
             self._cohorts = _merged(self._cohorts)
+        self.check()
         return ended
+
+    def check(self) -> None:
+        """Asserts what holds of the rows under way, between two tokens."""
+        assert sum(len(cohort.rows) for cohort in self._cohorts) <= self._max_rows, self._max_rows
+        for cohort in self._cohorts:
+            assert cohort.rows, "a cohort has no rows"
+            assert len(cohort.mask_RL) == len(cohort.rows), (cohort.mask_RL.shape, len(cohort.rows))
+            for row in cohort.rows:
+                assert row.finish_reason is None, row.finish_reason
+                assert 0 < len(row.token_ids) < row.limit, (len(row.token_ids), row.limit)
+                assert len(row.logprobs) == len(row.policy_versions) == len(row.token_ids), len(row.token_ids)
 
     def _prefill(self, rows: list[Row]) -> None:
         """Makes a cohort of these rows. The model reads equal tokens once, and each row gets a copy of their cache."""
@@ -147,6 +159,7 @@ class ContinuousBatch:
             row.routed = [] if routed_BL is None else [routed_BL[index, -length:]]
         source = torch.tensor([index for index, _, _ in places], device=device)
         cache.reorder_cache(source)
+        assert len(places) == len(rows), "each row is in one cohort"
         cohort = _Cohort([row for _, _, row in places], cache, mask_BL[source])
         self._draw(cohort, logits_BV[source])
         self._cohorts.append(cohort)
@@ -185,6 +198,7 @@ class ContinuousBatch:
         device = logits_RV.device
         samplings = [row.sampling for row in cohort.rows]
         fields = [(each.temperature, each.top_p, each.top_k, each.min_p) for each in samplings]
+        assert len(logits_RV) == len(cohort.rows), (logits_RV.shape, len(cohort.rows))
         logprobs_RV = processed_logprobs(logits_RV, *torch.tensor(fields, device=device).T)
         uniforms_R = torch.tensor([row.uniforms.random() for row in cohort.rows], dtype=torch.float64, device=device)
         tokens_R = _choose(logprobs_RV, uniforms_R)
@@ -250,6 +264,7 @@ def _merged(cohorts: list[_Cohort]) -> list[_Cohort]:
             torch.cat([fitted(getattr(each, name), -2) for each in layers]) for name in ("keys", "values")
         )
     mask = torch.cat([fitted(cohort.mask_RL, 1) for cohort in plain])
+    assert all(layer.keys.shape[-2] == mask.shape[1] for layer in first.cache.layers), mask.shape
     return [*others, _Cohort([row for cohort in plain for row in cohort.rows], first.cache, mask)]
 
 

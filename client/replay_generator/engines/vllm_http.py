@@ -186,7 +186,7 @@ class VLLMServer:
                     raise VLLMServerError(f"{self.url}{path} answered {answer.status}: {text[:500]}")
                 try:
                     return reduce(getitem, at, json.loads(text or "null"))
-                except (LookupError, TypeError, ValueError):
+                except (LookupError, TypeError, ValueError, RecursionError):
                     raise VLLMServerError(
                         f"{self.url}{path} answered something else than vLLM does: {text[:100]}"
                     ) from None

@@ -88,11 +88,17 @@ class PartialGroup:
 
     def append(self, index: int, played: PlayedRollout) -> None:
         """Takes a finished rollout."""
+        assert index in self.missing, f"rollout {index} of {self.spec.group_size} is finished already"
         self.rollouts[index] = played
         self.unstored[index] = played
         self.changed.set()
         if self.sample is None:  # nothing of the group is stored before it is whole
             played.rollout.settle()
+
+    def check(self) -> None:
+        """Asserts that what is to be stored is finished."""
+        assert self.unstored.keys() <= self.rollouts.keys(), self.unstored.keys() - self.rollouts.keys()
+        assert self.permit is None or self.sample is None, "a group that is stored has its permit in its item"
 
     def settle(self, why_lost: str = "") -> None:
         """Tells those who wait for its rollouts that these are safe, or why no group will have them."""
@@ -114,6 +120,7 @@ class PartialGroups:
     async def open(self, group: PartialGroup, permit: PermitGrant | None, version: int) -> None:
         """Begins a group, with its permit if it needs one. `version`: of the policy that is to draw its rollouts."""
         group.permit = permit
+        assert group not in self._ready, "a group is opened twice"
         self._ready.append(group)
 
     async def next(self, *, surely: bool = False) -> PartialGroup | None:
@@ -132,6 +139,12 @@ class PartialGroups:
 
     async def requeue_all(self) -> None:
         """Others may go on with all groups of this generator."""
+
+    def check(self) -> None:
+        """Asserts what holds of the groups that this generator has opened, or works at."""
+        for group in self._ready:
+            assert group.sample is None, "a group that is stored nowhere has an item"
+            group.check()
 
 
 class StoredPartialGroups(PartialGroups):
@@ -200,6 +213,7 @@ class StoredPartialGroups(PartialGroups):
         if group.handed:
             self._stats["groups_resumed"] += 1
             self._stats["tokens_resumed"] += sampled_tokens(group.rollouts)
+        self.check()
         return group
 
     @asynccontextmanager
@@ -226,6 +240,15 @@ class StoredPartialGroups(PartialGroups):
                 groups = [group for _, group in self._items.held.values()]
                 await asyncio.gather(*map(self.store, groups), return_exceptions=True)
         await self._items.close()
+
+    def check(self) -> None:
+        super().check()
+        self._items.check()
+        held = {sample.info.key for sample, _ in self._items.held.values()}
+        assert self._opened.isdisjoint(held), "a group that this generator has drawn waits to be drawn"
+        for sample, group in self._items.held.values():
+            assert group.sample is sample, "a group is held under the item of another one"
+            group.check()
 
     async def _keep_storing(self, group: PartialGroup) -> None:
         """Stores each finished rollout, together with those that end within TOGETHER seconds.

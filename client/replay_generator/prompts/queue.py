@@ -168,6 +168,11 @@ class LeasedItems(Generic[T]):
         self._renewer.forget(samples)
         return [sample for sample in samples if self.held.pop(sample.info.lease_id, None) is not None]
 
+    def check(self) -> None:
+        """Asserts that each item is held under its own lease."""
+        for lease, (sample, _) in self.held.items():
+            assert sample.info.lease_id == lease, (lease, sample.info)
+
     async def end(self, samples: Sequence[Sample], *, requeue: bool = False) -> None:
         """These leave the table, or go back to their places."""
         if held := self.forget(samples):

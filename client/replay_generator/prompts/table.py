@@ -353,6 +353,8 @@ class EpochPrompts(PromptsTable):
         rows = order[cursor.position : cursor.position + WINDOW].tolist()
         after = cursor.position + len(rows)
         epoch, position = (cursor.epoch, after) if after < cursor.rows else (cursor.epoch + 1, 0)
+        assert (epoch, position) > (cursor.epoch, cursor.position), "a cursor goes forward"
+        assert len(rows) <= WINDOW, len(rows)
         try:
             # Who stands still for longer than the lease must not go on where another generator is at work.
             async with asyncio.timeout(self._config.prompts_lease):
@@ -407,6 +409,7 @@ class CurriculumPrompts(PromptsTable):
         await super().finished(drawn, rewards, inserted=inserted)
         if (item := drawn.item) is not None:
             taught = 0.0 if rewards is None else group_learnability(rewards)
+            assert 0 <= taught <= FIRST_PRIORITY, taught
             mean = (1 - LEARNING_RATE) * item.priority + LEARNING_RATE * max(taught, LEAST_PRIORITY)
             await self._answer(self._client.update_priorities, self.table, {item.key: mean})
 

@@ -42,7 +42,7 @@ def json_calls(text: str) -> list[ToolCall]:
         try:
             call = json.loads(body)
             name, arguments = call["name"], call.get("arguments", {})
-        except (ValueError, TypeError, KeyError, AttributeError):
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
             raise ValueError(f'not a call: {body:.200}; write {{"name": ..., "arguments": {{...}}}}') from None
         if not isinstance(name, str) or not isinstance(arguments, dict):
             raise ValueError(f"not a call: {body:.200}; the name is a string, and the arguments are an object")

@@ -2,7 +2,8 @@
 
 Permits are granted while accepted + running + n <= (max_staleness + version + 1) * fresh_groups_per_step, the rule of
 AReaL (arXiv 2505.24298). `running` are granted permits, `accepted` the groups that were inserted with one. A permit
-ends by the insert (running -> accepted), by release, or by expiry of its grant (both lower running only).
+ends by the insert (running -> accepted), by release, or by expiry of its grant (both lower running only). A grant
+without a permit left is forgotten. A request waits only while its permits are more than the capacity.
 
 Only inserts into one table need permits: the table whose groups are trained on. A permit that comes with an insert into
 other tables goes back, because no step will ever use that group.
@@ -193,6 +194,7 @@ class Admission(Extension):
         unused = self.marked.intersection(keys)
         self.marked -= unused
         self.accepted -= len(unused)
+        assert self.accepted >= len(self.marked), (self.accepted, len(self.marked))
 
     def on_policy(self, change: PolicyChange) -> None:
         """The trainer has finished `version` updates, or starts again there.
@@ -258,12 +260,14 @@ class Admission(Extension):
                     continue
                 break
             grant_id = pending.request or secrets.randbits(63) | 1
+            assert grant_id not in self._grants, f"grant {grant_id} would be forgotten"
             expires = self._clock() + self.config.permit_ttl
             grant = self._grants[grant_id] = Grant(grant_id, pending.count, expires, pending)
             pending.finish(grant)
 
     def _use(self, grant: Grant, count: int) -> None:
         """Ends `count` of its permits, or all that are left."""
+        assert count > 0, count
         grant.count -= count
         if grant.count <= 0:
             del self._grants[grant.id]
@@ -297,6 +301,22 @@ class Admission(Extension):
         }
         self.expire()
 
+    def reconcile(self) -> None:
+        # Items keep their marks while a server runs without the section, and the count does not outlive that.
+        self.accepted = max(self.accepted, len(self.marked))
+
     def expiries(self) -> list[float]:
         """When the open grants expire."""
         return [grant.expires for grant in self._grants.values()]
+
+    def check(self) -> None:
+        super().check()
+        for grant_id, grant in self._grants.items():
+            assert grant.id == grant_id, (grant_id, grant)
+            assert grant.count > 0, grant
+        assert self.accepted >= len(self.marked), (self.accepted, len(self.marked))
+        self.line.check()
+        for pending in self.line:
+            assert pending.count > self.capacity, (pending.count, self.capacity)
+            if pending.count <= self._most:
+                break  # it holds up the others

@@ -145,6 +145,12 @@ class Extension:
     def reconcile(self) -> None:
         """Everything is loaded: makes it fit the configuration."""
 
+    # ------------------------------------------------------------------------------------------------ invariants
+
+    def check(self) -> None:
+        """Asserts what the extension states of itself, between two operations."""
+        assert self.marked <= self.kernel.items.keys(), self.marked - self.kernel.items.keys()
+
 
 def hooks(extensions: Iterable[Extension], name: str) -> tuple[Callable[..., Any], ...]:
     """The hooks of this name of those extensions that have it, in their order."""

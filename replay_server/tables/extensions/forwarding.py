@@ -115,6 +115,10 @@ class Copying(Extension):
                         copies.evict_slots(np.array([slot]))
         return items.bytes < before
 
+    def check(self) -> None:
+        super().check()
+        assert self._alone.keys() <= self.kernel.items.keys(), self._alone.keys() - self.kernel.items.keys()
+
     def reconcile(self) -> None:
         for copies in self._copies.values():
             keys: list[int] = copies.columns.key[copies.columns.used()].tolist()

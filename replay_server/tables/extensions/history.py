@@ -225,3 +225,18 @@ class History(Extension):
     def reconcile(self) -> None:
         self.rows = dict(sorted(self.rows.items(), key=lambda row: row[1].number))
         self._trim()
+
+    def check(self) -> None:
+        super().check()
+        retained = {(table.name, key) for table in self.kernel.tables.values() for key in table.columns.retained}
+        assert self.rows.keys() == retained, self.rows.keys() ^ retained
+        numbers = [row.number for row in self.rows.values()]
+        assert numbers == sorted(set(numbers)), "rows are not in the order of their consumption"
+        assert not numbers or numbers[-1] <= self._consumed, (numbers[-1], self._consumed)
+        assert len(self.states) <= self._most, (len(self.states), self._most)
+        moments = [state.moment for state in self.states]
+        assert not numbers or numbers[0] > moments[0], "a row is retained that no state could bring back"
+        assert moments == sorted(moments), self.states
+        assert not moments or moments[-1] <= self._consumed, (moments[-1], self._consumed)
+        for table in self.kernel.trained:
+            assert table.undone == self.undone, (table.name, table.undone, self.undone)

@@ -27,6 +27,7 @@ def test_a_budget_never_gives_more_than_there_is_nor_half_of_it_to_one_who_has_s
         if held and data.draw(st.booleans()):
             budget.release(*held.pop(data.draw(st.integers(0, len(held) - 1))))
         assert budget.used == sum(amount for _, amount in held) <= 100
+        budget.check()
     for client, n in held:
         budget.release(client, n)
     assert budget.used == 0

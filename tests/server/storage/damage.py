@@ -53,6 +53,7 @@ def open_buffer(directory: Path, fsync: bool = True) -> tuple[ReplayBuffer, Lmdb
         collector = ChangeCollector(buffer, state)
         buffer.watchers.append(collector)
         restore(buffer, state)
+        buffer.check()
     except ValueError as error:
         raise DamagedDirectory(directory, str(error)) from error
     return buffer, storage, collector

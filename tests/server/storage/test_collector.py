@@ -4,7 +4,9 @@ import time
 
 from replay_server.storage.records import State, pack_items, unpack_items
 from replay_server.storage.state import ChangeCollector, restore
-from replay_server.tables.config import TableConfig
+from replay_server.tables.buffer import ReplayBuffer
+from replay_server.tables.config import AdmissionConfig, TableConfig
+from replay_server.tables.extensions.admission import Admission
 from replay_server.tables.table import SampleRequest
 from tests.kit.tables import replay_buffer, rows_of
 
@@ -43,3 +45,32 @@ def test_what_a_restart_finds_damaged_gives_its_place_in_a_queue_back():
     again = replay_buffer(tables, time.monotonic)
     restore(again, state)
     assert [again.insert(rows_of([key], {"a": 1.0}))[0] for key in (9, 10)] == [1, 0]
+
+
+def restored(state: State, collector: ChangeCollector, payloads: list[int], *, admission: bool) -> ReplayBuffer:
+    """A server that starts with what `collector` has recorded after `state`, which becomes that of the moment."""
+    delta = collector.collect()
+    named = {name: record for name, record in (state.state_records | delta.named_records()).items() if record}
+    state.state_records = named
+    state.items = delta.items if len(delta.items) else state.items
+    state.__dict__.pop("values", None)  # they are those of the records before
+    groups = AdmissionConfig(fresh_groups_per_step=2, max_staleness=0) if admission else None
+    buffer = replay_buffer([TableConfig(name="a")], time.monotonic, admission=groups)
+    buffer.storage.put(payloads, [(b"x",)] * len(payloads))
+    restore(buffer, state)
+    return buffer
+
+
+def test_groups_accepted_before_a_time_without_admission_are_not_counted_below_zero():
+    admission = AdmissionConfig(fresh_groups_per_step=2, max_staleness=0)
+    buffer = replay_buffer([TableConfig(name="a")], time.monotonic, admission=admission)
+    collector = ChangeCollector(buffer)
+    buffer.watchers.append(collector)
+    grant = Admission.of(buffer).acquire(1, 0.0).result()
+    buffer.insert(rows_of([7], {"a": 1.0}, permits=grant.id))
+    state = State()
+    without = restored(state, collector, [7], admission=False)
+    again = restored(state, ChangeCollector(without, state), [7], admission=True)
+    again.check()
+    again.delete("a", [7])
+    assert Admission.of(again).accepted == 0

@@ -526,6 +526,13 @@ class ModelMachine(RuleBasedStateMachine):
     # ------------------------------------------------------------------------------------------------ invariants
 
     @invariant()
+    def asserts_hold(self):
+        """What the buffer and its parts state of themselves."""
+        if hasattr(self, "model"):
+            self.buffer.check()
+            self.buffer.check_each_item()
+
+    @invariant()
     def tables_agree(self):
         for name, reference in getattr(self, "model", Reference([], None, None)).tables.items():
             table = self.buffer.tables[name]

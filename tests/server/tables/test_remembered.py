@@ -54,3 +54,9 @@ def test_of_many_ids_no_more_than_a_256th_goes_before_the_bound_asks_for_it():
         assert len(found) <= 10_000
         assert list(found)[-1] == next(ids) - 1
     assert len(found) >= 10_000 - 333 - 41
+
+
+def test_an_answer_that_is_remembered_twice_counts_its_bytes_once():
+    found = answers(1, 1, 1, 2, 3, most_bytes=35)
+    assert list(found) == [1, 2, 3]
+    found.check()

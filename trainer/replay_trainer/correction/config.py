@@ -56,7 +56,9 @@ def _rejections_of(value: Any) -> Any:
     """A table of a file as a Rejection, and a list of them as several."""
     if isinstance(value, Mapping):
         return Rejection(**value)
-    return tuple(map(_rejections_of, value)) if isinstance(value, list | tuple) else value
+    if isinstance(value, list | tuple):
+        return tuple(Rejection(**each) if isinstance(each, Mapping) else each for each in value)
+    return value
 
 
 @settings()

@@ -38,6 +38,7 @@ class Ratios:
         self.log_BT = self.difference_BT.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
         log_BU = aggregate(self.log_BT, self.mask_BT, _AGGREGATE_OF_LEVEL[config.level])
         self.ratio_BU = log_BU.clamp(-_LOG_SUM_LIMIT, _LOG_SUM_LIMIT).exp()
+        assert self.ratio_BU.shape[1] in (1, mask.shape[1]), "U is one unit, or one for each token"
         # The bounds themselves are inside.
         self.below_BU = self.ratio_BU < (-torch.inf if config.clip_min is None else config.clip_min)
         self.above_BU = self.ratio_BU > (torch.inf if config.clip_max is None else config.clip_max)
@@ -103,6 +104,8 @@ class RejectionMasks:
         self.kept_BT = mask_BT & ~self.vetoed_B1 & ~self.off_policy_B1 & ~self.dppo_BT
         for rejection in config.rejections:
             self.kept_BT = self.kept_BT & _accepted(log_BT, mask_BT, rejection)
+        assert self.kept_BT.shape == mask_BT.shape, (self.kept_BT.shape, mask_BT.shape)
+        assert self.kept_BT.dtype == torch.bool, self.kept_BT.dtype
 
     def _judge_by_advantage(self, ratios: Ratios, advantages: Tensor | None, current: Tensor) -> None:
         """The off-policy mask and the DPPO mask: the module of the package has their formulas."""
@@ -223,6 +226,7 @@ class Moments:
     @classmethod
     def of_parts(cls, parts: Sequence[Moments]) -> Moments:
         """The moments of a batch from those of its parts; at least one."""
+        assert all(part.sums.keys() == parts[0].sums.keys() for part in parts), "ranks count different things"
         return cls(
             sums={name: sum(part.sums[name] for part in parts) for name in parts[0].sums},
             extremes={

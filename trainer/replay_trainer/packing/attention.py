@@ -108,6 +108,8 @@ def packed_attention(
     for name, argument in kwargs.items():
         if argument is not None and name not in _WITHOUT_EFFECT:
             raise NotImplementedError(f"packed attention has no {name}")
+    assert query.shape[0] == 1, f"a packed row is one row, not {query.shape[0]}"
+    assert query.shape[1] % key.shape[1] == 0, (query.shape, key.shape)
     window = _window_of(attention_mask, sliding_window)
     # Under autocast, rotated queries and keys come in float32.
     query, key = query.to(value.dtype), key.to(value.dtype)
@@ -116,6 +118,7 @@ def packed_attention(
     def attend(query_HLD: Tensor, key_HSD: Tensor, value_HSD: Tensor) -> Tensor:
         """The last L of S positions attend to all positions up to their own."""
         L, S = query_HLD.shape[2], key_HSD.shape[2]
+        assert L <= S == value_HSD.shape[2], (query_HLD.shape, key_HSD.shape, value_HSD.shape)
         if repeats > 1:
             key_HSD, value_HSD = key_HSD.repeat_interleave(repeats, 1), value_HSD.repeat_interleave(repeats, 1)
         if window is not None and window < S:
@@ -140,6 +143,7 @@ def packed_attention(
 
     outputs: list[Tensor] = []
     for index, run in enumerate(replay_layout):
+        assert all(earlier < index for earlier, _ in run.before), (index, run)
         own = [part[index] for part in parts]
         if not run.before:
             outputs.append(attend(*own))

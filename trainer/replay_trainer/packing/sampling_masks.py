@@ -59,6 +59,7 @@ class SamplingMasks:
 
     def select(self, rows: Ints, width: int) -> SamplingMasks:
         """Those of these rows; `width`: tokens of the longest."""
+        assert not self.counts_BT[rows, width:].any(), "the mask of a token would be cut off"
         ends_B = np.cumsum(self.counts_BT.sum(axis=1))
         starts_B = np.concatenate(([0], ends_B))
         parts = [self.ids_M[starts_B[row] : ends_B[row]] for row in rows]
@@ -72,6 +73,7 @@ class SamplingMasks:
     def over(self, mask_BT: Tensor) -> TokenMasks | None:
         """The masks of the N tokens of the mask, row after row, on its device; None: no token has one."""
         host_BT = mask_BT.cpu().numpy()
+        assert host_BT.shape == self.counts_BT.shape, (host_BT.shape, self.counts_BT.shape)
         counts_N = self.counts_BT[host_BT]
         if not counts_N.any():
             return None
@@ -97,6 +99,7 @@ class TokenMasks:
 
     def of_chunk(self, chunk: slice) -> ChunkMasks:
         """The masks of these tokens, padded to the largest."""
+        assert len(self.counts_N) == len(self.host_counts_N), "host and device have the masks of different tokens"
         host_counts_C = self.host_counts_N[chunk]
         starts_C1, counts_C1 = self.starts_N[chunk, None], self.counts_N[chunk, None]
         columns_K = torch.arange(max(int(host_counts_C.max(initial=0)), 1), device=self.ids_M.device)
@@ -122,6 +125,7 @@ class ChunkMasks:
 
         Differentiable: no row is -inf alone.
         """
+        assert len(logits_CV) == len(self.ids_CK), (logits_CV.shape, self.ids_CK.shape)
         return logits_CV.gather(-1, self.ids_CK).masked_fill(~self.inside_CK & self.known_C[:, None], -torch.inf)
 
     def within(self, gradient_CV: Tensor) -> Tensor:

@@ -64,6 +64,7 @@ class SharedPrefixes:
         place_B[self.order_B] = np.arange(self.order_B.size)
         order_B = np.argsort(place_B[rows])
         places_B = place_B[rows][order_B]
+        assert (np.diff(places_B) > 0).all(), "a sequence is chosen twice"
         shared_B = np.zeros_like(order_B)
         if rows.size > 1:
             # The smallest number after a sequence, up to and with the next one of the choice.
@@ -81,7 +82,10 @@ class SharedPrefixes:
             if path:
                 run, first, tokens = path[-1]
                 path[-1] = run, first, min(tokens, shared - first)
-            if new := int(lengths_B[row]) - shared:
+            new = int(lengths_B[row]) - shared
+            assert new >= 0, f"sequence {row} shares more tokens than it has"
+            assert sum(tokens for _, _, tokens in path) == shared, f"the runs before sequence {row} are not its prefix"
+            if new:
                 before = tuple((run, tokens) for run, _, tokens in path)
                 path.append((len(runs), shared, new))
                 runs.append(Run(new, before))

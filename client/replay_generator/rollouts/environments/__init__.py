@@ -24,7 +24,7 @@ def load_environment(
         raise ValueError(f"environment must be verifiers:NAME, not {source!r}")
     try:
         arguments = json.loads(args) if isinstance(args, str) else dict(args or {})
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"environment_args must be a JSON object, not {args!r:.200}: {error}") from error
     if not isinstance(arguments, dict):
         raise ValueError(

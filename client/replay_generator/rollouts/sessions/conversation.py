@@ -147,6 +147,7 @@ class Conversation:
             new_rendered=rendered[len(begins) - len(mark) :],
             size=len(whole),
         )
+        assert conversation.size == self.size + len(new_messages), (conversation.size, self.size, len(new_messages))
         return conversation, between
 
     def _tokens(self, text: str) -> list[int]:

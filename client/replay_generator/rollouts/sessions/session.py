@@ -240,6 +240,8 @@ class Session:
             self._bytes -= new
             raise
         self._bytes -= _TOKEN * (limit - len(completion.token_ids))
+        assert self._bytes >= 0, self._bytes
+        assert 0 < self._turns <= self._most_turns, (self._turns, self._most_turns)
         return completion
 
     def _full(self, what: str) -> Refusal:
