@@ -86,7 +86,7 @@ PYTHON: dict[str, dict[str, tuple[str, ...]]] = {
             "replay_client.client.Sampler",
         ),
         "Groups": ("replay_client.rollout", "replay_client.completions"),
-        "Scores": ("replay_client.scoring",),
+        "Scores": ("replay_client.scoring", "replay_client.advantages"),
         "Results": ("replay_client.records",),
         "Access": ("replay_client.access",),
         "Errors": ("replay_client.errors",),

@@ -194,7 +194,8 @@ class GRPOConfig(LossConfig):
     scale_rewards: Scale | None = None
     """Compute advantages from the rewards: (r - mean of the group) / (std + 1e-4), with the std of the "group" or of
     the whole "batch", or without division ("none"). None: use the advantages in the groups. Groups with
-    `token_advantages` keep those."""
+    `token_advantages` keep those. It is refused for groups whose advantages a function of yours has computed
+    (`advantages` of the generator)."""
     teacher_weight: Finite = 0.0
     """On-policy distillation: add this times (log teacher - log policy) to the advantage of each token. That is the
     reverse KL to the teacher, token by token. Every group then needs `teacher_column`; 0: off."""
@@ -281,7 +282,10 @@ class GRPOConfig(LossConfig):
             *("rollouts_table", "replay_table", "groups_per_step", "fresh_groups_per_step", "replay_share"),
             *("prefetch", "publish_every", "zero_variance"),
         )
-        return described("trainer", {name: getattr(self, name) for name in names})
+        own = {name: getattr(self, name) for name in names}
+        if self.scale_rewards is not None:
+            own["scale_rewards"] = self.scale_rewards
+        return described("trainer", own)
 
     @property
     def replayed_groups_per_step(self) -> int:

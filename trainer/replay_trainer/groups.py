@@ -15,6 +15,7 @@ import numpy as np
 from torch import nn
 
 from replay_client import ReplayClient, Sample
+from replay_client.advantages import ADVANTAGES_BY, why_scaled_again
 from replay_client.errors import DeadlineExceededError, ReplayError, TableNotFoundError
 from replay_client.rollout import MAX_LOGPROB, MAX_TEMPERATURE, MAX_VALUE, MIN_TEMPERATURE, RolloutGroup
 from replay_client.sampling_masks import why_no_masks
@@ -88,7 +89,8 @@ class Inspector:
 
     * A bad group is counted, named in a warning, and deleted from its table and the pool; no step draws it again.
     * A group that makes a step fail is bad as well: `reject`.
-    * If too many of the recent groups are bad, every rank stops at the same step with the same error.
+    * If too many of the recent groups are bad, every rank stops at the same step with the same error. So they do if the
+      trainer would compute other advantages than the function of a user: that is no fault of the group, which stays.
     """
 
     client: ReplayClient
@@ -98,6 +100,8 @@ class Inspector:
     """The replay table."""
     max_share: float
     """Of bad groups among the recent ones: from 0 to 1."""
+    scale: Scale | None = field(default=None, kw_only=True)
+    """GRPOConfig.scale_rewards."""
     bad_keys: set[int] = field(default_factory=set, init=False)
     """Keys of all bad groups so far. A draw from the pool excludes them."""
 
@@ -106,6 +110,8 @@ class Inspector:
         self._drawn = 0
         self._unusable: list[BadGroup] = []
         self._recent: deque[tuple[int, int]] = deque()
+        self._refusal = ""
+        """Why the run must not go on with the groups that it gets."""
         self._ignored: set[str] = set()
         """Extras that a warning has named."""
 
@@ -118,8 +124,15 @@ class Inspector:
                 self.reject(sample.info.key, table, reason)
             else:
                 self._warn_of_ignored(sample.group)
+                self._refuse_scaling(sample, table)
                 good.append(sample)
         return good
+
+    def _refuse_scaling(self, sample: Sample, table: str) -> None:
+        """Notes that the trainer would scale advantages of a user's function, which the next `end_draws` raises."""
+        by = sample.group.meta.get(ADVANTAGES_BY)
+        if isinstance(by, str) and (why := why_scaled_again(self.scale, by)):
+            self._refusal = self._refusal or f"key {sample.info.key} of table {table!r}: {why}"
 
     def reject(self, key: int, table: str, reason: str) -> None:
         """The group with this key, drawn from `table`, is bad. The next `end_draws` counts and deletes it."""
@@ -139,13 +152,17 @@ class Inspector:
     def end_draws(self) -> list[BadGroup]:
         """Delete the bad groups of this step from the server; returns those of all ranks. Every rank calls it.
 
-        Raises RuntimeError on every rank if the share of bad groups among the recent ones is too high.
+        Raises RuntimeError on every rank if the share of bad groups among the recent ones is too high, or if the
+        trainer would scale advantages of a user's function.
         """
         self.delete()
-        parts = self.ranks.all((self._drawn, self._unusable))
+        parts = self.ranks.all((self._drawn, self._unusable, self._refusal))
+        for _, _, refusal in parts:
+            if refusal:
+                raise RuntimeError(refusal)
         self._drawn, self._unusable = 0, []
-        unusable = [group for _, groups in parts for group in groups]
-        self._recent.append((sum(drawn for drawn, _ in parts), len(unusable)))
+        unusable = [group for _, groups, _ in parts for group in groups]
+        self._recent.append((sum(drawn for drawn, _, _ in parts), len(unusable)))
         while sum(drawn for drawn, _ in self._recent) - self._recent[0][0] >= RECENT_GROUPS:
             self._recent.popleft()
         drawn, bad = (sum(counts) for counts in zip(*self._recent, strict=True))

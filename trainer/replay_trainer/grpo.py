@@ -132,7 +132,14 @@ class GRPOTrainer:
         teacher = config.teacher.column if config.teacher else ""
         length = config.max_length if self.policy.max_length is None else self.policy.max_length
         limits = ModelLimits.of(self.policy.model, config.max_group_tokens, teacher, length)
-        self.inspector = Inspector(client, self.ranks, limits, config.replay_table, config.max_unusable_fraction)
+        self.inspector = Inspector(
+            client,
+            self.ranks,
+            limits,
+            config.replay_table,
+            config.max_unusable_fraction,
+            scale=config.scale_rewards,
+        )
         self.replacer = ZeroVarianceReplacer(
             client,
             config.replay_table,
