@@ -204,6 +204,10 @@ class GRPOConfig(LossConfig):
     mask_truncated_completions: bool = False
     """Leave rollouts out of the loss that the length limit ended. A denominator that counts tokens does not count
     theirs; one that counts rollouts still counts them, as in TRL."""
+    max_token_staleness: Whole | None = None
+    """The most policy versions that a token may lag behind the weights a step starts with. Older tokens are left out of
+    the loss, as those of `mask_truncated_completions` are. A group without any other token counts as one without
+    variance: `zero_variance` says what becomes of it. None: tokens of any age count."""
     correction: Annotated[CorrectionConfig, BeforeValidator(_correction_of)] = field(default_factory=CorrectionConfig)
     """Off-policy correction of fresh and replayed groups. In a file: a table, or the name of a preset."""
 
@@ -301,6 +305,10 @@ class GRPOConfig(LossConfig):
     def teacher(self) -> Teacher | None:
         """What to distil from; None: nothing."""
         return Teacher(self.teacher_column, self.teacher_weight) if self.teacher_weight else None
+
+    def oldest_version(self, step: int) -> int | None:
+        """The oldest policy version whose tokens count in this step, by `max_token_staleness`; None: each does."""
+        return None if self.max_token_staleness is None else step - 1 - self.max_token_staleness
 
     def check_admission(self, admitted: int) -> None:
         """Raises ValueError if `admitted`, fresh_groups_per_step of [admission], is less than a step here takes.
