@@ -117,7 +117,7 @@ PYTHON: dict[str, dict[str, tuple[str, ...]]] = {
             "replay_trainer.PromptEvaluation",
             "replay_trainer.StepSpans",
         ),
-        "Groups of a step": ("replay_trainer.groups",),
+        "Groups of a step": ("replay_trainer.groups", "replay_trainer.token_staleness"),
         "Correction": ("replay_trainer.correction",),
         "Presets": ("replay_trainer.correction.presets",),
         "Losses": ("replay_trainer.LossConfig", "replay_trainer.config.Teacher", "replay_trainer.losses"),
