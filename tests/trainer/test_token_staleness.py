@@ -198,7 +198,7 @@ def test_a_group_without_anything_to_train_on_is_not_called_stale():
 
 def test_tokens_that_nobody_trains_on_do_not_count_as_stale():
     group = with_versions(
-        make_group(rewards=[1.0, 0.0], lengths=[2, 2], loss_mask=[False, True, True, True]), [1, 5, 5, 1]
+        make_group(rewards=[1.0, 0.0], lengths=[2, 2], loss_mask=[False, True, True, True]), [5, 5, 5, 1]
     )
     assert count_stale([group], 5) == (1, 0)
     assert count_stale([group], 6) == (3, 2)
