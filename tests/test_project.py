@@ -42,8 +42,8 @@ PUBLIC = {
     "replay_protos": {module.partition(".")[2] for module in modules_of("replay_protos")},
     "replay_server": {"config", "shards", "storage.checkpoints", "tables.config"},
     "replay_client": {
-        *("access", "columns", "errors", "folder_lock", "records", "rollout", "run_metrics", "sampling_masks"),
-        *("scoring", "settings", "supervisor", "testing", "tracing", "trend", "waits", "words"),
+        *("access", "advantages", "columns", "errors", "folder_lock", "records", "rollout", "run_metrics"),
+        *("sampling_masks", "scoring", "settings", "supervisor", "testing", "tracing", "trend", "waits", "words"),
     },
     "replay_generator": {
         *(

@@ -103,6 +103,13 @@ REPLAY = (
         unit="groups",
     ),
     Metric(
+        ("replay/groups_stale",),
+        "fresh groups whose tokens are all older than `max_token_staleness`. They provide no gradient, and "
+        "`replay/groups_zero_variance` counts them too. With dynamic sampling, groups that became stale while they "
+        "waited for a later step count here alone",
+        unit="groups",
+    ),
+    Metric(
         ("replay/groups_replaced",),
         "zero-variance groups that were replaced with a group from the pool",
         unit="groups",
@@ -134,8 +141,9 @@ REPLAY = (
     ),
     Metric(
         ("replay/groups_too_stale",),
-        "groups that were drawn from the pool and left out, because they are older than `replay_max_staleness`. If "
-        "the table has a `max_staleness` of its own, such groups are not drawn at all",
+        "groups that were drawn from the pool and left out, because they are older than `replay_max_staleness`, or "
+        "because all their tokens are older than `max_token_staleness`. If the table has a `max_staleness` of its own, "
+        "such groups are not drawn at all",
         unit="groups",
     ),
     Metric(
@@ -255,6 +263,17 @@ TRAIN = (
         ("train/tokens",),
         "tokens trained on",
         unit="tokens",
+    ),
+    Metric(
+        ("train/tokens_stale",),
+        "tokens of the batch that were left out of the loss, because they are older than `max_token_staleness`",
+        unit="tokens",
+    ),
+    Metric(
+        ("train/rollouts_stale",),
+        "rollouts of the batch that were left out of the loss, because all their tokens are older than "
+        "`max_token_staleness`",
+        unit="rollouts",
     ),
     Metric(
         ("train/sequences",),

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 
 if TYPE_CHECKING:
+    from replay_client.advantages import AdvantageFunction
     from replay_client.rollout import RolloutGroup
 
 FloatArray = npt.NDArray[np.float32]
@@ -34,16 +36,29 @@ def _std(rewards_G: npt.NDArray[np.float64]) -> float:
 
 
 def group_advantages(
-    rewards_G: npt.ArrayLike, scale: Literal["group", "none"] = "group", eps: float = _EPS
+    rewards_G: npt.ArrayLike,
+    scale: Literal["group", "none"] = "group",
+    eps: float = _EPS,
+    *,
+    advantages: str | AdvantageFunction | None = None,
+    facts: Mapping[str, Any] | None = None,
 ) -> FloatArray:
     """Advantages of the G completions of one prompt, float32 (G,).
 
     `scale="group"`: (r - mean) / (std + eps), std over the group with Bessel's correction (GRPO, arXiv 2402.03300).
     `scale="none"`: r - mean (Dr. GRPO, arXiv 2503.20783).
+    `advantages`: a function of your own that computes them, or its name, "package.module:function", in the place of
+    both; see `replay_client.advantages`. `facts`: what it gets beside the rewards, by the names in FACTS there.
 
-    Raises ValueError for rewards that are not finite or not one-dimensional, and for another `scale`.
+    Raises ValueError for rewards that are not finite or not one-dimensional, for another `scale`, and for a function
+    that fails or returns no advantages.
     """
     rewards = _rewards(rewards_G)
+    if advantages is not None:
+        # Imported here: the rest of this module needs only numpy.
+        from replay_client.advantages import advantages_by
+
+        return advantages_by(advantages, rewards, facts or {})
     if scale not in ("group", "none"):
         raise ValueError(f"scale must be 'group' or 'none', not {scale!r}")
     divisor = _std(rewards) + eps if scale == "group" else 1.0

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from replay_client.advantages import AdvantageFunction, check_advantages, name_of
 from replay_client.sampling_masks import TRUNCATING, truncates
 from replay_client.settings import Count, FixedPath, Names, Seconds, described, settings
 from replay_generator.engines import SamplingConfig
@@ -54,6 +55,12 @@ class GeneratorConfig:
     if all rewards are equal. In Python also a function of the group itself."""
     scale_rewards: Literal["group", "none"] = "group"
     """The `scale` of `scoring.group_advantages`."""
+    advantages: str | AdvantageFunction | None = None
+    """module:function that computes the advantages of a group from its rewards, in the place of `scale_rewards`.
+
+    In Python also the function itself: docs/how-to/own-advantages.md. The trainer must leave its `scale_rewards` unset.
+    It is called for one group at a time, in a thread; one that fails, or takes longer than `reward_timeout`, counts as
+    a reward function that failed."""
     max_concurrent_groups: Count | None = 16
     """Groups that are generated or wait for their table at the same time. When all wait for a full queue, the generator
     waits too. None: as many as there are permits; the server must then have [admission]."""
@@ -207,6 +214,14 @@ class GeneratorConfig:
             raise ValueError("tables must name at least one table")
         labels_of((), self.tags)
         load_priority(self.priority)
+        if self.advantages is not None:
+            if self.unscored_table is not None:
+                raise ValueError(
+                    f"advantages {name_of(self.advantages)!r} needs rewards, and the groups of unscored_table "
+                    f"{self.unscored_table!r} have none yet: give it to the scorer"
+                )
+            _check_alone(self.advantages, self.scale_rewards)
+            check_advantages(self.advantages, self.group_size)
 
     def decided(self, *, agents: bool) -> GeneratorConfig:
         """These settings with an `on_prompt_error`. `agents`: whether agents play the rollouts. Raises ValueError if
@@ -231,6 +246,8 @@ class GeneratorConfig:
         for name in ("prompts_table", "unscored_table"):
             if (table := getattr(self, name)) is not None:
                 own[name] = table
+        if self.advantages is not None:
+            own["advantages"] = name_of(self.advantages)
         if self.chat_template_kwargs:
             own["chat_template_kwargs"] = dict(self.chat_template_kwargs)
         return described("generator", own)
@@ -266,8 +283,12 @@ class StageConfig:
 
     def described(self) -> dict[str, str]:
         """What the stage says of itself to the server (`describe`)."""
-        part = "scorer" if isinstance(self, ScorerConfig) else "stage"
-        return described(part, {"source_table": self.source_table, "tables": self.tables, "priority": self.priority})
+        own = {"source_table": self.source_table, "tables": self.tables, "priority": self.priority}
+        if not isinstance(self, ScorerConfig):
+            return described("stage", own)
+        if self.advantages is not None:
+            own["advantages"] = name_of(self.advantages)
+        return described("scorer", own)
 
 
 @settings()
@@ -289,7 +310,24 @@ class ScorerConfig(StageConfig):
     A group with fewer is dropped."""
     scale_rewards: Literal["group", "none"] = "group"
     """The `scale` of `scoring.group_advantages`."""
+    advantages: str | AdvantageFunction | None = None
+    """module:function that computes the advantages of a group from its rewards, in the place of `scale_rewards`."""
     mask_truncated_completions: bool = False
     """Leave completions out of the loss that ended only because of their length."""
     drop_zero_variance: bool = False
     """Hand on no group whose rewards teach nothing; its permit is released."""
+
+    def __post_init__(self) -> None:
+        StageConfig.__post_init__(self)
+        if self.advantages is not None:
+            _check_alone(self.advantages, self.scale_rewards)
+            check_advantages(self.advantages)
+
+
+def _check_alone(advantages: str | AdvantageFunction, scale_rewards: str) -> None:
+    """Raises ValueError if both settings say how to compute advantages."""
+    if scale_rewards != "group":
+        raise ValueError(
+            f"advantages {name_of(advantages)!r} takes the place of scale_rewards {scale_rewards!r}: leave one of them "
+            f"out"
+        )

@@ -87,7 +87,9 @@ class RecordingClient:
 
     async def server_info(self, *, timeout: float | None = None) -> Any:
         admission = AdmissionInfo(table="rollouts") if self.admission else None
-        return SimpleNamespace(admission=admission, policy=self.current, server_id=1, tables={})
+        return SimpleNamespace(
+            admission=admission, policy=self.current, server_id=1, tables={}, settings_of=lambda part: ()
+        )
 
     async def describe(self, settings: Mapping[str, str], *, timeout: float | None = None) -> None:
         self.settings = dict(settings)

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from replay_trainer.grpo import GRPOTrainer
     from replay_trainer.loss_functions import LossInputs, loss_function
     from replay_trainer.losses import policy_loss
+    from replay_trainer.token_staleness import without_stale_tokens
 
 __all__ = [
     "PRESETS",
@@ -40,11 +41,15 @@ __all__ = [
     "loss_function",
     "policy_loss",
     "to_padded",
+    "without_stale_tokens",
 ]
 
 _MODULES = tuple(
     f"replay_trainer.{name}"
-    for name in ("correction", "loss_functions", "losses", "batching", "callbacks", "evaluation", "groups", "grpo")
+    for name in (
+        *("correction", "token_staleness", "loss_functions", "losses", "batching", "callbacks"),
+        *("evaluation", "groups", "grpo"),
+    )
 )
 
 

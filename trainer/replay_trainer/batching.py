@@ -31,6 +31,7 @@ from replay_trainer.config import Teacher
 from replay_trainer.losses import distillation_advantages
 from replay_trainer.packing.sampling_masks import SamplingMasks
 from replay_trainer.packing.shared_prefixes import Ints, Layout, SharedPrefixes
+from replay_trainer.token_staleness import without_stale_tokens
 
 
 class Rollouts:
@@ -206,13 +207,14 @@ def to_batch(
     mask_truncated: bool = False,
     advantages: Sequence[npt.NDArray[np.float32]] | None = None,
     teacher: Teacher | None = None,
+    oldest_version: int | None = None,
 ) -> Batch:
     """All sequences of all groups, in their order, one row each. Group sizes and lengths may differ.
 
     No groups make a batch without rows; T is at least 1. The temperature is `sampling["temperature"]` of the group,
     default 1. `mask_truncated` excludes rollouts whose finish reason is "length" from the mask. `advantages`: (G,) of
     each group, in the place of its own; the `token_advantages` of a group come before both. `teacher`: whom to distil
-    from; None: nobody.
+    from; None: nobody. `oldest_version` excludes tokens of earlier policy versions from the mask; None: none.
 
     Raises ValueError for an empty prompt (nothing would predict the first token), for a temperature not above 0, and
     for a column of the teacher that nobody can distil from.
@@ -227,6 +229,7 @@ def to_batch(
             )
         if teacher is not None and (reason := why_no_teacher(group, teacher.column)):
             raise ValueError(f"group {index} (prompt_id {group.prompt_id!r}): {reason}")
+    groups = [without_stale_tokens(group, oldest_version) for group in groups]
     rollouts_U = [group.sequence_rollouts for group in groups]
     sizes_U = np.array([group.group_size for group in groups], np.int64)
     group_B = np.repeat(np.arange(len(groups)), [len(rollouts_S) for rollouts_S in rollouts_U]).astype(np.int64)

@@ -194,7 +194,8 @@ class GRPOConfig(LossConfig):
     scale_rewards: Scale | None = None
     """Compute advantages from the rewards: (r - mean of the group) / (std + 1e-4), with the std of the "group" or of
     the whole "batch", or without division ("none"). None: use the advantages in the groups. Groups with
-    `token_advantages` keep those."""
+    `token_advantages` keep those. It is refused for groups whose advantages a function of yours has computed
+    (`advantages` of the generator)."""
     teacher_weight: Finite = 0.0
     """On-policy distillation: add this times (log teacher - log policy) to the advantage of each token. That is the
     reverse KL to the teacher, token by token. Every group then needs `teacher_column`; 0: off."""
@@ -203,6 +204,10 @@ class GRPOConfig(LossConfig):
     mask_truncated_completions: bool = False
     """Leave rollouts out of the loss that the length limit ended. A denominator that counts tokens does not count
     theirs; one that counts rollouts still counts them, as in TRL."""
+    max_token_staleness: Whole | None = None
+    """The most policy versions that a token may lag behind the weights a step starts with. Older tokens are left out of
+    the loss, as those of `mask_truncated_completions` are. A group without any other token counts as one without
+    variance: `zero_variance` says what becomes of it. None: tokens of any age count."""
     correction: Annotated[CorrectionConfig, BeforeValidator(_correction_of)] = field(default_factory=CorrectionConfig)
     """Off-policy correction of fresh and replayed groups. In a file: a table, or the name of a preset."""
 
@@ -281,7 +286,10 @@ class GRPOConfig(LossConfig):
             *("rollouts_table", "replay_table", "groups_per_step", "fresh_groups_per_step", "replay_share"),
             *("prefetch", "publish_every", "zero_variance"),
         )
-        return described("trainer", {name: getattr(self, name) for name in names})
+        own = {name: getattr(self, name) for name in names}
+        if self.scale_rewards is not None:
+            own["scale_rewards"] = self.scale_rewards
+        return described("trainer", own)
 
     @property
     def replayed_groups_per_step(self) -> int:
@@ -297,6 +305,10 @@ class GRPOConfig(LossConfig):
     def teacher(self) -> Teacher | None:
         """What to distil from; None: nothing."""
         return Teacher(self.teacher_column, self.teacher_weight) if self.teacher_weight else None
+
+    def oldest_version(self, step: int) -> int | None:
+        """The oldest policy version whose tokens count in this step, by `max_token_staleness`; None: each does."""
+        return None if self.max_token_staleness is None else step - 1 - self.max_token_staleness
 
     def check_admission(self, admitted: int) -> None:
         """Raises ValueError if `admitted`, fresh_groups_per_step of [admission], is less than a step here takes.

@@ -15,6 +15,7 @@ import numpy as np
 from torch import nn
 
 from replay_client import ReplayClient, Sample
+from replay_client.advantages import ADVANTAGES_BY, why_scaled_again
 from replay_client.errors import DeadlineExceededError, ReplayError, TableNotFoundError
 from replay_client.rollout import MAX_LOGPROB, MAX_TEMPERATURE, MAX_VALUE, MIN_TEMPERATURE, RolloutGroup
 from replay_client.sampling_masks import why_no_masks
@@ -27,6 +28,7 @@ from replay_trainer.config import GRPOConfig, OnEmpty
 from replay_trainer.metrics import GroupFacts, describe_replayed
 from replay_trainer.ranks import Ranks
 from replay_trainer.stopping import Stopped, Stopping
+from replay_trainer.token_staleness import is_stale, token_versions, without_stale_tokens
 
 logger = logging.getLogger(__name__)
 
@@ -51,10 +53,17 @@ class ModelLimits:
     """Names of all inputs of the model."""
     length: int | None = None
     """GRPOConfig.max_length, or the length that chose the rotary frequencies."""
+    reads_versions: bool = False
+    """Whether the trainer reads the policy versions of tokens (GRPOConfig.max_token_staleness)."""
 
     @classmethod
     def of(
-        cls, model: Any, group_tokens: int | None = None, teacher: str = "", length: int | None = None
+        cls,
+        model: Any,
+        group_tokens: int | None = None,
+        teacher: str = "",
+        length: int | None = None,
+        reads_versions: bool = False,
     ) -> ModelLimits:
         """Those of a language model of transformers."""
         tokens = model.get_input_embeddings()
@@ -66,7 +75,8 @@ class ModelLimits:
             for module in model.modules()
         )
         inputs = frozenset(inspect.signature(model.forward).parameters)
-        return cls(len(tokens.weight), positions if looked_up else None, group_tokens, teacher, inputs, length)
+        known = positions if looked_up else None
+        return cls(len(tokens.weight), known, group_tokens, teacher, inputs, length, reads_versions)
 
 
 @dataclass(frozen=True)
@@ -88,7 +98,8 @@ class Inspector:
 
     * A bad group is counted, named in a warning, and deleted from its table and the pool; no step draws it again.
     * A group that makes a step fail is bad as well: `reject`.
-    * If too many of the recent groups are bad, every rank stops at the same step with the same error.
+    * If too many of the recent groups are bad, every rank stops at the same step with the same error. So they do if the
+      trainer would compute other advantages than the function of a user: that is no fault of the group, which stays.
     """
 
     client: ReplayClient
@@ -98,6 +109,8 @@ class Inspector:
     """The replay table."""
     max_share: float
     """Of bad groups among the recent ones: from 0 to 1."""
+    scale: Scale | None = field(default=None, kw_only=True)
+    """GRPOConfig.scale_rewards."""
     bad_keys: set[int] = field(default_factory=set, init=False)
     """Keys of all bad groups so far. A draw from the pool excludes them."""
 
@@ -106,6 +119,8 @@ class Inspector:
         self._drawn = 0
         self._unusable: list[BadGroup] = []
         self._recent: deque[tuple[int, int]] = deque()
+        self._refusal = ""
+        """Why the run must not go on with the groups that it gets."""
         self._ignored: set[str] = set()
         """Extras that a warning has named."""
 
@@ -118,8 +133,15 @@ class Inspector:
                 self.reject(sample.info.key, table, reason)
             else:
                 self._warn_of_ignored(sample.group)
+                self._refuse_scaling(sample, table)
                 good.append(sample)
         return good
+
+    def _refuse_scaling(self, sample: Sample, table: str) -> None:
+        """Notes that the trainer would scale advantages of a user's function, which the next `end_draws` raises."""
+        by = sample.group.meta.get(ADVANTAGES_BY)
+        if isinstance(by, str) and (why := why_scaled_again(self.scale, by)):
+            self._refusal = self._refusal or f"key {sample.info.key} of table {table!r}: {why}"
 
     def reject(self, key: int, table: str, reason: str) -> None:
         """The group with this key, drawn from `table`, is bad. The next `end_draws` counts and deletes it."""
@@ -139,13 +161,17 @@ class Inspector:
     def end_draws(self) -> list[BadGroup]:
         """Delete the bad groups of this step from the server; returns those of all ranks. Every rank calls it.
 
-        Raises RuntimeError on every rank if the share of bad groups among the recent ones is too high.
+        Raises RuntimeError on every rank if the share of bad groups among the recent ones is too high, or if the
+        trainer would scale advantages of a user's function.
         """
         self.delete()
-        parts = self.ranks.all((self._drawn, self._unusable))
+        parts = self.ranks.all((self._drawn, self._unusable, self._refusal))
+        for _, _, refusal in parts:
+            if refusal:
+                raise RuntimeError(refusal)
         self._drawn, self._unusable = 0, []
-        unusable = [group for _, groups in parts for group in groups]
-        self._recent.append((sum(drawn for drawn, _ in parts), len(unusable)))
+        unusable = [group for _, groups, _ in parts for group in groups]
+        self._recent.append((sum(drawn for drawn, _, _ in parts), len(unusable)))
         while sum(drawn for drawn, _ in self._recent) - self._recent[0][0] >= RECENT_GROUPS:
             self._recent.popleft()
         drawn, bad = (sum(counts) for counts in zip(*self._recent, strict=True))
@@ -223,10 +249,15 @@ def why_unusable(sample: Sample, limits: ModelLimits = ModelLimits()) -> str:  #
     temperature = group.sampling.get("temperature", 1.0)
     if not isinstance(temperature, int | float) or not MIN_TEMPERATURE <= temperature <= MAX_TEMPERATURE:
         return f"it was sampled at temperature {temperature!r}, not from {MIN_TEMPERATURE:g} to {MAX_TEMPERATURE:g}"
+    if limits.reads_versions:
+        try:
+            token_versions(group)
+        except ValueError as error:
+            return str(error)
     return why_no_masks(group, limits.vocabulary) or (limits.teacher and why_no_teacher(group, limits.teacher))
 
 
-COUNTS = ("zero_variance", "replaced", "missing", "dropped", "added", "too_stale", "uninformative", "drifted")
+COUNTS = ("zero_variance", "stale", "replaced", "missing", "dropped", "added", "too_stale", "uninformative", "drifted")
 
 
 @dataclass(frozen=True)
@@ -241,11 +272,12 @@ class Replacement:
     fresh: list[Sample]
     """All fresh groups that were taken for this step, whether it trains on them or not."""
     counts: dict[str, int]
-    """groups_zero_variance: fresh groups without a gradient. groups_replaced: those that a group of the pool replaced.
-    groups_missing: those that nothing replaced (with dynamic sampling: how many groups the batch lacks).
-    groups_dropped: those that were left out. groups_added: groups of the pool beside the fresh ones.
-    groups_too_stale, groups_uninformative, groups_drifted: groups of the pool that were not used because they lag too
-    far, carry no gradient themselves, or because the policy has moved away from them."""
+    """groups_zero_variance: fresh groups without a gradient. groups_stale: fresh groups whose tokens are all older than
+    max_token_staleness allows. groups_replaced: those that a group of the pool replaced. groups_missing: those that
+    nothing replaced (with dynamic sampling: how many groups the batch lacks). groups_dropped: those that were left out,
+    of this step's draws or of those before. groups_added: groups of the pool beside the fresh ones. groups_too_stale,
+    groups_uninformative, groups_drifted: groups of the pool that were not used because they lag too far or have stale
+    tokens alone, carry no gradient themselves, or because the policy has moved away from them."""
 
     def __post_init__(self) -> None:
         assert self.replaced == sorted(set(self.replaced)), self.replaced
@@ -302,13 +334,19 @@ class ZeroVarianceReplacer:
     """How the trainer computes advantages anew, as in `carries_gradient`."""
     teacher: str = field(default="", kw_only=True)
     """The column that the trainer distils from, as in `carries_gradient`."""
+    oldest_version: int | None = field(default=None, kw_only=True)
+    """Tokens of earlier policy versions are not trained on. A trainer raises it with each step."""
 
     def __post_init__(self) -> None:
         check_choice("on_empty", self.on_empty, get_args(OnEmpty))
 
     def informs(self, sample: Sample) -> bool:
         """Whether a step with this group teaches something."""
-        return carries_gradient(sample.group, self.scale, self.teacher)
+        return carries_gradient(without_stale_tokens(sample.group, self.oldest_version), self.scale, self.teacher)
+
+    def count_stale(self, samples: Sequence[Sample]) -> int:
+        """The groups whose tokens are all stale."""
+        return sum(is_stale(sample.group, self.oldest_version) for sample in samples)
 
     def replace(self, samples: Sequence[Sample], scope: str = "", exclude: Iterable[int] = ()) -> Replacement:
         """Replace the zero-variance groups of a batch as far as the pool has others.
@@ -332,6 +370,7 @@ class ZeroVarianceReplacer:
         source = dict(enumerate(samples)) | dict(zip(places, drawn, strict=True))
         order = [i for i in source if i not in dropped]
         counts |= {"groups_zero_variance": len(zero_variance), "groups_replaced": len(drawn)}
+        counts["groups_stale"] = self.count_stale(samples)
         counts |= {"groups_missing": len(missing), "groups_dropped": len(dropped)}
         return Replacement(
             samples=[source[i] for i in order],
@@ -388,7 +427,9 @@ class ZeroVarianceReplacer:
                 drawn = self.inspector.usable(drawn, self.table)
             for sample in drawn:
                 # Other writers may have inserted groups that the replacer exists to remove.
-                if not self.informs(sample):
+                if is_stale(sample.group, self.oldest_version):
+                    counts["groups_too_stale"] += 1
+                elif not self.informs(sample):
                     counts["groups_uninformative"] += 1
                 elif self.max_staleness is not None and sample.info.staleness > self.max_staleness:
                     counts["groups_too_stale"] += 1
@@ -435,7 +476,8 @@ class GroupSource:
             return self._dynamic()
         fresh = self._draw()
         count = self._without_gradient(fresh)
-        return Replacement(fresh, [], fresh, new_counts(zero_variance=count, missing=count))
+        stale = self.replacer.count_stale(fresh)
+        return Replacement(fresh, [], fresh, new_counts(zero_variance=count, stale=stale, missing=count))
 
     def replace(self, step: int, taken: Replacement) -> Replacement:
         """The groups of `collect`, with those of the pool that this step takes. Raises Stopped as `collect` does."""
@@ -470,7 +512,10 @@ class GroupSource:
     def _dynamic(self) -> Replacement:
         """As many groups with variance as fit, from as few fresh batches as possible."""
         size = self.config.fresh_groups_per_step // self.ranks.size
-        chosen, fresh = self.left, list[Sample]()
+        # Groups that an earlier step left may have become stale since then.
+        chosen = [sample for sample in self.left if self.replacer.informs(sample)]
+        outdated = len(self.left) - len(chosen)
+        fresh = list[Sample]()
         for _ in range(self.config.max_dynamic_batches):
             if len(chosen) >= size:
                 break
@@ -481,7 +526,13 @@ class GroupSource:
         chosen, self.left = chosen[:size], chosen[size:]
         count, missing = self._without_gradient(fresh), size - len(chosen)
         assert missing >= 0, f"{len(chosen)} groups for a step of {size}"
-        return Replacement(chosen, [], fresh, new_counts(zero_variance=count, dropped=count, missing=missing))
+        counts = new_counts(
+            zero_variance=count,
+            stale=self.replacer.count_stale(fresh) + outdated,
+            dropped=count + outdated,
+            missing=missing,
+        )
+        return Replacement(chosen, [], fresh, counts)
 
     def _without_gradient(self, samples: Sequence[Sample]) -> int:
         return sum(not self.replacer.informs(sample) for sample in samples)

@@ -67,6 +67,7 @@ from replay_trainer.passes import Passes, StepFailure, correct_batch
 from replay_trainer.publication import Publication
 from replay_trainer.ranks import Ranks, partition
 from replay_trainer.stopping import Stopped, Stopping
+from replay_trainer.token_staleness import count_stale
 from replay_trainer.weights import Adapter, write_whole
 
 T = TypeVar("T")
@@ -135,9 +136,17 @@ class GRPOTrainer:
         )
         self.passes = Passes(self.policy, self.reference, self.adapter, config, self.ranks, self.partitioned)
         teacher = config.teacher.column if config.teacher else ""
+        reads_versions = config.max_token_staleness is not None
         length = config.max_length if self.policy.max_length is None else self.policy.max_length
-        limits = ModelLimits.of(self.policy.model, config.max_group_tokens, teacher, length)
-        self.inspector = Inspector(client, self.ranks, limits, config.replay_table, config.max_unusable_fraction)
+        limits = ModelLimits.of(self.policy.model, config.max_group_tokens, teacher, length, reads_versions)
+        self.inspector = Inspector(
+            client,
+            self.ranks,
+            limits,
+            config.replay_table,
+            config.max_unusable_fraction,
+            scale=config.scale_rewards,
+        )
         self.replacer = ZeroVarianceReplacer(
             client,
             config.replay_table,
@@ -240,6 +249,7 @@ class GRPOTrainer:
         self.publication.check()
         if self._stopping.agreed:
             raise Stopped
+        self.replacer.oldest_version = self.config.oldest_version(step)
         with self._waits.waiting("for groups"):
             taken = self._source.collect()  # fresh groups, leased until a training checkpoint contains this step
         if self._is_first_step:  # whoever made them is connected by now
@@ -334,7 +344,7 @@ class GRPOTrainer:
         elif scale is not None:
             advantages = [group_advantages(group.rewards, scale=scale) for group in groups]
         mask_truncated, teacher = self.config.mask_truncated_completions, self.config.teacher
-        batch = to_batch(groups, self.device, mask_truncated, advantages, teacher)
+        batch = to_batch(groups, self.device, mask_truncated, advantages, teacher, self.replacer.oldest_version)
         return batch if self.config.replay_rollouts == "all" else batch.without_wrong(replaced)
 
     def _train_on(self, step: int, taken: Replacement) -> TrainedStep:
@@ -427,9 +437,10 @@ class GRPOTrainer:
         config, taken, batch, old_BT = self.config, trained.taken, trained.batch, trained.old_BT
         drifts = group_drifts(batch, old_BT)
         assert len(drifts) == len(taken.samples), (len(drifts), len(taken.samples))
+        tokens_stale, rollouts_stale = count_stale(taken.groups, self.replacer.oldest_version)
         return RankPart(
-            fresh=[GroupFacts.of(sample, config.scale_rewards, self.replacer.teacher) for sample in taken.fresh],
-            trained=[GroupFacts.of(sample, config.scale_rewards, self.replacer.teacher) for sample in taken.samples],
+            fresh=[GroupFacts.of(sample, self.replacer.informs(sample)) for sample in taken.fresh],
+            trained=[GroupFacts.of(sample, self.replacer.informs(sample)) for sample in taken.samples],
             replaced=taken.replaced,
             drifts=[drifts[i] for i in taken.replaced],
             moments=correct_batch(batch, old_BT, config.correction).moments,
@@ -438,6 +449,8 @@ class GRPOTrainer:
                 "train/rows": len(batch.rollouts.first_J),
                 "train/sequences": batch.num_rows,
                 "train/tokens": int(batch.mask_BT.sum()),
+                "train/tokens_stale": tokens_stale,
+                "train/rollouts_stale": rollouts_stale,
                 "unknown masks": 0 if batch.sampling_masks is None else batch.sampling_masks.unknown(batch.mask_BT),
             },
         )

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from replay_client import Sample
 from replay_client.run_metrics import CORRECTION, watched
-from replay_client.scoring import Scale, carries_gradient
+from replay_client.scoring import carries_gradient
 from replay_client.words import counted
 from replay_trainer.batching import Batch
 
@@ -51,8 +51,8 @@ class GroupFacts:
     carries_gradient: bool
 
     @classmethod
-    def of(cls, sample: Sample, scale: Scale | None = None, teacher: str = "") -> GroupFacts:
-        """`scale`, `teacher`: as in `carries_gradient`."""
+    def of(cls, sample: Sample, informs: bool | None = None) -> GroupFacts:
+        """`informs`: whether a step with this group teaches something; None: as `carries_gradient` says."""
         group = sample.group
         return cls(
             key=sample.info.key,
@@ -64,7 +64,7 @@ class GroupFacts:
             staleness=sample.info.staleness,
             age=sample.info.age,
             times_sampled=sample.info.times_sampled,
-            carries_gradient=carries_gradient(group, scale, teacher),
+            carries_gradient=carries_gradient(group) if informs is None else informs,
         )
 
 

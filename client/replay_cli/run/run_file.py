@@ -26,6 +26,7 @@ from replay_cli.process import is_missing
 from replay_cli.recipes import recipe_of
 from replay_client.access import SETTINGS as ACCESS
 from replay_client.access import Access
+from replay_client.advantages import why_scaled_again
 from replay_generator import GeneratorConfig
 from replay_protos.settings import about, explain, in_our_words, parse_toml, unknown_name
 from replay_protos.words import counted
@@ -172,6 +173,8 @@ def read_run_file(path: Path, sets: Sequence[str] = (), recipe: str | None = Non
     if generator.group_size == 1 and trainer.teacher is None:
         remedy = "make it 2 or more, or let [train] have a teacher (teacher_weight)"
         raise ValueError(f"{path}: [generate] group_size 1: {OF_ONE}: {remedy}")
+    if why := why_scaled_again(trainer.scale_rewards, generator.advantages):
+        raise ValueError(f"{path}: [train] scale_rewards: {why}")
     serve = _served(path, settings["serve"], trainer, generator, output_dir)
     server = _config_of(path, serve)
     _check_tables(path, server, trainer, generator)

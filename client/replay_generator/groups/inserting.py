@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from replay_client import AsyncReplayClient, KeySequence, RolloutGroup, ServerInfo
+from replay_client.advantages import why_scaled_again
 from replay_client.columns import Buffer
 from replay_client.errors import (
     DeadlineExceededError,
@@ -124,8 +125,9 @@ class InsertingServer:
 
     async def look(self, *stages: str | None) -> ServerInfo:
         """Asks the server what it is. Raises ReplayError if it lacks one of these tables, or does not count the permits
-        of their groups."""
+        of their groups, and if a trainer is connected that would compute other advantages than this process does."""
         info: ServerInfo = await self.answer(self._client.server_info)
+        self._check_trainers(info)
         self._tells_prompts = _index_prompts(info, self._settings.tables)
         admission = info.admission
         for table in filter(None, stages):
@@ -140,6 +142,13 @@ class InsertingServer:
                     f"nobody counts the permits of its groups"
                 )
         return info
+
+    def _check_trainers(self, info: ServerInfo) -> None:
+        """Raises ReplayError if a connected trainer would scale advantages of the user's own once more."""
+        own = json.loads(self._settings.described().get("advantages", '""'))
+        for name, settings in info.settings_of("trainer"):
+            if why := why_scaled_again(settings.get("scale_rewards"), own):
+                raise ReplayError(f"trainer {name}: {why}")
 
     async def watch(self) -> None:
         """Says that the server is away, that it answers again, and whether it is a new one. Never returns.

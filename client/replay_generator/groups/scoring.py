@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
+from replay_client.advantages import ADVANTAGES_BY
 from replay_client.rollout import RolloutGroup
-from replay_client.scoring import group_advantages
 from replay_generator.errors import PromptError
 from replay_generator.groups.assembly import assemble
 from replay_generator.groups.inserting import LeftOut
@@ -23,6 +23,7 @@ from replay_generator.groups.rollout_watch import FailureWatch, LengthWatch
 from replay_generator.metrics import GeneratorStats, GroupTimes
 from replay_generator.notices import Watch
 from replay_generator.prompts.prompt import Prompt
+from replay_generator.rewards.advantages import AdvantageError, Advantages
 from replay_generator.rewards.functions import OWN_REWARD, RewardError, Scorer
 from replay_generator.rewards.reward_watch import RewardWatch
 from replay_generator.rollouts.rollout import PlayedRollout, Rollout, where
@@ -60,6 +61,7 @@ class Scoring:
         self._group_filter = group_filter
         self._stats = stats
         self._single_turn = single_turn
+        self._advantages = Advantages(config)
         self._rewards_seen = RewardWatch(() if scorer is None else scorer.rewards)
         self._failures_seen = FailureWatch()
         self._lengths_seen = LengthWatch()
@@ -80,16 +82,18 @@ class Scoring:
         played = [work.rollouts[index] for index in sorted(work.rollouts)]
         size = len(played) if work.handed else work.spec.group_size
         rewards = np.zeros(len(played), np.float32)
+        advantages = np.zeros(len(played), np.float32)
         by_function = ByFunction()
         if self._scorer is not None:
             times.reward = -time.monotonic()
             played, rewards, by_function, failed = await self._rewards(self._scorer, work.spec.prompt, played)
+            advantages = await self._advantages_of(work.spec.prompt, played, rewards, by_function)
             by_function |= _metrics_of([each.rollout for each in played])
             self._rewards_seen.record(rewards, work.spec.prompt.row, played[0].rollout.text)
             failures = [*failures, *failed]
             times.reward += time.monotonic()
         try:
-            group = self._assemble(work, played, version, rewards, by_function)
+            group = self._assemble(work, played, version, rewards, advantages, by_function)
         except (ValueError, TypeError, IndexError) as error:
             if not work.handed:
                 prompt_id = work.spec.prompt.prompt_id
@@ -127,6 +131,20 @@ class Scoring:
         by_function = {name: values[has_reward] for name, values in by_function.items()}
         return finished, rewards[has_reward], by_function, failures
 
+    async def _advantages_of(
+        self,
+        prompt: Prompt,
+        played: list[PlayedRollout],
+        rewards: npt.NDArray[np.float32],
+        by_function: ByFunction,
+    ) -> npt.NDArray[np.float32]:
+        """The advantages (G,). Raises PromptError, as for a reward function, if the user's function for them fails."""
+        try:
+            return await self._advantages.compute(rewards, prompt.row, played, by_function)
+        except AdvantageError as error:
+            self._failures_seen.record(finished=0, failed=len(played), reason=str(error))
+            raise PromptError(f"prompt {prompt.prompt_id!r}: {error}") from error
+
     def reject(self, work: PartialGroup, why: str) -> LeftOut:
         """Says why nobody can make a group of this."""
         key = None if work.sample is None else work.sample.info.key
@@ -156,6 +174,7 @@ class Scoring:
         played: list[PlayedRollout],
         version: int,
         rewards: npt.NDArray[np.float32],
+        advantages: npt.NDArray[np.float32],
         by_function: ByFunction,
     ) -> RolloutGroup:
         rollouts = [each.rollout for each in played]
@@ -164,11 +183,13 @@ class Scoring:
             played,
             version,
             rewards=rewards,
-            advantages=group_advantages(rewards, scale=self._config.scale_rewards),
+            advantages=advantages,
             prompt_id=work.spec.prompt.prompt_id,
             finish_reasons=reasons,
             sampling=work.spec.sampling.describe(),
         )
+        if self._advantages.name and self._scorer is not None:
+            group.meta[ADVANTAGES_BY] = self._advantages.name
         if len(by_function) > 1:
             for name, values in by_function.items():
                 group.extras[f"rewards/{name}"], group.axes[f"rewards/{name}"] = values, "rollout"

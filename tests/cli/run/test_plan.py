@@ -207,6 +207,13 @@ def test_a_set_that_is_wrong_is_one_line(tmp_path, monkeypatch, given, line):
     assert str(raised.value).startswith(line)
 
 
+def test_advantages_of_a_function_and_a_trainer_that_scales_them_again_exclude_each_other(tmp_path):
+    own = {"generate.advantages": "tests.generator.own_advantages:leave_one_out"}
+    assert file_of(plan_of(tmp_path, own), "generate")["advantages"] == own["generate.advantages"]
+    with pytest.raises(ValueError, match=r"run.toml: \[train\] scale_rewards: scale_rewards = 'none' of the trainer"):
+        plan_of(tmp_path, own | {"train.scale_rewards": "none"})
+
+
 @pytest.mark.parametrize(("text", "why"), [("model = ", "Invalid value"), ("\xff", "it is not text")])
 def test_a_file_that_is_none_is_one_line(tmp_path, text, why):
     path = tmp_path / "run.toml"

@@ -11,20 +11,30 @@ import sys
 import urllib.request
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
 import pytest
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from replay_client import ReplayClient
+from replay_client import AsyncReplayClient, ReplayClient, RolloutGroup
 from replay_client.testing import PATIENCE, async_until
-from replay_generator import GeneratorConfig, RolloutGenerator, WeightsMismatchError
+from replay_generator import (
+    GeneratorConfig,
+    Rollout,
+    RolloutGenerator,
+    RolloutPolicy,
+    Task,
+    WeightsMismatchError,
+)
 from replay_generator.engines import SamplingConfig
 from replay_generator.engines.vllm_http import VLLMServer, VLLMServerError, VLLMServerGoneError, Weights
 from replay_generator.engines.vllm_server import VLLMServerEngine, completion_of
 from replay_server import ReplayServer
 from replay_server.config import DEFAULT_TABLES
+from replay_trainer import Callback, StepReport
 from tests.docs.blocks import ROOT, blocks
 from tests.generator.engines.vllm_rollouts import group_of, two_turns
 from tests.generator.engines.vllm_servers import (
@@ -40,10 +50,12 @@ from tests.generator.engines.vllm_servers import (
     post,
     server_info,
 )
-from tests.kit.clients import RecordingClient
+from tests.kit.clients import FakeClient, RecordingClient
 from tests.kit.engines import check_completion, check_group, check_scores
 from tests.kit.generators import make_prompts
-from tests.kit.models import make_version, recomputed
+from tests.kit.groups import make_sample
+from tests.kit.models import assert_same_weights, make_version, recomputed
+from tests.kit.trainers import lines_of, make_trainer
 
 needs_vllm = [
     pytest.mark.vllm,
@@ -97,6 +109,16 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     return counts
 
 
+class OnSamples(Callback):
+    """Keeps the groups that each step trains on."""
+
+    def __init__(self, groups: list[RolloutGroup]) -> None:
+        self.groups = groups
+
+    def on_step(self, trainer: Any, report: StepReport) -> None:
+        self.groups += [sample.group for sample in report.samples]
+
+
 @pytest.mark.timeout(900)
 class TestRealServers:
     """Two servers serve all of these; the last one is killed."""
@@ -147,6 +169,67 @@ class TestRealServers:
         group = await group_of(engine, hook, PROMPT, sampling, 8)
         assert (group.policy_version, group.policy_version_end) == (1, 2)
         check_group(group, sampling, {1: versions[0], 2: versions[1]})
+
+    async def test_tokens_that_were_drawn_before_a_pause_for_new_weights_are_too_old_for_the_trainer(
+        self, fresh, model, tmp_path, make_engine
+    ):
+        """The trainer makes its first step between the two turns of the second group."""
+        sampling = SamplingConfig(max_tokens=8)
+        with ReplayServer(DEFAULT_TABLES, port=0) as server, ReplayClient(server.address) as own:
+            async with AsyncReplayClient(server.address) as client:
+
+                async def reloaded() -> None:
+                    await async_until(lambda: generator.stats["policy_version"] == 1)
+
+                hooks = {"p0": two_turns(sampling), "p1": two_turns(sampling, reloaded, 4)}
+
+                async def by_prompt(task: Task, policy: RolloutPolicy) -> Rollout:
+                    rollout = await hooks[task.prompt_id](task, policy)
+                    return replace(rollout, reward=float(task.index % 2))
+
+                config = GeneratorConfig(
+                    group_size=4,
+                    sampling=sampling,
+                    max_groups=2,
+                    max_concurrent_groups=1,
+                    reload="in_flight",
+                    wait_for_policy=True,
+                    weights_root=tmp_path,
+                )
+                engine = make_engine(fresh[0])
+                generator = RolloutGenerator(client, engine, make_prompts(2), None, config, rollout=by_prompt)
+                options = {"groups_per_step": 1, "max_steps": 2, "max_token_staleness": 0, "learning_rate": 1e-2}
+                seen: list[RolloutGroup] = []
+                trainer = make_trainer(
+                    own,
+                    tmp_path / "run",
+                    model=AutoModelForCausalLM.from_pretrained(model, dtype="float32"),
+                    tokenizer=AutoTokenizer.from_pretrained(model),
+                    callbacks=[OnSamples(seen)],
+                    **options,
+                )
+                await asyncio.gather(generator.run(), asyncio.to_thread(trainer.train))
+        first, spanning = seen
+        assert "policy_versions" not in first.extras
+        versions = spanning.extras["policy_versions"]
+        trained = spanning.trained_mask
+        assert {*versions[trained].tolist()} == {0, 1}
+        before, after = lines_of(tmp_path / "run")
+        assert before["train/tokens_stale"] == 0
+        assert before["train/tokens"] == first.trained_mask.sum()
+        assert after["train/tokens_stale"] == (trained & (versions == 0)).sum()
+        assert after["train/tokens"] == (trained & (versions == 1)).sum()
+        assert after["train/rollouts_stale"] == 0
+
+        masked = replace(spanning, loss_mask=trained & (versions == 1), extras={}, axes={})
+        by_hand = make_trainer(
+            FakeClient([[make_sample(first)], [make_sample(masked)]]),
+            tmp_path / "by_hand",
+            model=AutoModelForCausalLM.from_pretrained(model, dtype="float32"),
+            **options | {"max_token_staleness": None},
+        )
+        by_hand.train()
+        assert_same_weights(trainer.model, by_hand.model)
 
     async def test_several_servers_share_the_requests_and_all_get_the_new_weights(
         self, fresh, versions, asked, make_engine

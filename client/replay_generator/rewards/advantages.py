@@ -1,0 +1,85 @@
+"""Advantages of a group: by `scale_rewards`, or by a function of the user's own."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from replay_client.advantages import AdvantageFunction, as_advantages, facts_for, load_advantages, name_of
+from replay_client.errors import ReplayError
+from replay_client.scoring import group_advantages
+from replay_generator.rollouts.rollout import PlayedRollout
+from replay_generator.user_code import calls as user_code
+
+if TYPE_CHECKING:
+    from replay_generator.config import GeneratorConfig, ScorerConfig
+
+FloatArray = npt.NDArray[np.float32]
+
+
+class AdvantageError(ReplayError):
+    """The user's function failed. The message names the function and the failure."""
+
+
+class Advantages:
+    """Computes the advantages of groups, without blocking the event loop."""
+
+    def __init__(self, config: GeneratorConfig | ScorerConfig) -> None:
+        self._scale = config.scale_rewards
+        self._timeout = config.reward_timeout
+        self.name = ""
+        """The function of the user; empty: there is none."""
+        self._function: AdvantageFunction | None = None
+        if config.advantages is not None:
+            self.name = name_of(config.advantages)
+            self._function = load_advantages(config.advantages)
+        # It may keep a mean over all groups, and need not be thread-safe.
+        self._turn = asyncio.Semaphore(1)
+
+    async def compute(
+        self,
+        rewards: FloatArray,
+        row: Mapping[str, Any],
+        played: Sequence[PlayedRollout],
+        by_function: Mapping[str, FloatArray],
+    ) -> FloatArray:
+        """(G,) float32. `rewards`: (G,). `by_function`: those of each reward function. Raises AdvantageError."""
+        if self._function is None:
+            return group_advantages(rewards, scale=self._scale)
+        rewards_G = rewards.astype(np.float64)
+        lengths = [sum(int(each.sampled_mask.sum()) for each in rollout.sequences) for rollout in played]
+        facts = {
+            "row": row,
+            "lengths_G": np.array(lengths, np.int64),
+            "rewards_by_function": {name: values.astype(np.float64) for name, values in by_function.items()},
+        }
+        result = await self._call(self._function, rewards_G, facts)
+        try:
+            return as_advantages(result, rewards_G, self.name)
+        except ValueError as error:
+            raise AdvantageError(f"{error}{user_code.where(self._function)}") from error
+
+    async def _call(
+        self, function: AdvantageFunction, rewards_G: npt.NDArray[np.float64], facts: Mapping[str, Any]
+    ) -> Any:
+        """What the function returns. Raises AdvantageError if it raises something, or takes too long."""
+        failed = f"the advantage function {self.name!r}"
+        # The clock starts with the call: a function does not answer for the groups that wait for their turn.
+        async with self._turn:
+            try:
+                async with asyncio.timeout(self._timeout) as limit:
+                    return await user_code.call(function, rewards_G.copy(), **facts_for(function, facts))
+            except TimeoutError as error:
+                how = f"raised TimeoutError: {error}"
+                if limit.expired():
+                    how = f"took longer than {self._timeout:g} s (reward_timeout)"
+                raise AdvantageError(f"{failed} {how}{user_code.where(function, error)}") from error
+            except user_code.UserCodeError as error:
+                raise AdvantageError(f"{failed} {error.how}{error.place}") from error
+            except Exception as error:
+                raised = f"raised {user_code.in_words(error)}{user_code.where(function, error)}"
+                raise AdvantageError(f"{failed} {raised}") from error

@@ -1,0 +1,72 @@
+"""Tokens that are too old: which of them `max_token_staleness` leaves out of the loss.
+
+A rollout that an engine continued with new weights has tokens of several policy versions. A stale token is one of a
+version before the oldest that counts. It is masked like a token of a truncated rollout: nothing trains on it, and no
+denominator that counts tokens counts it. Axis: T tokens of all sequences of a group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+import numpy as np
+import numpy.typing as npt
+
+from replay_client.rollout import RolloutGroup
+
+VERSIONS = "policy_versions"
+"""The column of extras with the policy version of each token. Generators write it for groups of several versions."""
+
+
+def token_versions(group: RolloutGroup) -> npt.NDArray[np.int64]:
+    """(T,) the policy version of each token; without a column of them, or where it is negative, that of the group.
+
+    Raises ValueError for a column that does not have one whole number for each token.
+    """
+    values = group.extras.get(VERSIONS)
+    if values is None:
+        return np.full(group.num_tokens, group.policy_version, np.int64)
+    axis = group.axes.get(VERSIONS)
+    if axis != "token" or values.shape != (group.num_tokens,) or values.dtype.kind not in "iu":
+        raise ValueError(
+            f"its column {VERSIONS!r} has the shape {values.shape}, the dtype {values.dtype} and the axis {axis!r}: "
+            f"max_token_staleness needs one whole number for each of the {group.num_tokens} tokens of completion_ids, "
+            f"with the axis 'token'"
+        )
+    versions_T = values.astype(np.int64)
+    return np.where(versions_T < 0, group.policy_version, versions_T)
+
+
+def without_stale_tokens(group: RolloutGroup, oldest_version: int | None) -> RolloutGroup:
+    """The group with a `loss_mask` that leaves out the tokens of versions before `oldest_version`. None: all count.
+
+    It is the group itself if none of its trained tokens is stale. Raises ValueError as `token_versions` does.
+    """
+    if oldest_version is None:
+        return group
+    live_T = token_versions(group) >= oldest_version
+    if live_T[group.trained_mask].all():
+        return group
+    mask_T = live_T if group.loss_mask is None else group.loss_mask & live_T
+    return replace(group, loss_mask=mask_T, validate=False)
+
+
+def is_stale(group: RolloutGroup, oldest_version: int | None) -> bool:
+    """Whether the group has tokens to train on, and each of them is stale."""
+    return bool(group.trained_mask.any()) and not without_stale_tokens(group, oldest_version).trained_mask.any()
+
+
+def count_stale(groups: Iterable[RolloutGroup], oldest_version: int | None) -> tuple[int, int]:
+    """How many tokens of the groups are left out as stale, and how many rollouts lose their last token by that."""
+    tokens = rollouts = 0
+    for group in groups:
+        live = without_stale_tokens(group, oldest_version)
+        if live is group:
+            continue
+        before_T = group.trained_mask
+        after_T = live.trained_mask
+        tokens += int(before_T.sum()) - int(after_T.sum())
+        for span in group.rollout_spans():
+            rollouts += bool(before_T[span].any() and not after_T[span].any())
+    return tokens, rollouts
