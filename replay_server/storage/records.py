@@ -22,7 +22,7 @@ from replay_protos.labels import NO_LABELS, Labels, unpack_labels
 from replay_server.tables.columns import IntArray
 
 FORMAT = 5
-"""Version of this layout. A server reads its own version only. docs/reference/compatibility.md says when it may change."""
+"""Version of this layout. A server reads its own version only. When it may change: docs/reference/compatibility.md."""
 
 ITEM = np.dtype(
     [
