@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import subprocess
+import tarfile
 import tomllib
 from pathlib import Path
 
@@ -35,7 +36,7 @@ def repository(tmp_path) -> Path:
     (folder / "one/__init__.py").write_text("")
     (folder / "pyproject.toml").write_text(
         '[build-system]\nrequires = ["hatchling"]\nbuild-backend = "hatchling.build"\n'
-        '[project]\nname = "one"\nversion = "1"\n'
+        '[project]\nname = "one"\nversion = "1"\nrequires-python = ">=3.11"\n'
     )
     git = ["git", "-C", str(folder), "-c", "user.name=a", "-c", "user.email=a@b"]
     for words in (["init", "--quiet"], ["add", "."], ["commit", "--quiet", "--message", "One"]):
@@ -61,6 +62,14 @@ def test_two_builds_of_a_commit_are_the_same_bytes(repository, tmp_path):
     (tmp_path / "dist").mkdir()
     build.build_twice(repository, tmp_path / "dist")
     assert sorted(path.name for path in (tmp_path / "dist").iterdir()) == ["one-1-py3-none-any.whl", "one-1.tar.gz"]
+
+
+def test_the_files_of_a_release_have_the_date_of_the_commit(repository, tmp_path):
+    (tmp_path / "dist").mkdir()
+    build.build_twice(repository, tmp_path / "dist")
+    with tarfile.open(tmp_path / "dist/one-1.tar.gz") as sdist:
+        dates = {member.mtime for member in sdist}
+    assert dates == {int(build.date_of(repository))}
 
 
 def test_builds_that_differ_are_no_release(repository, tmp_path, monkeypatch):
