@@ -119,9 +119,7 @@ class Exchanged:
     """The folder of the client's `replay archive run`."""
 
 
-@pytest.fixture(
-    scope="module", params=PAIRS, ids=[f"client of {client}, server of {server}" for client, server in PAIRS]
-)
+@pytest.fixture(scope="module", params=PAIRS, ids=[f"client-{client}-server-{server}" for client, server in PAIRS])
 def exchanged(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Exchanged:
     folder = tmp_path_factory.mktemp("exchanged")
     client = Version(request.param[0], folder / "client")
