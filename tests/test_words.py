@@ -15,7 +15,7 @@ ROOT = Path(__file__).parent.parent
 TESTS = sorted((ROOT / "tests").rglob("*.py"))
 MARKDOWN = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), ROOT / "experiments/README.md"]
 PACKAGES = ("replay_server", "client", "trainer", "protos")
-FOLDERS = (*PACKAGES, "tests", "experiments", "benchmarks", "docker", "docs", "examples")
+FOLDERS = (*PACKAGES, "tests", "experiments", "benchmarks", "docker", "release", "docs", "examples")
 ENDINGS = (".py", ".md", ".toml", ".yaml", ".yml", ".proto", ".sh")
 
 

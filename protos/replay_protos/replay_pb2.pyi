@@ -3,20 +3,24 @@
 isort:skip_file
 The wire protocol of the replay server, version 1.
 
-Four conventions hold everywhere:
+Six conventions hold everywhere:
 
 * Rows and columns. A message about several items has one packed column for each field, with one entry for each row,
   so that both ends handle thousands of rows at once. An empty column means the default value for every row.
 * Payloads travel last and in chunks. `payload_sizes` says how many bytes each row has; `payloads` holds the bytes
   of the rows one after the other. In a stream the next messages may continue them, with nothing but `payloads`. No
-  message therefore has to be larger than a few MB, whatever the size of an item. A chunk that a client sends has at
-  least 4096 bytes, except the last one of an item.
+  message therefore has to be larger than a few MB, whatever the size of an item. A chunk that a client sends should
+  have at least 4096 bytes, except the last one of an item. This is advice: the server takes smaller chunks too.
+* The server takes messages of at most 16 MiB (16777216 bytes). gRPC itself refuses a larger one, before the server
+  sees it: the call ends with RESOURCE_EXHAUSTED, and without `replay-reason`.
 * Time is in seconds, as a double. An absent timeout means: wait for ever.
 * A client may have a name: `replay/NAME` at the beginning of its user agent, with at most 64 printable ASCII
   characters and no space. The server remembers when the named clients that insert, sample or publish last did so.
+* If the server has tokens, each call carries one in its metadata: `authorization: Bearer TOKEN`.
 
-Errors are gRPC status codes (docs of package replay_client.errors say which); their texts are for people. A call that
-ends with RESOURCE_EXHAUSTED says why in its trailing metadata, as `replay-reason`, with the values of RowError.reason.
+Errors are gRPC status codes (docs of package replay_client.errors say which); their texts are for people. A call
+that the server ends with RESOURCE_EXHAUSTED says why in its trailing metadata, as `replay-reason`, with the values
+of RowError.reason.
 """
 
 from collections import abc as _abc
@@ -64,7 +68,9 @@ class InsertRequest(_message.Message):
     timeout: _builtins.float
     """how long each row may wait for its tables"""
     permits: _builtins.int
-    """grant of AcquirePermits; every inserted row uses up one permit of it"""
+    """Grant of AcquirePermits: every inserted row uses up one permit of it. 0: none. Rows are inserted without a permit
+    too.
+    """
     moved: _builtins.bool
     """another server granted it, and hears of it next: ReleasePermits"""
     extend: _builtins.bool
@@ -2545,7 +2551,7 @@ class AdmissionInfo(_message.Message):
     capacity: _builtins.int
     expired: _builtins.int
     table: _builtins.str
-    """only inserts into this table need permits"""
+    """The table that is trained on. An insert into it with a permit counts as accepted."""
     partial_groups: _builtins.int
     """Of `running`: items of `permit_tables` that came with a permit, drawn ones included."""
     @_builtins.property

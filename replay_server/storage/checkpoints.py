@@ -174,7 +174,7 @@ def sealed_by(end: bytes, size: int, path: Path) -> Checkpoint:
     tail = end[-_END.size :]
     length, mark = _END.unpack(tail) if len(tail) == _END.size else (0, b"")
     if mark == _MARK_OF_BEFORE:
-        raise DamagedCheckpoint(of_another_version("of before 2026-11-25"))
+        raise DamagedCheckpoint(of_another_version("a format of before 2026-11-25"))
     if mark != _MARK or length > len(end) - _END.size:
         raise DamagedCheckpoint("its end is missing")
     try:
@@ -182,7 +182,7 @@ def sealed_by(end: bytes, size: int, path: Path) -> Checkpoint:
     except Damaged:
         raise DamagedCheckpoint("its end is damaged") from None
     if version != FORMAT:
-        raise DamagedCheckpoint(of_another_version(f"with format {version}"))
+        raise DamagedCheckpoint(of_another_version(f"format {version}"))
     if pages != size - _END.size - length:
         raise DamagedCheckpoint("its bytes are not what was written")
     created, *totals = rest

@@ -151,7 +151,7 @@ class LmdbCheck(_Verifier):  # type: ignore[misc]  # its type is not known
         self.load_metas()
         commit = self._commit(self.meta.main.root)
         if commit is not None and commit[0] != FORMAT:
-            raise UnusableDirectory(f"data_dir {directory} {of_another_version(f'with format {commit[0]}')}")
+            raise UnusableDirectory(f"data_dir {directory} {of_another_version(f'format {commit[0]}')}")
 
     def check_roots(self) -> None:
         """LMDB keeps the roots of its last two commits, and opens the one with the higher number. With a damaged number

@@ -22,7 +22,7 @@ from replay_protos.labels import NO_LABELS, Labels, unpack_labels
 from replay_server.tables.columns import IntArray
 
 FORMAT = 5
-"""Version of this layout. A server reads its own version only."""
+"""Version of this layout. A server reads its own version only. When it may change: docs/reference/compatibility.md."""
 
 ITEM = np.dtype(
     [
@@ -60,11 +60,11 @@ number of NUMBER, in the order in which they have to be restored."""
 NUMBER = b"%020d"
 
 
-def of_another_version(which: str) -> str:
-    """What is to be done with the file of a version that wrote other records."""
+def of_another_version(written: str) -> str:
+    """How to use a file that a version with other records wrote. `written`: the format of the file, in words."""
     return (
-        f"was written by a development version {which}, and this one reads format {FORMAT}: go on with that version, "
-        f"or bring its tables here with its `replay export` and the `replay table import` of this one"
+        f"has {written}, and this version reads format {FORMAT}: go on with the version that wrote it, or bring its "
+        f"tables here with the `replay table export` of that version and the `replay table import` of this one"
     )
 
 

@@ -274,8 +274,8 @@ class AdmissionConfig(Model):
     """Permits for generation: accepted + running + n <= (max_staleness + version + 1) * fresh_groups_per_step."""
 
     table: str | None = None
-    """The table whose groups are trained on: only inserts into it need permits. Absent: the one queue or stack with
-    forward_to, else the only queue or stack, else the only table."""
+    """The table whose groups are trained on: generators of groups for it acquire permits. Absent: the one queue or
+    stack with forward_to, else the only queue or stack, else the only table."""
     fresh_groups_per_step: int = Field(ge=1, le=MAX_COUNT)
     """Fresh groups that the trainer uses for each policy version."""
     max_staleness: int = Field(ge=0, le=MAX_COUNT)
@@ -331,7 +331,7 @@ def _with(tables: Sequence[TableConfig], name: str, use: str, defaults: dict[str
 
 
 def admitted_table(admission: AdmissionConfig, tables: Sequence[TableConfig]) -> str:
-    """The name of the table whose inserts need permits. Raises ValueError if it is not clear which one that is."""
+    """The name of the table that is trained on. Raises ValueError if it is not clear which one that is."""
     names = ", ".join(table.name for table in tables)
     if (table_name := admission.table) is not None:
         if all(table.name != table_name for table in tables):

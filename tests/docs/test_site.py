@@ -173,6 +173,7 @@ ANSWERS = {
     "how-to/any-agent": ("OpenAI", "Claude"),
     "how-to/lora": ("LoRA",),
     "how-to/trl": ("TRL",),
+    "how-to/another-language": ("javascript", "nodejs", "another language"),
     "explanation/correction": ("importance sampling", "off-policy", "TIS", "logprobs mismatch"),
     "metrics": ("wandb", "tensorboard", "entropy collapse", "learning rate"),
     "performance": ("performance", "benchmark"),

@@ -5,8 +5,9 @@ AReaL (arXiv 2505.24298). `running` are granted permits, `accepted` the groups t
 ends by the insert (running -> accepted), by release, or by expiry of its grant (both lower running only). A grant
 without a permit left is forgotten. A request waits only while its permits are more than the capacity.
 
-Only inserts into one table need permits: the table whose groups are trained on. A permit that comes with an insert into
-other tables goes back, because no step will ever use that group.
+An insert needs no permit, but uses one up if it names a grant. Its group counts as accepted in one table: that whose
+groups are trained on. A permit that comes with an insert into other tables goes back, because no step will ever use
+that group.
 
 Partial groups have permits too (`permit_tables.py`): `running` are granted permits and such groups together.
 The permit is accepted if an insert into the admitted table closes the group, or goes back if it ends in any other way.
@@ -75,7 +76,7 @@ class Admission(Extension):
         clock: Callable[[], float],
         partial_groups: Collection[int] = (),
     ) -> None:
-        """`table`: the one whose inserts need permits. `partial_groups`: the keys of partial groups, as of now."""
+        """`table`: the one that is trained on. `partial_groups`: the keys of partial groups, as of now."""
         self.config = config
         self.table = table
         self.marked = set()

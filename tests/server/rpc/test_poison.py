@@ -308,6 +308,13 @@ def test_poison_is_refused_with_its_reason_and_changes_nothing(poisoned, code, w
     until(lambda: facts(client) == before)  # a stream of the call may end a moment after its answer
 
 
+def test_grpc_itself_ends_a_call_with_too_large_a_message_and_gives_no_reason(poisoned):
+    stub, _, _ = poisoned
+    with pytest.raises(grpc.RpcError) as refused:
+        stub.Insert(BIG, timeout=60)
+    assert "replay-reason" not in dict(refused.value.trailing_metadata())
+
+
 @pytest.mark.parametrize("nbytes", [2, 2**31, 2**63, 2**64 - 1])
 def test_an_item_whose_payload_never_comes_completely_was_never_there(poisoned, nbytes):
     stub, client, before = poisoned

@@ -386,13 +386,15 @@ def test_a_checkpoint_of_another_version_is_refused_in_words_that_say_what_to_do
     with serving_in(tmp_path) as client:
         problems = {entry.name: entry.problem for entry in client.list_checkpoints(verify=True)}
     assert problems.keys() == {"newer", "older"}
-    assert "was written by a development version with format 99" in problems["newer"]
-    assert "was written by a development version of before 2026-11-25" in problems["older"]
+    assert "has format 99, and this version reads format" in problems["newer"]
+    assert "has a format of before 2026-11-25" in problems["older"]
     for problem in problems.values():
-        assert "go on with that version, or bring its tables here with its `replay export`" in problem
+        assert (
+            "go on with the version that wrote it, or bring its tables here with the `replay table export`" in problem
+        )
         assert "damaged" not in problem
     with (
-        pytest.raises(ValueError, match="was written by a development version"),
+        pytest.raises(ValueError, match="go on with the version that wrote it"),
         serving_in(tmp_path, restore="latest"),
     ):
         pass

@@ -57,7 +57,7 @@ def test_a_format_of_another_version_is_refused(tmp_path, monkeypatch):
         patch.setattr("replay_server.storage.lmdb.CHUNK_KEY", struct.Struct(">QI"))  # as format 3 had it
         with serving(TABLES, data_dir=tmp_path) as client:
             client.insert(b"x", {"pool": 1.0})
-    with pytest.raises(UnusableDirectory, match=r"development version with format 99, .* `replay export`") as refusal:
+    with pytest.raises(UnusableDirectory, match=r"has format 99, .* `replay table export`") as refusal:
         ReplayServer(TABLES, port=0, data_dir=tmp_path).start()
     assert "damaged" not in str(refusal.value)
 
