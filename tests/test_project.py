@@ -57,7 +57,7 @@ PUBLIC = {
         *("prompts.files", "prompts.prompt", "prompts.stored", "rewards.functions", "rollouts.environments"),
         *("rollouts.rollout", "rollouts.sessions", "testing", "user_code.calls"),
     },
-    "replay_dashboard": {"app", "diagnosis", "group", "health", "training", "turns", "units"},
+    "replay_dashboard": {"app", "diagnosis", "group", "health", "tag_counts", "training", "turns", "units"},
     "replay_trainer": {"config", "correction", "leases", "metrics", "resume", "suppliers", "weights"},
     "replay_cli": set(),
     "replay_adapters": set(),
