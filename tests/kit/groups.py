@@ -100,3 +100,20 @@ def in_pieces(group: RolloutGroup, cuts: Sequence[Sequence[int]]) -> RolloutGrou
         axes={SAMPLING_MASK: RAGGED} if sets else {},
         validate=False,
     )
+
+
+def with_versions(group: RolloutGroup, versions: Sequence[int]) -> RolloutGroup:
+    """The group as a generator makes it of rollouts that went on with new weights."""
+    return replace(
+        group,
+        policy_version=min(versions),
+        policy_version_end=max(versions),
+        extras=group.extras | {"policy_versions": np.array(versions, np.int64)},
+        axes=group.axes | {"policy_versions": "token"},
+    )
+
+
+def of_last_versions(group: RolloutGroup, version: int, lag: int) -> RolloutGroup:
+    """The group with tokens of the versions `version`, `version - 1`, ... `version - lag`, again and again."""
+    ages = np.arange(group.num_tokens) % (lag + 1)
+    return with_versions(group, np.maximum(version - ages, 0).tolist())

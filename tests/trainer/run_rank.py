@@ -23,7 +23,7 @@ from replay_trainer import GRPOTrainer, background, partitions, publication
 from replay_trainer.config import GRPOConfig
 from replay_trainer.weights import saved, version_of
 from tests.kit.clients import FakeClient
-from tests.kit.groups import in_pieces, make_sample
+from tests.kit.groups import in_pieces, make_sample, of_last_versions
 from tests.kit.models import make_model, poison
 from tests.kit.trainers import make_batches, poisoned_sample
 
@@ -93,6 +93,7 @@ def main(folder: Path) -> None:
     tied, lora = options.pop("tied", False), options.pop("lora", False)
     effect = options.pop("poison", "")
     pieces = options.pop("pieces", False)
+    lag = options.pop("lag", 0)
     sgd, broken, pool_size = (options.pop(name) for name in ("sgd", "zero_variance_groups", "pool_groups"))
     if options.pop("count_bytes", False):
         count_bytes(folder)
@@ -100,6 +101,9 @@ def main(folder: Path) -> None:
     batches = make_batches(config.max_steps, groups=4, zero_variance=broken)
     if effect:
         batches[1][3] = poisoned_sample()
+    if lag:
+        for version, batch in enumerate(batches):
+            batch[:] = [make_sample(of_last_versions(each.group, version, lag), key=each.info.key) for each in batch]
     if pieces:  # of the groups of the first of two ranks
         for batch in batches:
             batch[:2] = [make_sample(in_tokens(each.group), key=each.info.key) for each in batch[:2]]

@@ -69,6 +69,7 @@ def metrics(folder: Path) -> list[dict[str, Any]]:
             {"fsdp": True, "zero_variance_groups": 2, "pool_groups": 0, "replay_on_empty": "drop"},
             marks=pytest.mark.long,
         ),
+        {"max_token_staleness": 1, "lag": 3},
         {"fsdp": True, "groups_per_step": 8, "replay_share": 0.5, "replay_max_drift": 0.3, "zero_variance_groups": 1},
     ],
     ids=[
@@ -78,6 +79,7 @@ def metrics(folder: Path) -> list[dict[str, Any]]:
         "dr_grpo partitioned",
         "gspo of rollouts in pieces",
         "an idle rank",
+        "tokens that are too old",
         "a share of replay",
     ],
 )

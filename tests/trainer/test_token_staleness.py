@@ -22,7 +22,7 @@ from replay_trainer.ranks import Ranks
 from replay_trainer.stopping import Stopping
 from replay_trainer.token_staleness import VERSIONS, count_stale, is_stale, token_versions
 from tests.kit.clients import FakeClient
-from tests.kit.groups import in_pieces, make_sample
+from tests.kit.groups import in_pieces, make_sample, of_last_versions, with_versions
 from tests.kit.models import make_model
 from tests.kit.trainers import Killed, killed_in, lines_of, make_batches, make_trainer
 from tests.trainer.test_sequences import model_of
@@ -30,17 +30,6 @@ from tests.trainer.test_sequences import model_of
 NOW, BOUND = 20, 4
 """The version of the weights that the step starts with, and the most versions that a token may lag behind it."""
 LIVE, STALE = True, False
-
-
-def with_versions(group: RolloutGroup, versions: Sequence[int]) -> RolloutGroup:
-    """The group as a generator makes it of rollouts that went on with new weights."""
-    return replace(
-        group,
-        policy_version=min(versions),
-        policy_version_end=max(versions),
-        extras=group.extras | {VERSIONS: np.array(versions, np.int64)},
-        axes=group.axes | {VERSIONS: "token"},
-    )
 
 
 def groups_and_masks() -> list[tuple[RolloutGroup, list[bool]]]:
@@ -233,9 +222,7 @@ def spanning_batches(steps: int, lag: int = 8) -> list[list[Sample]]:
     for current, batch in enumerate(make_batches(steps)):
         samples = []
         for sample in batch:
-            ages = np.arange(sample.group.num_tokens) % (lag + 1)
-            group = with_versions(sample.group, np.maximum(current - ages, 0).tolist())
-            samples.append(make_sample(group, key=sample.info.key))
+            samples.append(make_sample(of_last_versions(sample.group, current, lag), key=sample.info.key))
         batches.append(samples)
     return batches
 
