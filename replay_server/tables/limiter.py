@@ -39,7 +39,7 @@ class RateLimiter:
 
     def check(self, size: int) -> None:
         """Asserts that the counters are those of a table with so many items."""
-        assert self.size == size, f"{self.inserts} inserts - {self.deletes} deletes, and {size} items are there"
+        assert self.size == size, f"inserts {self.inserts} less deletes {self.deletes}, size of the table {size}"
         assert self.deletes >= 0, self.deletes
         assert self.samples >= 0, self.samples
         assert self.min_diff <= self.max_diff, (self.min_diff, self.max_diff)
