@@ -525,7 +525,7 @@ class GroupSource:
         # The next step begins with the groups that are too many for this one.
         chosen, self.left = chosen[:size], chosen[size:]
         count, missing = self._without_gradient(fresh), size - len(chosen)
-        assert missing >= 0, f"{len(chosen)} groups for a step of {size}"
+        assert missing >= 0, (len(chosen), size)
         counts = new_counts(
             zero_variance=count,
             stale=self.replacer.count_stale(fresh) + outdated,
