@@ -409,7 +409,6 @@ class CurriculumPrompts(PromptsTable):
         await super().finished(drawn, rewards, inserted=inserted)
         if (item := drawn.item) is not None:
             taught = 0.0 if rewards is None else group_learnability(rewards)
-            assert 0 <= taught <= FIRST_PRIORITY, taught
             mean = (1 - LEARNING_RATE) * item.priority + LEARNING_RATE * max(taught, LEAST_PRIORITY)
             await self._answer(self._client.update_priorities, self.table, {item.key: mean})
 
