@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 
 from replay_server import AdmissionConfig, Config, TableConfig
 from replay_server.errors import FEW_TABLES, Refused
 from replay_server.tables.extensions.admission import Admission
+from replay_server.tables.outstanding import why_never
 from replay_server.tables.table import SampleRequest
 from tests.kit.tables import replay_buffer
 
@@ -52,3 +54,13 @@ def test_a_long_wait_says_that_the_other_side_is_silent_and_that_generators_lack
     assert buffer.why_waiting(waiting).endswith(
         "(size 0 < min_size 1); nobody inserted for 31 s, and generators wait for permits (1)"
     )
+
+
+def test_distinct_samples_that_a_full_table_has_may_be_awaited_and_one_more_is_refused():
+    table = replay_buffer([TableConfig(name="pool", sampler="uniform", max_size=3)], Clock()).table("pool")
+    all_of_it = SampleRequest(num_samples=3, min_samples=3, distinct=True)
+    assert why_never(table, all_of_it) is None
+    refused = why_never(table, replace(all_of_it, num_samples=4, min_samples=4))
+    assert refused is not None
+    assert refused.message == "4 distinct samples of table 'pool' can never be there: its max_size is 3"
+    assert why_never(table, replace(all_of_it, num_samples=4, min_samples=4, distinct=False)) is None
