@@ -4,28 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 
-from replay_client import AsyncReplayClient
 from replay_client.advantages import ADVANTAGES_BY
 from replay_client.errors import ReplayError
 from replay_client.rollout import RolloutGroup
 from replay_client.scoring import carries_gradient, group_advantages
-from replay_client.testing import PATIENCE, async_until
+from replay_client.testing import PATIENCE
 from replay_generator import GeneratorConfig, PromptError, ScorerConfig
 from replay_generator.rewards.functions import Reward
+from replay_generator.testing import ScriptedEngine
 from tests.generator import own_advantages
-from tests.generator.factories import ScriptedEngine
-from tests.generator.test_generator import make_generator
-from tests.generator.test_scoring import inserted, play, scoring, serving
 from tests.kit.clients import RecordingClient
-from tests.kit.generators import Hook, played
+from tests.kit.generators import Hook, make_generator, played
+from tests.kit.scoring import UNSCORED, play
 
 OWN = "tests.generator.own_advantages"
 
@@ -169,43 +165,43 @@ def test_group_advantages_takes_a_function_too():
 # ------------------------------------------------------------------------------------------------ the scorer
 
 
-async def test_a_scorer_computes_the_advantages_by_the_function_and_a_generator_without_rewards_does_not():
+async def test_a_scorer_computes_the_advantages_by_the_function_and_a_generator_without_rewards_does_not(make_stack):
     async def by_number(row: Any, text: str, rollout: Any) -> float:
         return float(rollout.info["number"] ** 2)
 
-    with serving() as address:
-        await play(address, max_groups=1)
-        async with scoring(address, by_number, advantages=f"{OWN}:leave_one_out") as (_, client, _):
-            await inserted(client)
-            (sample,) = await client.sample("rollouts")
+    stack = await make_stack(**UNSCORED)
+    await play(stack)
+    await stack.score(by_number, advantages=f"{OWN}:leave_one_out")
+    await stack.inserted()
+    (sample,) = await stack.client.sample("rollouts")
     assert np.allclose(sample.group.advantages, others_of(sample.group.rewards), rtol=0, atol=1e-5)
     assert sample.group.meta[ADVANTAGES_BY] == f"{OWN}:leave_one_out"
 
 
-async def test_a_scorer_with_a_function_equal_to_the_built_in_one_makes_the_same_bits():
+async def test_a_scorer_with_a_function_equal_to_the_built_in_one_makes_the_same_bits(make_stack):
     groups = []
     for options in ({}, {"advantages": f"{OWN}:as_built_in"}):
-        with serving() as address:
-            await play(address, max_groups=1)
-            async with scoring(address, lambda row, text: 1.0, **options) as (_, client, _):
-                await inserted(client)
-                (sample,) = await client.sample("rollouts")
-                groups.append(sample.group)
+        stack = await make_stack(**UNSCORED)
+        await play(stack)
+        await stack.score(lambda row, text: 1.0, **options)
+        await stack.inserted()
+        (sample,) = await stack.client.sample("rollouts")
+        groups.append(sample.group)
     built_in, own = groups
     assert own.advantages.any()
     assert own.advantages.tobytes() == built_in.advantages.tobytes()
     assert own.rewards.tobytes() == built_in.rewards.tobytes()
 
 
-async def test_a_scorer_drops_the_group_for_which_the_function_fails_and_goes_on(caplog):
+async def test_a_scorer_drops_the_group_for_which_the_function_fails_and_goes_on(make_stack, caplog):
     def fails_for_p1(rewards_G, row):
         return rewards_G * (np.nan if row["prompt_id"] == "p1" else 1.0)
 
-    with serving() as address:
-        await play(address, max_groups=3)
-        async with scoring(address, lambda row, text: 1.0, advantages=fails_for_p1) as (scorer, client, _):
-            await inserted(client, 2)
-            await async_until(lambda: scorer.stats["groups_skipped"] == 1)
+    stack = await make_stack(**UNSCORED)
+    await play(stack, max_groups=3)
+    scorer = await stack.score(lambda row, text: 1.0, advantages=fails_for_p1)
+    await stack.inserted(2)
+    await scorer.counted("groups_skipped")
     assert "prompt 'p1': the advantage function" in caplog.text
 
 
@@ -312,48 +308,37 @@ async def test_a_function_that_hangs_has_failed_after_the_time_of_a_reward_funct
 # ------------------------------------------------------------------------------------------------ the trainer's scaling
 
 
-@asynccontextmanager
-async def beside_a_trainer(says: dict[str, str]) -> AsyncIterator[str]:
-    """The address of a server with a group that lacks rewards, to which a trainer is connected that says this."""
-    with serving() as address:
-        await play(address, max_groups=1)
-        async with AsyncReplayClient(address) as trainer:
-            await trainer.describe({"part": '"trainer"'} | says)
-            yield address
+OWN_ADVANTAGES: dict[str, Any] = {"max_groups": 1, "advantages": f"{OWN}:leave_one_out"}
 
 
-async def test_a_generator_does_not_start_where_a_trainer_would_scale_its_advantages_again():
-    async with beside_a_trainer({"scale_rewards": '"group"'}) as address, AsyncReplayClient(address) as client:
-        generator = make_generator(client, ScriptedEngine(), max_groups=1, advantages=f"{OWN}:leave_one_out")
-        with pytest.raises(
-            ReplayError, match=r"trainer .*: scale_rewards = 'group' of the trainer would put other adv"
-        ):
-            await generator.run()
+async def test_a_generator_does_not_start_where_a_trainer_would_scale_its_advantages_again(stack):
+    await stack.client.describe({"part": '"trainer"', "scale_rewards": '"group"'})
+    generator = await stack.generate(**OWN_ADVANTAGES)
+    with pytest.raises(ReplayError, match=r"trainer .*: scale_rewards = 'group' of the trainer would put other adv"):
+        await asyncio.wait_for(generator.task, PATIENCE)
 
 
-async def test_a_scorer_does_not_start_where_a_trainer_would_scale_its_advantages_again():
-    async with (
-        beside_a_trainer({"scale_rewards": '"batch"'}) as address,
-        scoring(address, lambda row, text: 1.0, advantages=f"{OWN}:leave_one_out") as (_, _client, task),
-    ):
-        with pytest.raises(ReplayError, match=f"that '{OWN}:leave_one_out' computes .*: leave one of the two"):
-            await asyncio.wait_for(task, PATIENCE)
+async def test_a_scorer_does_not_start_where_a_trainer_would_scale_its_advantages_again(make_stack):
+    stack = await make_stack(**UNSCORED)
+    await play(stack)
+    await stack.client.describe({"part": '"trainer"', "scale_rewards": '"batch"'})
+    scorer = await stack.score(lambda row, text: 1.0, advantages=f"{OWN}:leave_one_out")
+    with pytest.raises(ReplayError, match=f"that '{OWN}:leave_one_out' computes .*: leave one of the two"):
+        await asyncio.wait_for(scorer.task, PATIENCE)
 
 
 @pytest.mark.parametrize("says", [{}, {"scale_rewards": "null"}, {"scale_rewards": "[3]"}])
-async def test_a_generator_starts_beside_a_trainer_that_scales_nothing(says):
-    async with beside_a_trainer(says) as address, AsyncReplayClient(address) as client:
-        generator = make_generator(client, ScriptedEngine(), max_groups=1, advantages=f"{OWN}:leave_one_out")
-        await generator.run()
-        assert generator.stats["groups"] == 1
+async def test_a_generator_starts_beside_a_trainer_that_scales_nothing(stack, says):
+    await stack.client.describe({"part": '"trainer"'} | says)
+    generator = await stack.generate(**OWN_ADVANTAGES)
+    await asyncio.wait_for(generator.task, PATIENCE)
+    assert generator.stats["groups"] == 1
 
 
-async def test_a_trainer_that_has_left_refuses_nothing():
-    with serving() as address:
-        async with AsyncReplayClient(address) as trainer:
-            await trainer.describe({"part": '"trainer"', "scale_rewards": '"group"'})
-            await trainer.leave()
-        async with AsyncReplayClient(address) as client:
-            generator = make_generator(client, ScriptedEngine(), max_groups=1, advantages=f"{OWN}:leave_one_out")
-            await generator.run()
-            assert generator.stats["groups"] == 1
+async def test_a_trainer_that_has_left_refuses_nothing(stack):
+    trainer = await stack.connect()
+    await trainer.describe({"part": '"trainer"', "scale_rewards": '"group"'})
+    await trainer.leave()
+    generator = await stack.generate(**OWN_ADVANTAGES)
+    await asyncio.wait_for(generator.task, PATIENCE)
+    assert generator.stats["groups"] == 1

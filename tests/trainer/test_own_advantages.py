@@ -15,11 +15,11 @@ import torch
 from replay_client import AsyncReplayClient, ReplayClient
 from replay_client.testing import make_group, server
 from replay_generator import GroupScorer, ScorerConfig
+from replay_generator.testing import ScriptedEngine
 from replay_trainer import GRPOTrainer
 from replay_trainer.batching import Batch
-from tests.generator.factories import ScriptedEngine
-from tests.generator.test_generator import by_length, make_generator
 from tests.kit.clients import FakeClient
+from tests.kit.generators import by_length, make_generator
 from tests.kit.groups import keys_in, make_sample
 from tests.kit.trainers import lines_of, make_batches, make_trainer
 
