@@ -23,7 +23,7 @@ from replay_client.access import ListenAddress
 from replay_client.errors import DeadlineExceededError
 from replay_client.records import read_described
 from replay_client.scoring import group_priority
-from replay_client.testing import make_group, until
+from replay_client.testing import PATIENCE, make_group, until
 from replay_generator import GeneratorConfig, GeneratorStats, RolloutGenerator
 from replay_generator.engines import SamplingConfig
 from replay_generator.engines.transformers import TransformersEngine
@@ -67,7 +67,7 @@ def insert(client: ReplayClient, count: int, bad: dict[int, bytes]) -> list[int]
 
 def train(client: ReplayClient, output_dir: Path, **options: Any) -> list[dict[str, Any]]:
     """The metrics of each step."""
-    make_trainer(client, output_dir, **({"max_steps": STEPS, "sample_timeout": 20.0} | options)).train()
+    make_trainer(client, output_dir, **({"max_steps": STEPS, "sample_timeout": PATIENCE} | options)).train()
     return lines_of(output_dir)
 
 
