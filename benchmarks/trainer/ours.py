@@ -87,7 +87,7 @@ class Answers(Callback):
         self.meter = meter
         self.tokens = tokens
         self.spent: Spent | None = None
-        """Of the step under way, if it is profiled."""
+        """The times of the step under way, if it is profiled."""
 
     def on_step(self, trainer: Any, report: StepReport) -> None:
         if self.spent is not None:

@@ -22,7 +22,7 @@ class Line:
         os.dup2(2, 1)
 
     def requests(self) -> Iterator[str]:
-        """What is asked for, one step after the other: `step` or `profile`."""
+        """The requests of the benchmark, one after the other: `step` or `profile`."""
         for line in sys.stdin:
             request = line.strip()
             if request in ("step", "profile"):

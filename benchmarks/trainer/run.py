@@ -35,7 +35,7 @@ SPEED_GOAL, MEMORY_GOAL, AGREEMENT_GOAL = 1.5, 0.7, 1e-4
 MODULES = {"ours": "benchmarks.trainer.ours", "trl": "benchmarks.trainer.trl_side"}
 ENVIRONMENTS: dict[str, RunningEnvironment | BuiltEnvironment] = {"ours": OURS, "trl": TRL}
 GPU_SECONDS = 340.0
-"""Of `--preset gpu`, with its end: within six minutes."""
+"""Seconds that `--preset gpu` may take. With its end it stays within six minutes."""
 
 
 class OutOfTimeError(RuntimeError):
@@ -366,7 +366,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _attentions() -> list[str]:
-    """What is installed here."""
+    """The attention implementations that are installed here."""
     return ["sdpa", "flash_attention_2"] if importlib.util.find_spec("flash_attn") else ["sdpa"]
 
 

@@ -110,7 +110,7 @@ def why_scaled_again(scale_rewards: object, advantages: str | AdvantageFunction 
 
 
 def as_advantages(result: Any, rewards_G: npt.NDArray[np.float64], name: str) -> FloatArray:
-    """What the function `name` returned for these rewards, as float32 (G,).
+    """The advantages that the function `name` returned for these rewards, as float32 (G,).
 
     Raises ValueError unless it is one number for each rollout, within ±MAX_VALUE.
     """
@@ -137,7 +137,7 @@ def as_advantages(result: Any, rewards_G: npt.NDArray[np.float64], name: str) ->
 
 
 def facts_for(function: AdvantageFunction, facts: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of the facts that the function has a parameter for."""
+    """The facts for which the function has a parameter."""
     try:
         parameters = inspect.signature(function).parameters
     except (TypeError, ValueError):  # some functions written in C

@@ -159,9 +159,9 @@ class Item:
     """Of a segment, which is appended to the item that is there with its key: a number under which it is known if it
     comes again; 0: a new item."""
     completions: int = 0
-    """How many completions the group has; 0: the item is no group, or its bytes were encoded before."""
+    """The number of completions in the group; 0: the item is no group, or its bytes were encoded before."""
     completion_tokens: int = 0
-    """Of all these completions."""
+    """The number of tokens of all these completions."""
     moved: bool = False
     """Whether the item goes to another shard, which counts it, and the one that granted the permit hears of it next."""
 

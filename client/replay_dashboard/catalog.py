@@ -125,7 +125,7 @@ class Snapshot:
         return loaded, prompts
 
     def _loaded(self) -> str:
-        """What the newest cursor of prompts says. A curriculum has a cursor of its beginning and one of its end."""
+        """The text of the newest cursor of prompts. A curriculum has a cursor of its beginning and one of its end."""
         newest = (-1, -1)
         loaded = ""
         for labels in self.labels:

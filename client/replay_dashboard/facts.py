@@ -124,7 +124,7 @@ def _facts(group: RolloutGroup, text: TokenText, solved_reward: float) -> Facts:
 
 
 def _different_answers(group: RolloutGroup) -> int:
-    """How many of the G rollouts differ in the tokens that were sampled."""
+    """The number of different answers: rollouts with the same sampled tokens count once."""
     answers_G: list[list[bytes]] = [[] for _ in group.rewards]
     for rollout, span in zip(group.sequence_rollouts.tolist(), group.sampled_spans(), strict=True):
         answers_G[rollout].append(group.completion_ids[span].tobytes())

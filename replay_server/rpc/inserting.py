@@ -353,12 +353,15 @@ def check_message(request: pb.InsertRequest) -> None:
         raise invalid("a message without items, and no item before it lacks payload bytes")
     if request.closes and rows > 1:
         raise invalid(f"{rows} rows that close batches: send such an item in a message of its own")
-    for name in ("policy_versions", "payload_sizes"):
-        if len(entries := getattr(request, name)) not in (0, rows):
-            raise invalid(f"{name} has {counted(len(entries), 'entry')} for {counted(rows, 'item')}")
-    for name in ("completions", "tokens"):
-        if len(entries := getattr(request.lengths, name)) not in (0, rows):
-            raise invalid(f"lengths.{name} has {counted(len(entries), 'entry')} for {counted(rows, 'item')}")
+    entries_of = {
+        "policy_versions": len(request.policy_versions),
+        "payload_sizes": len(request.payload_sizes),
+        "lengths.completions": len(request.lengths.completions),
+        "lengths.tokens": len(request.lengths.tokens),
+    }
+    for name, entries in entries_of.items():
+        if entries not in (0, rows):
+            raise invalid(f"{name} has {counted(entries, 'entry')} for {counted(rows, 'item')}")
     if request.extend:
         surplus = [name for name in ("targets", "policy_versions", "permits", "tags") if getattr(request, name)]
         if request.HasField("lengths"):

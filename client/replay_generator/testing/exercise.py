@@ -36,7 +36,7 @@ T = TypeVar("T")
 TEXTS = ("1+1=", "12+7=?", "3 + a")
 """The prompts."""
 MEMBERS = ("tokenizer", "max_length", "model", "generate", "load_weights", "score", "close")
-"""What no engine may lack."""
+"""Methods and attributes that every engine must have."""
 IMPOSSIBLE = -25.0
 """In nats. What is less likely counts as a fault of the engine."""
 DEVIATIONS = 7.0
@@ -101,7 +101,7 @@ class _Exercise:
         self._tolerance = tolerance
         self._timeout = timeout
         self._version = 0
-        """Of the weights in the engine."""
+        """The policy version of the weights in the engine."""
         self._vocabulary = getattr(engine, "vocabulary", None)
         self._check_members()
         self._prompts = [self._encoded(text) for text in TEXTS]
