@@ -218,11 +218,25 @@ class Item:
             raise InvalidRequestError(str(error)) from None
         nbytes = len(payload[0]) if len(payload) == 1 else sum(map(len, payload))
         grant, granted_by = (permits.id, permits.shard) if permits else (0, "")
-        closed = _closed(closes) if closes else ()
-        item = cls(key, priorities, version, payload, nbytes, timeout, grant, granted_by, labels, *closed)
-        item.completions = completions
-        item.completion_tokens = completion_tokens
-        return item
+        leases: tuple[int, ...] = ()
+        closed_on = ""
+        if closes:
+            leases, closed_on = _closed(closes)
+        return cls(
+            key=key,
+            priorities=priorities,
+            policy_version=version,
+            payload=payload,
+            nbytes=nbytes,
+            timeout=timeout,
+            permits=grant,
+            granted_by=granted_by,
+            labels=labels,
+            closes=leases,
+            closed_on=closed_on,
+            completions=completions,
+            completion_tokens=completion_tokens,
+        )
 
 
 def _closed(samples: Sequence[Sample]) -> tuple[tuple[int, ...], str]:
