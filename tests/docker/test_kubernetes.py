@@ -110,6 +110,34 @@ def test_no_pod_gets_variables_named_after_the_services_of_its_namespace(overlay
         assert pod["spec"]["enableServiceLinks"] is False, part  # a Service named vllm would set VLLM_PORT
 
 
+def test_a_cluster_that_chooses_the_user_itself_gets_pods_that_name_none():
+    chosen = "--set-json=podSecurityContext={\"runAsUser\":null,\"runAsGroup\":null,\"fsGroup\":null}"
+    found = pods(*EVERYTHING, chosen)
+    assert "server" in found
+    for part, pod in found.items():
+        assert pod["spec"]["securityContext"].keys().isdisjoint({"runAsUser", "runAsGroup", "fsGroup"}), part
+        assert pod["spec"]["securityContext"]["runAsNonRoot"] is True, part
+
+
+def test_a_namespace_with_policies_of_its_own_gets_none_of_ours():
+    kinds = {each["kind"] for each in rendered(*EVERYTHING, "--set=networkPolicy.enabled=false")}
+    assert "NetworkPolicy" not in kinds
+    assert "StatefulSet" in kinds
+
+
+def test_rendered_without_a_cluster_named_secrets_are_used_and_none_are_made():
+    """`helm template` and Argo cannot look up the secrets that an install made, so each run would make others."""
+    named = rendered("--set=access.enabled=true,access.tls=our-tls,access.tokens=our-tokens")
+    assert [each for each in named if each["kind"] == "Secret"] == []
+    projected = {
+        source["secret"]["name"]
+        for pod in pods("--set=access.enabled=true,access.tls=our-tls,access.tokens=our-tokens").values()
+        for volume in pod["spec"]["volumes"]
+        for source in volume.get("projected", {}).get("sources", ())
+    }
+    assert projected == {"our-tls", "our-tokens"}
+
+
 @pytest.mark.parametrize("part", ["server", "trainer", "generator", "archiver", "weights", "page"])
 def test_a_pod_is_confined_and_limited_and_mounts_only_volumes_that_it_has(part):
     spec = pods(*EVERYTHING)[part]["spec"]

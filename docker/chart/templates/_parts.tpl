@@ -39,13 +39,7 @@ terminationGracePeriodSeconds: {{ .grace }}
 imagePullSecrets: {{ toJson .root.Values.images.pullSecrets }}
 nodeSelector: {{ toJson (.part.nodeSelector | default dict) }}
 tolerations: {{ toJson (.part.tolerations | default list) }}
-securityContext:
-  runAsNonRoot: true
-  runAsUser: 10001
-  runAsGroup: 10001
-  fsGroup: 10001
-  fsGroupChangePolicy: OnRootMismatch
-  seccompProfile: {type: RuntimeDefault}
+securityContext: {{ toJson .root.Values.podSecurityContext }}
 {{- end }}
 
 {{/* A container up to its ports, probes and volumes; a client of `address`. */}}
