@@ -28,6 +28,10 @@ RELEASE := .venv-release
 VERIFIERS_TESTS := tests/generator/environments/test_verifiers.py
 HAS_NPM := $(shell command -v npm >/dev/null 2>&1 && command -v node >/dev/null 2>&1 && echo yes)
 RELEASE_PACKAGES := build cyclonedx-bom hatchling uv
+COMMA := ,
+EMPTY :=
+SPACE := $(EMPTY) $(EMPTY)
+CORE_EXTRAS := fast otel parquet
 CORE_TEST_PACKAGES := cryptography hypothesis psutil pytest pytest-asyncio pytest-timeout pytest-xdist pyyaml
 HAS_GPU := $(shell command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L >/dev/null 2>&1 && echo yes)
 
@@ -66,10 +70,20 @@ rm -rf $(1)
 $(BIN)/python -m venv $(1)
 $(1)/bin/python -m pip install --quiet --disable-pip-version-check --constraint $(2) $(3)
 endef
+# Makes an environment of what server and client need, with these options of pip.
+define core_environment
+rm -rf $(1)
+$(PYTHON) -m venv $(1)
+$(1)/bin/python -m pip $(2) --editable ".[$(subst $(SPACE),$(COMMA),$(CORE_EXTRAS))]" $(CORE_TEST_PACKAGES)
+endef
+define test_core
+$(1)/bin/python -m pytest -m "not long" --numprocesses $(TEST_JOBS) --dist loadfile \
+  $(if $(TEST_ARGS),$(TEST_ARGS),tests/server tests/client tests/protos)
+endef
 RESOLVE := $(BIN)/uv pip compile --quiet --upgrade --python-version 3.11 --python-platform x86_64-manylinux_2_28 \
   --no-annotate --custom-compile-command "make constraints" pyproject.toml
 
-.PHONY: demo demo-real test test-core test-long test-long-share long-seconds adapters-test adapters-latest docker-test k8s-test crash-test fuzz soak bench bench-trainer bench-learning learning-page metrics-page golden lint format protos docs constraints release \
+.PHONY: demo demo-real test test-core test-pythons test-lowest test-newest test-long test-long-share long-seconds adapters-test adapters-latest docker-test k8s-test crash-test fuzz soak bench bench-trainer bench-learning learning-page metrics-page golden lint format protos docs constraints release \
   agents agents-page setup setup-dev setup-real clean
 
 demo: setup
@@ -85,11 +99,24 @@ test: setup-dev $(VERIFIERS)/.ready $(BIN)/helm $(if $(HAS_NPM),$(NODE_CLIENT)/.
 
 # Server, client and protocol by another Python, without torch: PYTHON=python3.13 make test-core. Its environment is new.
 test-core:
-	rm -rf .venv-core
-	$(PYTHON) -m venv .venv-core
-	.venv-core/bin/python -m pip $(PIP_OPTIONS) --editable ".[fast,otel,parquet]" $(CORE_TEST_PACKAGES)
-	.venv-core/bin/python -m pytest -m "not long" --numprocesses $(TEST_JOBS) --dist loadfile \
-	  $(if $(TEST_ARGS),$(TEST_ARGS),tests/server tests/client tests/protos)
+	$(call core_environment,.venv-core,$(PIP_OPTIONS))
+	$(call test_core,.venv-core)
+
+# The same with each Python that the package supports and the machine has: tests/pythons.py looks for them.
+test-pythons:
+	@found=$$($(PYTHON) -m tests.pythons) || exit 1; \
+	for each in $$found; do echo "=== $$($$each --version)"; $(MAKE) test-core PYTHON=$$each || exit 1; done
+
+# The same with the lowest version that pyproject.toml allows of each package that it names, and with the newest of all.
+test-lowest: setup-dev
+	$(BIN)/uv pip compile --quiet --resolution lowest-direct pyproject.toml $(CORE_EXTRAS:%=--extra %) \
+	  --output-file $(VENV)/lowest.txt
+	$(call core_environment,.venv-lowest,install --quiet --disable-pip-version-check --constraint $(VENV)/lowest.txt)
+	$(call test_core,.venv-lowest)
+
+test-newest:
+	$(call core_environment,.venv-newest,install --quiet --disable-pip-version-check --upgrade)
+	$(call test_core,.venv-newest)
 
 # What takes long: kills, cut connections, demos, adapters, ranks. Its last figures are in docs/record/reliability.md.
 test-long: setup-dev $(VERIFIERS)/.ready agents
@@ -302,4 +329,4 @@ $(VENV)/.ready-dev-$(ENGINE): $(VENV)/.ready-$(ENGINE)
 	@touch $@
 
 clean:
-	rm -rf $(VENV) $(AGENTS) $(AGENTS_OLDER) $(AGENTS_NODE) $(NODE_CLIENT) .venv-bench .venv-core .venv-latest-trl .venv-latest-verl .venv-redis $(RELEASE) .venv-reverb .venv-skyrl .venv-transferqueue .venv-trl .venv-verifiers runs site .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(AGENTS) $(AGENTS_OLDER) $(AGENTS_NODE) $(NODE_CLIENT) .venv-bench .venv-core .venv-lowest .venv-newest .venv-latest-trl .venv-latest-verl .venv-redis $(RELEASE) .venv-reverb .venv-skyrl .venv-transferqueue .venv-trl .venv-verifiers runs site .mypy_cache .pytest_cache .ruff_cache .hypothesis
