@@ -1,9 +1,9 @@
 """Attention of a packed row: each token attends to what precedes it in its own sequence, and to nothing else.
 
     layout         runs of tokens, each with the parts of earlier runs that precede it (see shared_prefixes.py)
-    for each run   its queries, and the keys and values of all that precedes them and of itself: one causal attention
+    for each run   one causal attention: its queries, and the keys and values of itself and of all runs before it
 
-There is no mask of S x S entries, and a model needs nothing but transformers' interface of attention functions.
+There is no mask of S x S entries. A model needs only transformers' interface of attention functions.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from itertools import starmap
 from typing import Any
 
 import torch
@@ -28,7 +27,7 @@ ATTENTION = "replay_packed"
 """Name of the attention implementation; without a layout it is transformers' sdpa."""
 _PLAIN_LAYERS = {"full_attention", "sliding_attention"}
 _WITHOUT_EFFECT = {"dropout", "is_causal", "position_ids", "use_cache", "output_attentions", "cache_position"}
-"""What models hand to their attention and sdpa does not need for a causal row. All else may change the result."""
+"""Arguments that models pass to their attention, and that do not change a causal row. Any other may change it."""
 
 _packing: ContextVar[bool] = ContextVar("packing", default=False)
 
@@ -40,8 +39,10 @@ def enable_packing(model: Any) -> bool:
     another way. The caller must still check the results: some models ignore the interface.
     """
     settable = getattr(model, "_can_set_attn_implementation", None)
-    layers = set(getattr(model.config.get_text_config(), "layer_types", None) or _PLAIN_LAYERS)
-    if settable is None or not settable() or not layers <= _PLAIN_LAYERS:
+    if settable is None or not settable():
+        return False
+    layers = getattr(model.config.get_text_config(), "layer_types", None) or ()
+    if not _PLAIN_LAYERS.issuperset(layers):
         return False
     if model.config._attn_implementation in (ATTENTION, "sdpa"):
         model.set_attn_implementation(ATTENTION)
@@ -59,26 +60,26 @@ def packed_forward() -> Iterator[None]:
 
 
 def packed_mask(*args: Any, **kwargs: Any) -> Tensor | None:
-    """The window of the layers that get this mask, for packed rows; else the mask of transformers' sdpa.
+    """The window of the layers that get this mask, for packed rows; otherwise the mask of transformers' sdpa.
 
-    A window is one number (1, 1, 1, 1), in tokens; None: these layers attend to all that precedes. sdpa knows windows
-    by their masks alone, and not every layer of a model names its own.
+    A window is one number (1, 1, 1, 1), in tokens; None: these layers attend to all tokens before. It is passed as a
+    mask because sdpa knows windows by their masks alone, and not every layer of a model names its window.
     """
     if not _packing.get():
         mask: Tensor | None = sdpa_mask(*args, **kwargs)
         return mask
-    window, config = kwargs.get("local_size"), kwargs["config"]
+    window = kwargs.get("local_size")
     if window is None:
         return None
-    if window != getattr(config, "sliding_window", None):
+    if window != getattr(kwargs["config"], "sliding_window", None):
         raise NotImplementedError(f"a mask of {window} tokens is no sliding window: packed attention has no other")
     return torch.full((1, 1, 1, 1), window)
 
 
 def _window_of(mask: Tensor | None, named: int | None) -> int | None:
-    """The window of a layer, from what `packed_mask` made for it. `named`: what the layer says of it, if anything.
+    """The window of a layer, from the mask that `packed_mask` made for it.
 
-    Raises NotImplementedError if the two are not one.
+    `named`: the window that the layer itself names, if any. Raises NotImplementedError if it is another.
     """
     window = None if mask is None else int(mask)
     if named is not None and named != window:
@@ -112,18 +113,23 @@ def packed_attention(
     assert query.shape[1] % key.shape[1] == 0, (query.shape, key.shape)
     window = _window_of(attention_mask, sliding_window)
     # Under autocast, rotated queries and keys come in float32.
-    query, key = query.to(value.dtype), key.to(value.dtype)
+    query = query.to(value.dtype)
+    key = key.to(value.dtype)
     repeats = query.shape[1] // key.shape[1]
 
     def attend(query_HLD: Tensor, key_HSD: Tensor, value_HSD: Tensor) -> Tensor:
-        """The last L of S positions attend to all positions up to their own."""
-        L, S = query_HLD.shape[2], key_HSD.shape[2]
+        """Attention of the last L of S positions to all positions up to their own."""
+        L = query_HLD.shape[2]
+        S = key_HSD.shape[2]
         assert L <= S == value_HSD.shape[2], (query_HLD.shape, key_HSD.shape, value_HSD.shape)
         if repeats > 1:
-            key_HSD, value_HSD = key_HSD.repeat_interleave(repeats, 1), value_HSD.repeat_interleave(repeats, 1)
+            key_HSD = key_HSD.repeat_interleave(repeats, 1)
+            value_HSD = value_HSD.repeat_interleave(repeats, 1)
+        mask: Any
         if window is not None and window < S:
-            distance_LS = torch.arange(S - L, S, device=query.device)[:, None] - torch.arange(S, device=query.device)
-            mask: Any = (distance_LS >= 0) & (distance_LS < window)
+            positions_S = torch.arange(S, device=query.device)
+            distance_LS = positions_S[S - L :, None] - positions_S
+            mask = (distance_LS >= 0) & (distance_LS < window)
         elif L == S:
             return scaled_dot_product_attention(query_HLD, key_HSD, value_HSD, is_causal=True, scale=scaling)
         else:
@@ -132,30 +138,32 @@ def packed_attention(
 
     # One split, and slices of its parts: a slice of the whole row would cost the whole row in the backward pass.
     lengths = [run.length for run in replay_layout]
-    parts = [torch.split(each, lengths, dim=2) for each in (query, key, value)]
-    known: dict[tuple[int, int], list[Tensor]] = {}
+    queries = torch.split(query, lengths, dim=2)
+    keys = torch.split(key, lengths, dim=2)
+    values = torch.split(value, lengths, dim=2)
+    begins: dict[tuple[int, int], tuple[Tensor, Tensor, Tensor]] = {}
 
-    def first_of(run: int, tokens: int) -> list[Tensor]:
+    def begin_of(run: int, tokens: int) -> tuple[Tensor, Tensor, Tensor]:
         """Query, key and value of the first tokens of a run; the same tensors for all runs that follow them."""
-        if (run, tokens) not in known:
-            known[run, tokens] = [part[run][:, :, :tokens] for part in parts]
-        return known[run, tokens]
+        if (run, tokens) not in begins:
+            begins[run, tokens] = (queries[run][:, :, :tokens], keys[run][:, :, :tokens], values[run][:, :, :tokens])
+        return begins[run, tokens]
 
     outputs: list[Tensor] = []
     for index, run in enumerate(replay_layout):
         assert all(earlier < index for earlier, _ in run.before), (index, run)
-        own = [part[index] for part in parts]
         if not run.before:
-            outputs.append(attend(*own))
+            outputs.append(attend(queries[index], keys[index], values[index]))
             continue
-        path = [*starmap(first_of, run.before), own]
-        key_S, value_S = (torch.cat([each[i] for each in path], dim=2) for i in (1, 2))
+        before = [begin_of(earlier, tokens) for earlier, tokens in run.before]
+        key_S = torch.cat([*(begin[1] for begin in before), keys[index]], dim=2)
+        value_S = torch.cat([*(begin[2] for begin in before), values[index]], dim=2)
         begun = key_S.shape[2] - run.length
         if query.is_cuda or begun > run.length:
-            outputs.append(attend(own[0], key_S, value_S))
+            outputs.append(attend(queries[index], key_S, value_S))
         else:
             # On a CPU a mask costs all of L x S. Causal attention from the first token costs half of S x S.
-            query_S = torch.cat([each[0] for each in path], dim=2)
+            query_S = torch.cat([*(begin[0] for begin in before), queries[index]], dim=2)
             outputs.append(attend(query_S, key_S, value_S)[:, :, begun:])
     return torch.cat(outputs, dim=2).transpose(1, 2).contiguous(), None
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -37,28 +38,34 @@ class SamplingMasks:
     counts_BT: Ints
     """Ids of each token's mask; 0: it has none."""
     truncated_B: npt.NDArray[np.bool_]
-    """Whether the tokens of the row were drawn from a part of the vocabulary."""
+    """True if the tokens of the row were drawn from a part of the vocabulary."""
 
     @classmethod
     def of(cls, groups: Sequence[RolloutGroup], width: int) -> SamplingMasks | None:
-        """Those of all sequences of the groups, each a row of `width` tokens; None: no group was drawn like this."""
+        """The masks of all sequences of the groups, each a row of `width` tokens.
+
+        None: all tokens of all groups were drawn from the whole vocabulary.
+        """
         if not any(truncates(group.sampling) for group in groups):
             return None
-        ids, counts, truncated = [np.zeros(0, np.int32)], [], []
+        ids = [np.zeros(0, np.int32)]
+        counts = []
+        truncated = []
         for group in groups:
-            truncated += [truncates(group.sampling)] * group.num_sequences
-            known = truncated[-1] and SAMPLING_MASK in group.extras
-            counts_T = np.diff(group.extras[SAMPLING_MASK + OFFSETS]) if known else np.zeros(group.num_tokens, np.int64)
-            if known:
+            is_truncated = truncates(group.sampling)
+            counts_T = np.zeros(group.num_tokens, np.int64)
+            if is_truncated and SAMPLING_MASK in group.extras:
                 ids.append(group.extras[SAMPLING_MASK].astype(np.int32, copy=False))
+                counts_T = np.diff(group.extras[SAMPLING_MASK + OFFSETS])
             for span in group.sequence_spans():
                 row = np.zeros(width, np.int64)
                 row[: span.stop - span.start] = counts_T[span]
                 counts.append(row)
+                truncated.append(is_truncated)
         return cls(np.concatenate(ids), np.stack(counts), np.array(truncated, np.bool_))
 
     def select(self, rows: Ints, width: int) -> SamplingMasks:
-        """Those of these rows; `width`: tokens of the longest."""
+        """The masks of these rows. `width`: the tokens of the longest row."""
         assert not self.counts_BT[rows, width:].any(), "the mask of a token would be cut off"
         ends_B = np.cumsum(self.counts_BT.sum(axis=1))
         starts_B = np.concatenate(([0], ends_B))
@@ -67,8 +74,9 @@ class SamplingMasks:
         return SamplingMasks(ids_M, self.counts_BT[rows, :width], self.truncated_B[rows])
 
     def unknown(self, mask_BT: Tensor) -> int:
-        """How many tokens of the mask were drawn from a part of the vocabulary that nobody knows."""
-        return int((mask_BT.cpu().numpy() & self.truncated_B[:, None] & (self.counts_BT == 0)).sum())
+        """The number of tokens of the mask that were drawn from a part of the vocabulary which nobody knows."""
+        unknown_BT = self.truncated_B[:, None] & (self.counts_BT == 0)
+        return int((mask_BT.cpu().numpy() & unknown_BT).sum())
 
     def over(self, mask_BT: Tensor) -> TokenMasks | None:
         """The masks of the N tokens of the mask, row after row, on its device; None: no token has one."""
@@ -77,12 +85,18 @@ class SamplingMasks:
         counts_N = self.counts_BT[host_BT]
         if not counts_N.any():
             return None
-        starts_N = (np.cumsum(self.counts_BT).reshape(self.counts_BT.shape) - self.counts_BT)[host_BT]
-        ids_M, starts, counts = (
-            torch.from_numpy(np.ascontiguousarray(array)).to(mask_BT.device)
-            for array in (self.ids_M, starts_N, counts_N)
+        ends_BT = np.cumsum(self.counts_BT).reshape(self.counts_BT.shape)
+        starts_N = (ends_BT - self.counts_BT)[host_BT]
+        return TokenMasks(
+            ids_M=_on(mask_BT.device, self.ids_M),
+            starts_N=_on(mask_BT.device, starts_N),
+            counts_N=_on(mask_BT.device, counts_N),
+            host_counts_N=counts_N,
         )
-        return TokenMasks(ids_M, starts, counts, counts_N)
+
+
+def _on(device: torch.device, array: npt.NDArray[Any]) -> Tensor:
+    return torch.from_numpy(np.ascontiguousarray(array)).to(device)
 
 
 @dataclass(frozen=True)
@@ -92,20 +106,29 @@ class TokenMasks:
     ids_M: Tensor
     """int32"""
     starts_N: Tensor
-    """int64, where the mask of each token begins in ids_M."""
+    """int64, the index in ids_M at which the mask of each token begins."""
     counts_N: Tensor
-    """int64, 0: the token has no mask."""
+    """int64, the ids of each token's mask; 0: it has none."""
     host_counts_N: Ints
+    """The same on the host, so that nothing waits for the device."""
 
     def of_chunk(self, chunk: slice) -> ChunkMasks:
-        """The masks of these tokens, padded to the largest."""
+        """The masks of the tokens of a chunk, padded to the largest mask."""
         assert len(self.counts_N) == len(self.host_counts_N), "host and device have the masks of different tokens"
         host_counts_C = self.host_counts_N[chunk]
-        starts_C1, counts_C1 = self.starts_N[chunk, None], self.counts_N[chunk, None]
-        columns_K = torch.arange(max(int(host_counts_C.max(initial=0)), 1), device=self.ids_M.device)
+        starts_C1 = self.starts_N[chunk, None]
+        counts_C1 = self.counts_N[chunk, None]
+        K = max(int(host_counts_C.max(initial=0)), 1)
+        columns_K = torch.arange(K, device=self.ids_M.device)
         inside_CK = columns_K < counts_C1
-        ids_CK = self.ids_M[(starts_C1 + columns_K).clamp(max=len(self.ids_M) - 1)].long().masked_fill(~inside_CK, 0)
-        return ChunkMasks(ids_CK, inside_CK, counts_C1[:, 0] > 0, bool((host_counts_C > 0).all()))
+        # The padding of the last mask would lie behind the end.
+        index_CK = (starts_C1 + columns_K).clamp(max=len(self.ids_M) - 1)
+        return ChunkMasks(
+            ids_CK=self.ids_M[index_CK].long().masked_fill(~inside_CK, 0),
+            inside_CK=inside_CK,
+            known_C=counts_C1[:, 0] > 0,
+            all_known=bool((host_counts_C > 0).all()),
+        )
 
 
 @dataclass(frozen=True)
@@ -117,19 +140,21 @@ class ChunkMasks:
     inside_CK: Tensor
     """bool, False in the padding."""
     known_C: Tensor
-    """bool, whether the token has a mask."""
+    """bool, True if the token has a mask."""
     all_known: bool
+    """True if each token has a mask."""
 
     def logits_of(self, logits_CV: Tensor) -> Tensor:
-        """(C, K) logits of the masks, -inf in the padding; what is said of a token without a mask means nothing.
+        """(C, K) logits of the masks, -inf in the padding. The row of a token without a mask means nothing.
 
-        Differentiable: no row is -inf alone.
+        Differentiable: no row has -inf alone.
         """
         assert len(logits_CV) == len(self.ids_CK), (logits_CV.shape, self.ids_CK.shape)
-        return logits_CV.gather(-1, self.ids_CK).masked_fill(~self.inside_CK & self.known_C[:, None], -torch.inf)
+        padding_CK = ~self.inside_CK & self.known_C[:, None]
+        return logits_CV.gather(-1, self.ids_CK).masked_fill(padding_CK, -torch.inf)
 
     def within(self, gradient_CV: Tensor) -> Tensor:
-        """The gradient in place, 0 for the logits that a token did not keep."""
+        """Sets the gradient of all logits outside the mask of their token to 0, in place."""
         kept_CK = gradient_CV.gather(-1, self.ids_CK).masked_fill_(~self.inside_CK, 0)
         gradient_CV.masked_fill_(self.known_C[:, None], 0)
         # Rows without a mask add nothing to themselves.
