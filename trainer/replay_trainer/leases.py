@@ -5,7 +5,7 @@ sampler ──lease──▶ held ──training checkpoint written and announce
 
 A group that was drawn is gone from the queue, and the result of training on it is on the disk only steps later. If the
 trainer dies in between, the group must come back; if it dies after, the group must not. So the server holds the group
-under the lease of its batch, and this file knows, of each lease, whether a training checkpoint contains its groups.
+under the lease of its batch. This file knows which leases have groups that a training checkpoint contains.
 
 * `client.auto_renew` renews the leases while steps run: a step may take longer than a lease. A dead trainer renews
   none, so its groups go back by themselves.
@@ -13,9 +13,9 @@ under the lease of its batch, and this file knows, of each lease, whether a trai
   trainer may have died between checkpoint and acknowledgement.
 * Each rank also writes its leases to `leases-RANK.json` in output_dir before they begin. With this list a resume
   requeues at once what a killed rank had, instead of waiting for the end of its leases.
-* A lease that begins, or is held, is in that list. A lease is one of the two, or over.
-* A batch ends as a whole. Of a batch that a training checkpoint contains in part, it names the keys, and they are
-  consumed when the lease goes back.
+* That list names the leases that are about to begin, and those that are held.
+* A batch ends as a whole. If a training checkpoint contains only some groups of a batch, it names their keys, and they
+  are consumed when the lease goes back.
 * A lease may have ended before it is acknowledged, or its shard may be away. Its groups may then come in a draw again,
   perhaps much later. So they stay `unconfirmed` until a server has consumed them: each training checkpoint names them,
   no rank trains on them again, and each acknowledgement also tries to settle them, by lease and by key.
@@ -28,7 +28,6 @@ import logging
 import threading
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -43,10 +42,10 @@ Lease = tuple[str, int]
 """The shard ("" with a single server), and the number of the lease there."""
 _FILES = "leases-{}.json"
 MOST_UNCONFIRMED = 4096
-"""Batches, and single groups, that stay unconfirmed. The oldest are forgotten first: a server that lost its items in a
-restart never confirms them."""
+"""The most batches, and the most single groups, that stay unconfirmed. The oldest are forgotten first: a server that
+lost its items in a restart never confirms them."""
 _REQUEUE_SECONDS = 10.0
-"""An end does not wait longer for a server that is away: it takes the groups back by itself."""
+"""The end of a run does not wait longer for a server that is away. That server requeues the groups by itself."""
 
 
 @dataclass
@@ -54,13 +53,13 @@ class TrainedGroups:
     """The groups that a training checkpoint contains, as far as their leases are open."""
 
     whole: dict[Lease, list[int]] = field(default_factory=dict)
-    """The keys of each batch of which the state contains every group."""
+    """The keys of each batch whose groups are all contained."""
     part: list[int] = field(default_factory=list)
-    """Keys of batches of which later steps use the rest."""
+    """The keys of contained groups of other batches. Later steps use the other groups of those batches."""
 
     @classmethod
     def of_ranks(cls, parts: Iterable[TrainedGroups]) -> TrainedGroups:
-        """All ranks' groups together."""
+        """The groups of all ranks together."""
         merged = cls()
         for part in parts:
             merged.whole |= part.whole
@@ -69,11 +68,14 @@ class TrainedGroups:
 
     @property
     def keys(self) -> set[int]:
-        """The keys of all of them."""
-        return {*self.part, *chain.from_iterable(self.whole.values())}
+        """The keys of all the groups."""
+        keys = set(self.part)
+        for batch in self.whole.values():
+            keys.update(batch)
+        return keys
 
     def state_dict(self) -> dict[str, Any]:
-        """As plain containers, for the training checkpoint."""
+        """The groups as plain containers, for the training checkpoint."""
         return {"leases": [[*lease, keys] for lease, keys in self.whole.items()], "keys": self.part}
 
     @classmethod
@@ -82,60 +84,65 @@ class TrainedGroups:
         return cls({(shard, lease): keys for shard, lease, keys in state["leases"]}, state["keys"])
 
     def without(self, keys: Iterable[int]) -> TrainedGroups:
-        """The same without the groups with these keys."""
+        """The groups except those with these keys."""
         gone = set(keys)
-        whole = {
-            lease: left for lease, keys in self.whole.items() if (left := [key for key in keys if key not in gone])
-        }
+        whole = {}
+        for lease, batch in self.whole.items():
+            left = [key for key in batch if key not in gone]
+            if left:
+                whole[lease] = left
         return TrainedGroups(whole, [key for key in self.part if key not in gone])
 
     def newest(self, count: int) -> TrainedGroups:
-        """The same with at most `count` batches, and as many keys of other batches: those that came last."""
-        return TrainedGroups(dict([*self.whole.items()][-count:]), self.part[-count:])
+        """The last `count` batches at most, and the last `count` keys of other batches at most."""
+        newest_batches = list(self.whole.items())[-count:]
+        return TrainedGroups(dict(newest_batches), self.part[-count:])
 
 
 class GroupLeases:
     """The leases of one rank. `acknowledge` and `requeue_dead` also take those of other ranks."""
 
     def __init__(self, client: ReplayClient, table: str, seconds: float, output_dir: Path, rank: int) -> None:
-        """`table`: where the fresh groups come from. `seconds`: what a lease lasts unless it is renewed."""
+        """`table`: the table of the fresh groups. `seconds`: the time that a lease lasts unless it is renewed."""
         self.table = table
         self.seconds = seconds
         self.unconfirmed = TrainedGroups()
-        """Groups that a training checkpoint contains, and no server confirmed as consumed. The first rank finds out."""
+        """Groups that a training checkpoint contains and that no server confirmed as consumed. Only the first rank has
+        any."""
         self._client = client
         self._output_dir = output_dir
         self._path = output_dir / _FILES.format(rank)
         self._held: dict[Lease, list[int]] = {}
         self._coming: set[Lease] = set()
-        """Leases of which this rank does not know yet whether they began."""
+        """Leases that this rank expects. It does not know yet if they began."""
         self._settling: TrainedGroups | None = None
-        """What the training checkpoint under way contains, if one is."""
+        """The groups of the training checkpoint that is being written; None: none is."""
         self._settled_part: list[int] = []
         """`part` of the last training checkpoint."""
         self._listed: set[Lease] = set()
         """The leases that the list file of this rank names."""
         self._lock = threading.Lock()
         self._renewer: LeaseRenewer | None = None
-        """From `start` on."""
+        """None before `start`."""
 
     def start(self) -> None:
-        """Renew the leases from now on, until `requeue`."""
+        """Renews the leases from now on, until `requeue`."""
         self._renewer = self._client.auto_renew(map(_stub, self._held), self.seconds, self._lost)
 
     def hold(self, batch: Sequence[Sample]) -> list[Sample]:
-        """Hold the lease that a batch came under, from now until it is settled or requeued.
+        """Holds the lease of a batch from now until it is settled or requeued.
 
         Returns the samples without those that a training checkpoint contains already. They end with their batch.
         """
         with self._lock:
-            for info in (sample.info for sample in batch):
+            for sample in batch:
+                info = sample.info
                 if info.lease_id:
                     self._held.setdefault((info.shard, info.lease_id), []).append(info.key)
-            # What was expected before this batch, and has not come, was revoked.
+            # Leases that were expected before this batch, and did not begin, were revoked.
             self._coming.clear()
             self._list()
-        # Outside of the lock: the client's thread does it, and may be in `expect`, which waits for the lock.
+        # Outside of the lock: the client's thread adds the batch, and may be in `expect`, which waits for the lock.
         if self._renewer is not None:
             self._renewer.add(batch)
         known = self.unconfirmed.keys
@@ -152,7 +159,7 @@ class GroupLeases:
             self._list()
 
     def trained(self, left: Sequence[Sample] = ()) -> TrainedGroups:
-        """The groups of all steps so far. `left`: groups that are drawn, and that only later steps use."""
+        """The groups of all steps so far. `left`: drawn groups that only later steps use."""
         unused = {sample.info.key for sample in left}
         groups = TrainedGroups.of_ranks([self.unconfirmed])
         with self._lock:
@@ -165,9 +172,9 @@ class GroupLeases:
         return groups
 
     def settled(self, groups: TrainedGroups | None = None) -> None:
-        """The training checkpoint under way, if one was, is written, and its groups are acknowledged.
+        """Notes that a training checkpoint is written, and that its groups are acknowledged.
 
-        `groups`: those of an older state, where others have begun since.
+        `groups`: the groups of that checkpoint, if another one was begun since; None: it is the last one that began.
         """
         settled = groups or self._settling
         if settled is None:
@@ -183,23 +190,32 @@ class GroupLeases:
             self._renewer.forget(map(_stub, settled.whole))
 
     def acknowledge(self, groups: TrainedGroups) -> None:
-        """Acknowledges the groups of a training checkpoint: by their leases, or consumes them by their keys where that
-        fails.
+        """Acknowledges the groups of a training checkpoint by their leases. Where a lease has ended, it consumes the
+        groups by their keys.
 
-        What no server confirms is `unconfirmed` from now on.
+        The groups that no server confirms are `unconfirmed` from now on.
         """
         before = self.unconfirmed
-        if not (groups.whole or before.part):
+        if not groups.whole and not before.part:
             return
         missing = set(self._client.acknowledge(map(_stub, groups.whole)).missing)
-        late = TrainedGroups({lease: keys for lease, keys in groups.whole.items() if lease[1] in missing}, before.part)
+        confirmed: set[int] = set()
+        late = TrainedGroups(part=before.part)
+        for lease, keys in groups.whole.items():
+            _, number = lease
+            if number in missing:
+                late.whole[lease] = keys
+            else:
+                confirmed.update(keys)
         # A group may have come again, and be confirmed by a later lease.
-        confirmed = {key for lease, keys in groups.whole.items() if lease[1] not in missing for key in keys}
-        if wanted := late.keys - confirmed:
-            confirmed |= wanted.difference(self._client.consume(self.table, sorted(wanted)).missing)
+        wanted = late.keys - confirmed
+        if wanted:
+            consumed = self._client.consume(self.table, sorted(wanted))
+            confirmed |= wanted.difference(consumed.missing)
         self.unconfirmed = late.without(confirmed).newest(MOST_UNCONFIRMED)
-        if new := late.keys - before.keys:
-            # Of a state that was loaded, a server that has lost its items since knows nothing: no reason to worry.
+        new = late.keys - before.keys
+        if new:
+            # After a resume this is no reason to worry: the server may have lost its items since the checkpoint.
             logger.log(
                 logging.INFO if self._settling is None else logging.WARNING,
                 "%s could not be acknowledged: the leases had ended, or the server is away. The trainer took %d of "
@@ -210,10 +226,10 @@ class GroupLeases:
             )
 
     def requeue_dead(self, groups: TrainedGroups, rolled_back: bool = False) -> bool:
-        """Requeues what ranks of a killed run had, apart from the groups that its training checkpoint contains.
+        """Requeues the groups that ranks of a killed run had, except those that its training checkpoint contains.
 
-        `rolled_back`: what was consumed after the state is in its table again, perhaps with groups of the state that
-        were acknowledged late. One rank calls it. Returns whether there was anything to do.
+        `rolled_back`: the groups that were consumed after the checkpoint are in their table again, perhaps with groups
+        of the checkpoint that were acknowledged late. One rank calls this. Returns True if there was anything to do.
         """
         leases: list[Lease] = []
         paths = sorted(self._output_dir.glob(_FILES.format("*")))
@@ -221,7 +237,8 @@ class GroupLeases:
             leases += _read(path)
         if leases:
             self._client.acknowledge(map(_stub, leases), requeue=True)
-        if contained := sorted(groups.keys) if rolled_back else groups.part:
+        contained = sorted(groups.keys) if rolled_back else groups.part
+        if contained:
             missing = set(self._client.consume(self.table, contained).missing)
             self.unconfirmed = TrainedGroups(self.unconfirmed.whole, [key for key in groups.part if key in missing])
         for path in paths:
@@ -233,8 +250,11 @@ class GroupLeases:
         if self._renewer is not None:
             self._renewer.close()
         with self._lock:
-            # The wait for a batch may have been ended when its lease had begun already.
-            held: dict[Lease, list[int]] = {lease: [] for lease in self._coming} | self._held
+            held: dict[Lease, list[int]] = {}
+            # A wait for a batch may have ended when its lease had begun already.
+            for lease in self._coming:
+                held[lease] = []
+            held |= self._held
         if not held:
             return []
         try:
@@ -249,20 +269,23 @@ class GroupLeases:
             self._held.clear()
             self._coming.clear()
             self._list()
-        return [key for keys in held.values() for key in keys]
+        requeued: list[int] = []
+        for keys in held.values():
+            requeued += keys
+        return requeued
 
     def check(self) -> None:
-        """Asserts what the module states of the leases of this rank, between two calls."""
+        """Asserts, between two calls, the statements of the module about the leases of this rank."""
         with self._lock:
             assert self._held.keys().isdisjoint(self._coming), self._held.keys() & self._coming
             assert self._listed == {*self._held, *self._coming}, self._listed
             assert not self._listed or self._path.exists(), (self._path, self._listed)
-            assert all(self._held.values()), "a lease is held of which no group is here"
+            assert all(self._held.values()), "a lease without groups is held"
         assert len(self.unconfirmed.whole) <= MOST_UNCONFIRMED, len(self.unconfirmed.whole)
         assert len(self.unconfirmed.part) <= MOST_UNCONFIRMED, len(self.unconfirmed.part)
 
     def _list(self) -> None:
-        """Write which leases are held. Without the list, what a killed rank had goes back only with time."""
+        """Writes the list of leases. Without it the groups of a killed rank go back only when their leases end."""
         leases = {*self._held, *self._coming}
         if not leases:
             self._path.unlink(missing_ok=True)
@@ -271,7 +294,7 @@ class GroupLeases:
         self._listed = leases
 
     def _lost(self, lost: list[SampleInfo]) -> None:
-        """On the thread of the client."""
+        """Logs the loss of leases. The thread of the client calls this."""
         logger.warning(
             "could not renew the leases of %s: the server was out of reach for %g s, or was restarted without a "
             "data_dir. The trainer keeps the groups, and another reader may get them as well",
@@ -281,7 +304,7 @@ class GroupLeases:
 
 
 def _stub(lease: Lease) -> Sample:
-    """A sample that names its lease, and nothing else."""
+    """A sample that names a lease, and nothing else: `acknowledge` and the renewer read only that."""
     shard, number = lease
     info = SampleInfo(0, 0.0, 0.0, 0.0, 0, 0, 0, 0, lease_id=number, shard=shard)
     return Sample(info, b"")

@@ -47,7 +47,7 @@ logits: padded rows through the whole model, for models whose head is more than 
 class LogprobModel(nn.Module):
     """A language model as a function from a micro-batch to the log-probabilities of its completions.
 
-    The route is the first whose results agree with the plain model on a few random tokens; it is measured once.
+    The route is the first one whose results agree with the plain model on a few random tokens. This is tried once.
     """
 
     def __init__(
@@ -57,12 +57,12 @@ class LogprobModel(nn.Module):
         gradient_checkpointing: bool = False,
         max_length: int | None = None,
     ) -> None:
-        """Put `model` into eval mode, set its dropout to 0, and choose its rotary frequencies for `max_length` tokens.
+        """Puts `model` into eval mode, sets its dropout to 0, and chooses its rotary frequencies for `max_length`.
 
         Dropout would make the log-probabilities of sampler, old and new policy differ, and no correction can see why.
-        `max_length`: see `fix_frequencies`; None: what engines serve by default.
+        `max_length`: see `fix_frequencies`; None: the length that engines serve by default.
 
-        Raises ValueError for a model that is not causal, or whose log-probabilities nobody can tell for sure.
+        Raises ValueError for a model that is not causal, or whose log-probabilities are not certain.
         """
         super().__init__()
         self.model = model.eval()
@@ -75,15 +75,16 @@ class LogprobModel(nn.Module):
             model.gradient_checkpointing_enable({"use_reentrant": False})
             for module in model.modules():
                 if isinstance(module, GradientCheckpointingLayer):
-                    module.training = True  # on the layer alone: it recomputes only in training mode
+                    module.training = True  # the layer alone: it recomputes only in training mode
         self._takes_positions = "position_ids" in inspect.signature(model.forward).parameters
         self.route: Route = self._find_route(packing)
 
     def forward(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """(B, T) log-probabilities of the tokens of `batch.mask_BT`, and (B, T) entropies without gradient.
 
-        Both float32, in nats, 0 outside the mask, at the temperature the tokens were sampled at: log softmax(logits /
-        temperature)[token], over the tokens that were kept (`batch.sampling_masks`), else over all.
+        Both float32, in nats, 0 outside the mask, at the temperature of the sampling: log softmax(logits /
+        temperature)[token]. The softmax goes over the tokens that the sampler kept (`batch.sampling_masks`), or over
+        all tokens.
         """
         return self._run(batch, self.route)
 
@@ -100,7 +101,7 @@ class LogprobModel(nn.Module):
             hidden_NH = self._call(self._base(), inputs).last_hidden_state.flatten(0, 1)[inputs.predicts_N]
             head = self.model.get_output_embeddings()
             logprobs_N, entropy_N = chosen_logprobs(hidden_NH, head.weight, head.bias, ids_N, temperature_N, masks)
-        # `masked_scatter` would take what it needs of a longer row, and say nothing.
+        # `masked_scatter` would take the first values of a longer row without an error.
         assert logprobs_N.shape == entropy_N.shape == ids_N.shape, (logprobs_N.shape, entropy_N.shape, ids_N.shape)
         assert logprobs_N.dtype == torch.float32, logprobs_N.dtype
         zeros_BT = torch.zeros_like(batch.rollout_logprobs_BT)
@@ -143,35 +144,38 @@ class LogprobModel(nn.Module):
         return "logits"
 
     def _agrees(self, batch: Batch, route: Route, expected_BT: Tensor, tolerance: float) -> bool:
-        """Whether a route computes what the plain model does."""
+        """True if a route computes the same as the plain model."""
         try:
             logprobs_BT, _ = self._run(batch, route)
-        except Exception as error:  # whatever a model raises that does not take what the route gives it
+        except Exception as error:  # a model may raise anything for arguments that it does not take
             logger.debug("%s does not take the route %s: %r", name_of(self.model), route, error)
             return False
         return float((logprobs_BT - expected_BT).abs().max()) <= tolerance
 
 
 def switch_off_dropout(model: nn.Module) -> None:
-    """Set every dropout probability of `model` to 0, in every mode."""
+    """Sets every dropout probability of `model` to 0, in every mode."""
     for module in model.modules():
         for name, value in list(vars(module).items()):
-            if isinstance(value, float) and ("dropout" in name or (name == "p" and isinstance(module, nn.Dropout))):
+            is_dropout = "dropout" in name or (name == "p" and isinstance(module, nn.Dropout))
+            if is_dropout and isinstance(value, float):
                 setattr(module, name, 0.0)
 
 
 def _trial(model: Any) -> Batch:
-    """A batch of random tokens: completions of unequal lengths with shared prompts, of which some go on from others."""
+    """A batch of random tokens: completions of unequal lengths with shared prompts; some continue others."""
     vocabulary = len(model.get_input_embeddings().weight)
     random = np.random.default_rng(0)
 
     def tokens(count: int) -> Any:
         return random.integers(0, vocabulary, count)
 
-    lengths = [(3, 5, 1, 2), (6, 3, 0, 7)]  # of a prompt and its completions, in tokens
-    groups = [list(map(tokens, group)) for group in lengths]
+    lengths = [(3, 5, 1, 2), (6, 3, 0, 7)]
+    """The tokens of the prompt of each group, and of its completions."""
+    groups = [[tokens(length) for length in group] for group in lengths]
     longest = groups[1][-1]
-    groups[1] += [np.concatenate((longest[:begun], tokens(more))) for begun, more in ((7, 4), (3, 2), (5, 0))]
+    for begun, more in ((7, 4), (3, 2), (5, 0)):
+        groups[1].append(np.concatenate((longest[:begun], tokens(more))))
     return to_batch([bare_group(*group) for group in groups], model.device)
 
 
@@ -185,7 +189,8 @@ def chosen_logprobs(
 ) -> tuple[Tensor, Tensor]:
     """log softmax((hidden @ weight.T + bias) / temperature)[id] and the entropy: (N,) float32, in nats.
 
-    `masks`: the tokens that the softmax of each token goes over; None, or a token without a set: all.
+    `masks`: the vocabulary that the softmax of each token goes over. Without masks, and for a token without one, the
+    softmax goes over all tokens.
 
     Logits are computed in the dtype of the weight (under autocast, in that of autocast), all later values in float32.
     Memory: CHUNK_LOGITS logits. The gradient flows into hidden, weight and bias, but not through the entropy.
@@ -199,21 +204,21 @@ def _of_logits(
     logits_NV: Tensor, ids_N: Tensor, temperature_N: Tensor, masks: TokenMasks | None
 ) -> tuple[Tensor, Tensor]:
     logits_NV = logits_NV.float() / temperature_N[:, None]
-    logsum_N, entropy_N = _logsum_and_entropy(logits_NV, None if masks is None else masks.of_chunk(slice(None)))
+    all_masks = None if masks is None else masks.of_chunk(slice(None))
+    logsum_N, entropy_N = _logsum_and_entropy(logits_NV, all_masks)
     return logits_NV.gather(-1, ids_N[:, None]).squeeze(-1) - logsum_N, entropy_N.detach()
 
 
 def _logsum_and_entropy(logits_CV: Tensor, masks: ChunkMasks | None) -> tuple[Tensor, Tensor]:
-    """(C,) logsumexp of the logits and the entropy of their softmax; over the masks of the tokens that have one."""
+    """(C,) logsumexp of the logits, and (C,) entropy of their softmax. A token with a mask has those of its mask."""
     if masks is None:
         return _logsum_and_entropy_of(logits_CV)
-    masked = _logsum_and_entropy_of(masks.logits_of(logits_CV))
+    masked_logsum_C, masked_entropy_C = _logsum_and_entropy_of(masks.logits_of(logits_CV))
     if masks.all_known:
-        return masked
-    logsum_C, entropy_C = (
-        torch.where(masks.known_C, *pair) for pair in zip(masked, _logsum_and_entropy_of(logits_CV), strict=True)
-    )
-    return logsum_C, entropy_C
+        return masked_logsum_C, masked_entropy_C
+    logsum_C, entropy_C = _logsum_and_entropy_of(logits_CV)
+    known_C = masks.known_C
+    return torch.where(known_C, masked_logsum_C, logsum_C), torch.where(known_C, masked_entropy_C, entropy_C)
 
 
 def _logsum_and_entropy_of(logits_CK: Tensor) -> tuple[Tensor, Tensor]:
@@ -238,16 +243,21 @@ class _ChosenLogprobs(torch.autograd.Function):
         masks: TokenMasks | None,
     ) -> tuple[Tensor, Tensor]:
         device = hidden_NH.device.type
-        ctx.compute = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight_VH.dtype
-        N, (V, H) = len(ids_N), weight_VH.shape
+        ctx.compute = weight_VH.dtype
+        if torch.is_autocast_enabled(device):
+            ctx.compute = torch.get_autocast_dtype(device)
+        N = len(ids_N)
+        V, H = weight_VH.shape
         assert hidden_NH.shape == (N, H), (hidden_NH.shape, weight_VH.shape)
         assert temperature_N.shape == (N,), (temperature_N.shape, N)
         logprobs_N = hidden_NH.new_empty(N, dtype=torch.float32)
-        entropy_N, logsum_N = torch.empty_like(logprobs_N), torch.empty_like(logprobs_N)
+        entropy_N = torch.empty_like(logprobs_N)
+        logsum_N = torch.empty_like(logprobs_N)
         weight = weight_VH.to(ctx.compute)
         for chunk in _chunks(N, V):
             logits_CV = _logits(hidden_NH[chunk], weight, bias_V, temperature_N[chunk], ctx.compute)
-            logsum_C, entropy_C = _logsum_and_entropy(logits_CV, None if masks is None else masks.of_chunk(chunk))
+            chunk_masks = None if masks is None else masks.of_chunk(chunk)
+            logsum_C, entropy_C = _logsum_and_entropy(logits_CV, chunk_masks)
             logprobs_N[chunk] = logits_CV.gather(-1, ids_N[chunk, None]).squeeze(-1) - logsum_C
             entropy_N[chunk] = entropy_C
             logsum_N[chunk] = logsum_C
@@ -266,7 +276,7 @@ class _ChosenLogprobs(torch.autograd.Function):
         weight = weight_VH.to(ctx.compute)
         for chunk in _chunks(len(ids_N), weight_VH.shape[0]):
             grad_CV = _logits(hidden_NH[chunk], weight, bias_V, temperature_N[chunk], ctx.compute)
-            # d log p[id] / d logit = (onehot - p) / temperature; of a logit that was not kept it is 0.
+            # d log p[id] / d logit = (onehot - p) / temperature. For a logit outside the mask it is 0.
             scale_C1 = (gradient_N[chunk] / temperature_N[chunk])[:, None]
             grad_CV = grad_CV.sub_(logsum_N[chunk, None]).exp_().mul_(-scale_C1)
             if ctx.masks is not None:
@@ -282,14 +292,11 @@ class _ChosenLogprobs(torch.autograd.Function):
                     weight_grad_VH.addmm_(grad_CV.T, hidden_NH[chunk].to(ctx.compute))
                 else:
                     weight_grad_VH += grad_CV.T @ hidden_NH[chunk].to(ctx.compute)
-        return (
-            hidden_grad_NH,
-            None if weight_grad_VH is None else weight_grad_VH.to(weight_VH.dtype),
-            None if bias_grad_V is None or bias_V is None else bias_grad_V.to(bias_V.dtype),
-            None,
-            None,
-            None,
-        )
+        if weight_grad_VH is not None:
+            weight_grad_VH = weight_grad_VH.to(weight_VH.dtype)
+        if bias_grad_V is not None:
+            bias_grad_V = bias_grad_V.to(bias_V.dtype)
+        return hidden_grad_NH, weight_grad_VH, bias_grad_V, None, None, None
 
 
 def _chunks(N: int, V: int) -> list[slice]:

@@ -43,7 +43,7 @@ class RankFiles:
         self._run = ranks.from_first(secrets.token_hex(4))
 
     def why_not_shared(self) -> str:
-        """Which rank does not see the output_dir of the first, and what to do; empty: all see it."""
+        """The rank that does not see the output_dir of the first rank, and the remedy; "" if all ranks see it."""
         path = self._path(0, 0)
         if self._ranks.is_first:
             path.touch()
@@ -60,24 +60,26 @@ class RankFiles:
         return ""
 
     def remove_leftovers(self) -> None:
-        """Remove what killed runs left. The first rank calls it, and no rank writes meanwhile."""
+        """Removes the files that killed runs left. The first rank calls this, and no rank writes meanwhile."""
         for path in self._output_dir.glob(_LEFTOVERS):
             path.unlink(missing_ok=True)
 
     def write(self, version: int, rows: dict[str, Tensor]) -> dict[str, tuple[Path, str]]:
-        """Write this rank's file, and wait for those of the other ranks. Any thread may call it.
+        """Writes this rank's file, and waits for those of the other ranks. Any thread may call it.
 
         Returns each file by its name in the folder of the version, with its checksum. Raises RuntimeError on every rank
         if one could not write.
         """
-        path, checksum, reason = self._path(version, self._ranks.index), "", ""
+        path = self._path(version, self._ranks.index)
+        checksum = ""
+        reason = ""
         assert all(tensor.device.type == "cpu" for tensor in rows.values()), "the next step may change the tensors"
         try:
             with writing(path, SafetensorError):
                 save_file(rows, path)
                 to_disk(path)
             checksum = checksum_of(path)
-        except Exception as error:  # told to all ranks, which wait for it
+        except Exception as error:  # all ranks get the reason: they wait for this one
             reason = f"{type(error).__name__}: {error}"
             with suppress(OSError):  # the disk may be gone; a later run removes the file
                 path.unlink(missing_ok=True)
@@ -86,9 +88,10 @@ class RankFiles:
         for rank, (_, reason) in enumerate(parts):
             if reason:
                 raise RuntimeError(f"rank {rank} could not write its part of the training checkpoint: {reason}")
-        return {
-            _name(rank, len(parts)): (self._path(version, rank), checksum) for rank, (checksum, _) in enumerate(parts)
-        }
+        files = {}
+        for rank, (checksum, _) in enumerate(parts):
+            files[_name(rank, len(parts))] = (self._path(version, rank), checksum)
+        return files
 
     def _path(self, version: int, rank: int) -> Path:
         return self._output_dir / f"step-{version}.rank-{rank}-of-{self._ranks.size}.{self._run}.tmp"
@@ -109,7 +112,8 @@ class StoredRows:
         share = math.ceil(self.shape[0] / self._ranks)
         parts: list[Tensor] = []
         for rank in range(self._ranks):
-            first, end = max(start - rank * share, 0), min(stop - rank * share, share)
+            first = max(start - rank * share, 0)
+            end = min(stop - rank * share, share)
             if first < end:
                 parts.append(self._open_file(rank).get_slice(self._name)[first:end])
         if not parts:
@@ -118,22 +122,27 @@ class StoredRows:
 
 
 def take_rows(optimizer: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Tensor], dict[str, list[int]]]:
-    """Splits a state of the optimizer: what is whole, this rank's rows of the rest, and the full shapes of the rest."""
+    """Splits a state of the optimizer into three parts.
+
+    They are the state without its partitioned tensors, this rank's rows of those, and their full shapes.
+    """
     whole: dict[str, Any] = optimizer | {"state": {}}
-    rows, shapes = {}, {}
+    rows = {}
+    shapes = {}
     for name, entries in optimizer["state"].items():
         whole["state"][name] = {}
         for entry, value in entries.items():
             if isinstance(value, DTensor):
                 assert all(placement.is_shard(0) for placement in value.placements), (name, value.placements)
-                rows[f"{name}/{entry}"], shapes[f"{name}/{entry}"] = value.to_local(), list(value.shape)
+                rows[f"{name}/{entry}"] = value.to_local()
+                shapes[f"{name}/{entry}"] = list(value.shape)
             else:
                 whole["state"][name][entry] = value
     return whole, rows, shapes
 
 
 def put_rows(optimizer: dict[str, Any], folder: Path, ranks: int, shapes: dict[str, list[int]]) -> None:
-    """Puts StoredRows of a training checkpoint into the places of what `take_rows` took out."""
+    """Puts StoredRows of a training checkpoint where `take_rows` took tensors out."""
     open_file = cache(lambda rank: safe_open(folder / _name(rank, ranks), "pt"))
     for key, shape in shapes.items():
         name, entry = key.rsplit("/", 1)
@@ -171,47 +180,55 @@ def load_weights_of_rank(folder: Path, model: nn.Module) -> None:
     files = {name: file for file in opened for name in list(file.keys())}
     for identity, names in aliases.items():
         tensor = tensors[identity]
-        name = next((each for each in names if each in files), "")
-        if not name:
+        stored_names = [name for name in names if name in files]
+        if not stored_names:
             raise ValueError(f"{folder} is of a run with another model: it lacks the weights {names[0]!r}")
-        stored = files[name].get_slice(name) if tensor.dim() else files[name].get_tensor(name)
-        shape = list(stored.get_shape()) if tensor.dim() else []
+        name = stored_names[0]
+        if tensor.dim():
+            stored = files[name].get_slice(name)
+            shape = list(stored.get_shape())
+        else:
+            stored = files[name].get_tensor(name)
+            shape = []
         here = list(tensor.shape)
         if shape != here:
             raise ValueError(
                 f"{folder} is of a run with another model: {names[0]!r} has the shape {shape} (here {here})"
             )
         own = read_rows(stored, tensor) if tensor.dim() else stored
+        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
         with torch.no_grad():
-            (tensor.to_local() if isinstance(tensor, DTensor) else tensor).copy_(own)
+            local.copy_(own)
 
 
 def optimizer_state_of_rank(state: dict[str, Any], policy: nn.Module) -> dict[str, Any]:
-    """What this rank needs of the optimizer's state: its rows of partitioned parameters, all rows of others.
+    """This rank's part of the optimizer's state: its rows of partitioned parameters, and all rows of the others.
 
     `state` may lie in a mapped file.
     """
     parameters = dict(policy.named_parameters(remove_duplicate=False))
-
-    def part(value: Any, parameter: Tensor) -> Any:
-        if not isinstance(value, Tensor | StoredRows) or value.shape != parameter.shape:
-            return value.clone() if isinstance(value, Tensor) else value  # the number of steps
-        own = read_rows(value, parameter)
-        if not isinstance(parameter, DTensor):
-            return own
-        return DTensor.from_local(
-            own.clone().to(parameter.to_local().device),
-            parameter.device_mesh,
-            parameter.placements,
-            shape=parameter.shape,
-            stride=parameter.stride(),
-        )
-
-    parts = {
-        name: {entry: part(value, parameters[name]) for entry, value in entries.items()}
-        for name, entries in state["state"].items()
-    }
+    parts: dict[str, dict[str, Any]] = {}
+    for name, entries in state["state"].items():
+        parts[name] = {entry: _part_of_rank(value, parameters[name]) for entry, value in entries.items()}
     return state | {"state": parts}
+
+
+def _part_of_rank(value: Any, parameter: Tensor) -> Any:
+    """This rank's part of an entry of the optimizer's state."""
+    if not isinstance(value, Tensor | StoredRows):
+        return value
+    if value.shape != parameter.shape:  # a value of the whole parameter, such as the number of steps
+        return value.clone() if isinstance(value, Tensor) else value
+    own = read_rows(value, parameter)
+    if not isinstance(parameter, DTensor):
+        return own
+    return DTensor.from_local(
+        own.clone().to(parameter.to_local().device),
+        parameter.device_mesh,
+        parameter.placements,
+        shape=parameter.shape,
+        stride=parameter.stride(),
+    )
 
 
 def _name(rank: int, ranks: int) -> str:

@@ -1,10 +1,10 @@
 """Passes: forward and backward passes over a batch, micro-batch by micro-batch, by every rank alike.
 
-* Where groups make a pass fail, every rank leaves it with a StepFailure. No weight has changed then.
+* If groups make a pass fail, every rank leaves it with a StepFailure. No weight has changed then.
 * A micro-batch may hold some sequences of a rollout, and another one the rest. Most losses of a token need nothing of
-  the other tokens, or only their number. Where the loss needs their ratios (gspo, a loss of the user that does not say
-  otherwise, a correction of whole rollouts), a first pass computes all log-probabilities, the gradient of the loss by
-  each of them follows without the model, and a second pass takes it through the model.
+  the other tokens, or only their number. Some need the ratios of the other tokens: gspo, a loss of the user that does
+  not say otherwise, and a correction of whole rollouts. For these a first pass computes all log-probabilities. The
+  gradient of the loss by each of them follows without the model, and a second pass takes it through the model.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ from replay_trainer.weights import Adapter
 class StepFailure(Exception):
     """A pass failed because of its groups. Every rank raises it, each for the groups of its own batch.
 
-    `groups`: the indices of those of this rank that stand out; may be empty. `reason`: for people. `alone`: the other
-    ranks do not know of it, and wait for this one.
+    `groups`: the indices of this rank's groups that caused it; may be empty. `reason`: a text for people. `alone`: the
+    other ranks do not know of the failure, and wait for this rank.
     """
 
     def __init__(self, reason: str, groups: Sequence[int], *, alone: bool = False) -> None:
@@ -52,16 +52,16 @@ class Passes:
 
     policy: LogprobModel
     reference: LogprobModel | None
-    """For the KL, if beta asks for one; the policy itself if it has an `adapter`."""
+    """The model of the KL penalty; None: beta is 0. It is the policy itself if that has an `adapter`."""
     adapter: Adapter | None
     config: GRPOConfig
     ranks: Ranks
     partitioned: bool
-    """Whether each rank has a part of the weights."""
+    """True if each rank has a part of the weights."""
 
     def __post_init__(self) -> None:
         self._failing: Callable[[], list[int]] = list
-        """Of the last backward pass."""
+        """Finds the groups that made the last backward pass fail."""
 
     @torch.no_grad()
     def logprobs(self, batch: Batch) -> Tensor:
@@ -69,21 +69,26 @@ class Passes:
         return self._without_gradient(batch, lambda micro: self._forward(self.policy, micro)[0])
 
     def backward(self, batch: Batch, old_BT: Tensor | None) -> tuple[Tensor, float, Metrics]:
-        """Add the gradient of the whole step; returns old log-probabilities, and loss and its metrics of all ranks.
+        """Adds the gradient of the whole step. Returns old log-probabilities, the loss of all ranks, and its metrics.
 
-        Without `old_BT` the current weights are the old ones, and this pass yields the old log-probabilities.
+        Without `old_BT` the current weights are the old ones, and this pass computes the old log-probabilities.
         With batch_normalize they need a pass of their own, because each weight depends on all of them.
 
         Raises StepFailure if memory runs out, or if the loss is not finite.
         """
-        config, ranks = self.config, self.ranks
+        config = self.config
+        ranks = self.ranks
         assert old_BT is None or old_BT.shape == batch.mask_BT.shape, "the old log-probabilities are of another batch"
-        normalizer = max(ranks.sum([loss_normalizer(batch.rollouts.mask_JT, config.loss_type)])[0], 1)
+        (count_of_all_ranks,) = ranks.sum([loss_normalizer(batch.rollouts.mask_JT, config.loss_type)])
+        normalizer = max(count_of_all_ranks, 1)
         mean_weight = None
         if config.correction.batch_normalize:
-            decoupled = config.correction.objective == "decoupled"
-            source_BT = old_BT if decoupled and old_BT is not None else self.logprobs(batch)
-            old_BT = source_BT if old_BT is None else old_BT
+            if config.correction.objective == "decoupled" and old_BT is not None:
+                source_BT = old_BT
+            else:
+                source_BT = self.logprobs(batch)
+            if old_BT is None:
+                old_BT = source_BT
             mean_weight = self._mean_weight(batch, source_BT)
         loss_of = partial(self._loss, normalizer=normalizer, mean_weight=mean_weight)
 
@@ -95,7 +100,9 @@ class Passes:
         def count(tokens: int, metrics: Metrics, loss: float = 0.0) -> None:
             sums["loss"] += loss
             for name, value in metrics.items():
-                sums[name] = sums.get(name, 0.0) + (tokens * value if tokens else 0.0)
+                sums.setdefault(name, 0.0)
+                if tokens:  # a mean over no tokens is NaN
+                    sums[name] += tokens * value
 
         if self._needs_whole_rollouts(batch):
             current_BT = self.logprobs(batch)
@@ -123,8 +130,10 @@ class Passes:
             else:
                 slopes = _part(slopes_BT, rows, micro)
                 loss = (logprobs_BT * (0.0 if slopes is None else slopes)).sum()
-            # The normalizer counts all ranks, so their gradients must be summed. FSDP averages them.
-            torch.autograd.backward(loss * ranks.size if self.partitioned else loss)
+            if self.partitioned:
+                # The normalizer counts all ranks, so their gradients must be summed. FSDP averages them.
+                loss = loss * ranks.size
+            torch.autograd.backward(loss)
             count(tokens, {"entropy": float(entropy_BT[micro.mask_BT].mean())})
 
         large = self._each(batch, pass_through)
@@ -132,19 +141,29 @@ class Passes:
         if any(ran_out for _, ran_out in parts):
             raise StepFailure(self._memory, large)
         assert sums["tokens"] == int(batch.mask_BT.sum()), f"{sums['tokens']} tokens had a gradient, once each"
-        names = sorted(set().union(*(names for names, _ in parts)))
-        totals = dict(zip(names, ranks.sum([sums.get(name, 0.0) for name in names]), strict=True))
-        total_loss, total_tokens = totals.pop("loss"), totals.pop("tokens")
+        # Ranks may have metrics of different names, and all ranks must sum the same ones in the same order.
+        names_of_all: set[str] = set()
+        for names, _ in parts:
+            names_of_all |= names
+        names_in_order = sorted(names_of_all)
+        sums_of_all = ranks.sum([sums.get(name, 0.0) for name in names_in_order])
+        totals = dict(zip(names_in_order, sums_of_all, strict=True))
+        total_loss = totals.pop("loss")
+        total_tokens = totals.pop("tokens")
         self._failing = partial(_failing, loss_of, batch, current_BT, old_BT, reference_BT)
         if not math.isfinite(total_loss):
             raise StepFailure(f"its loss was {total_loss}", self._failing())
         if not self.partitioned:
             ranks.sum_gradients(self.policy.parameters())
-        means = {name: total / total_tokens for name, total in totals.items() if total_tokens}
-        return (current_BT if old_BT is None else old_BT), total_loss, means
+        means: Metrics = {}
+        if total_tokens:
+            means = {name: total / total_tokens for name, total in totals.items()}
+        if old_BT is None:
+            old_BT = current_BT
+        return old_BT, total_loss, means
 
     def clip(self) -> float:
-        """Scale the gradient down to max_grad_norm; returns its norm before that, the same on every rank.
+        """Scales the gradient down to max_grad_norm. Returns its norm before that, the same on every rank.
 
         Raises StepFailure if the norm is not finite.
         """
@@ -164,7 +183,7 @@ class Passes:
         )
 
     def _without_gradient(self, batch: Batch, compute: Callable[[Batch], Tensor]) -> Tensor:
-        """(B, T) what `compute` makes of each micro-batch. Raises StepFailure if memory runs out."""
+        """(B, T) values that `compute` returns, for all micro-batches. Raises StepFailure if memory runs out."""
         values_BT = torch.zeros_like(batch.rollout_logprobs_BT)
         large = self._each(batch, lambda rows, micro: _put(values_BT, rows, compute(micro)))
         if any(self.ranks.all(bool(large))):
@@ -172,21 +191,21 @@ class Passes:
         return values_BT
 
     def _needs_whole_rollouts(self, batch: Batch) -> bool:
-        """Whether the loss of a token depends on tokens in another micro-batch. The same on every rank."""
+        """True if the loss of a token depends on tokens in another micro-batch. The same on every rank."""
         reads_whole_rollouts = traits_of(self.config.loss_type).reads_whole_rollouts
         if not reads_whole_rollouts and not self.config.correction.judges_rollouts:
             return False
         split = False
         if batch.rollouts.joins:
             parts = [np.unique(batch.rollout_B[rows]) for rows, _ in self._cut(batch)]
-            split = sum(map(len, parts)) > len(batch.rollouts.first_J)
+            split = sum(len(rollouts) for rollouts in parts) > len(batch.rollouts.first_J)
         return any(self.ranks.all(split))
 
     def _each(self, batch: Batch, work: Callable[[Ints, Batch], None]) -> list[int]:
-        """Call `work` with each micro-batch. Returns the groups of the one in which memory ran out, where it stops.
+        """Calls `work` with each micro-batch. If memory runs out in one, it stops there and returns its groups.
 
-        A rank with partitioned weights cannot stop: the others wait for it inside the pass. So it raises StepFailure
-        there, alone.
+        A rank with partitioned weights cannot stop, because the others wait for it inside the pass. It raises
+        StepFailure there, alone.
         """
         for rows, micro in self._micro_batches(batch):
             try:
@@ -205,7 +224,10 @@ class Passes:
         return []
 
     def _micro_batches(self, batch: Batch) -> list[tuple[Ints, Batch]]:
-        """As micro_batches. If weights are partitioned, every rank makes as many forward passes as the busiest."""
+        """The micro-batches of this rank, and idle ones.
+
+        With partitioned weights every rank makes as many forward passes as the busiest.
+        """
         parts = list(self._cut(batch))
         if self.partitioned:
             # A forward pass of partitioned layers waits for all ranks.
@@ -219,20 +241,22 @@ class Passes:
 
     def _forward(self, policy: LogprobModel, batch: Batch) -> tuple[Tensor, Tensor]:
         """(B, T) log-probabilities and entropies."""
-        # Partitioned weights come in bfloat16 by themselves.
+        # FSDP gathers partitioned weights in bfloat16 already.
         autocast = self.config.bf16 and not self.partitioned
         with torch.autocast(batch.device.type, torch.bfloat16, enabled=autocast):
             logprobs_BT, entropy_BT = policy(batch)
         assert logprobs_BT.shape == batch.mask_BT.shape, (logprobs_BT.shape, batch.mask_BT.shape)
-        assert not entropy_BT.requires_grad, "the loss has no part of the entropy"
+        assert not entropy_BT.requires_grad, "the entropy is a metric, and no part of the loss"
         beat()
         return logprobs_BT, entropy_BT
 
     @torch.no_grad()
     def _reference_logprobs(self, batch: Batch) -> Tensor:
         assert self.reference is not None
-        with nullcontext() if self.adapter is None else self.adapter.off():
-            return self._forward(self.reference, batch)[0]
+        without_adapter = nullcontext() if self.adapter is None else self.adapter.off()
+        with without_adapter:
+            logprobs_BT, _ = self._forward(self.reference, batch)
+        return logprobs_BT
 
     # -------------------------------------------------------------------------------------------------------- loss
 
@@ -246,18 +270,24 @@ class Passes:
         normalizer: float,
         mean_weight: float | None,
     ) -> tuple[Tensor, Metrics]:
-        """The part of the step's loss that these rows add, and its metrics. Without `old_BT` the policy is the old."""
-        config, rollouts = self.config, batch.rollouts
-        tokens_J, logprobs_JT = rollouts.join(batch.rollout_tokens_B), rollouts.join(logprobs_BT)
-        advantages = batch.advantages_under(logprobs_BT.detach() if old_BT is None else old_BT)
+        """The part of the step's loss that these rows add, and its metrics.
+
+        Without `old_BT` the log-probabilities before the step are those of now.
+        """
+        config = self.config
+        rollouts = batch.rollouts
+        tokens_J = rollouts.join(batch.rollout_tokens_B)
+        logprobs_JT = rollouts.join(logprobs_BT)
+        if old_BT is None:
+            old_BT = logprobs_BT.detach()
         loss, metrics = corrected_policy_loss(
-            logprobs_JT,
-            logprobs_JT.detach() if old_BT is None else rollouts.join(old_BT),
-            rollouts.join(batch.rollout_logprobs_BT),
-            rollouts.join(advantages),
-            rollouts.mask_JT,
-            config.correction,
-            config,
+            logprobs=logprobs_JT,
+            old_logprobs=rollouts.join(old_BT),
+            rollout_logprobs=rollouts.join(batch.rollout_logprobs_BT),
+            advantages=rollouts.join(batch.advantages_under(old_BT)),
+            mask=rollouts.mask_JT,
+            correction=config.correction,
+            config=config,
             mean_weight=mean_weight,
             normalizer=normalizer,
             tokens=tokens_J,
@@ -272,7 +302,8 @@ class Passes:
                 normalizer=normalizer,
                 tokens=tokens_J,
             )
-            loss, metrics = loss + penalty, metrics | kl_metrics
+            loss = loss + penalty
+            metrics = metrics | kl_metrics
         if batch.teacher_logprobs_BT is not None:
             difference_BT = logprobs_BT.detach() - batch.teacher_logprobs_BT
             metrics["teacher_kl"] = float(difference_BT[batch.mask_BT].mean())
@@ -310,7 +341,8 @@ def _failing(
         rows = np.flatnonzero(batch.group_B == group)
         part = batch.select(rows)
         T = part.mask_BT.shape[1]
-        old, reference = (None if each is None else each[rows, :T] for each in (old_BT, reference_BT))
+        old = None if old_BT is None else old_BT[rows, :T]
+        reference = None if reference_BT is None else reference_BT[rows, :T]
         logprobs_BT = current_BT[rows, :T].requires_grad_()
         loss, _ = loss_of(part, logprobs_BT, old, reference)
         (gradient_BT,) = torch.autograd.grad(loss, logprobs_BT)
@@ -330,13 +362,15 @@ def _nothing(device: torch.device) -> Batch:
 
 
 def _part(values_BT: Tensor | None, rows: Ints, micro: Batch) -> Tensor | None:
-    """The values of the rows of a micro-batch; None if there are none, or for an idle one."""
+    """The values of the rows of a micro-batch; None if there are no values, or if the micro-batch is idle."""
     assert not rows.size or rows.size == micro.num_rows, (rows.size, micro.num_rows)
-    return None if values_BT is None or not rows.size else values_BT[rows, : micro.mask_BT.shape[1]]
+    if values_BT is None or not rows.size:
+        return None
+    return values_BT[rows, : micro.mask_BT.shape[1]]
 
 
 def _put(values_BT: Tensor, rows: Ints, part_BT: Tensor) -> None:
-    """Write the values of a micro-batch to its rows; an idle one (see _micro_batches) has no rows."""
+    """Writes the values of a micro-batch to its rows. An idle one (see _micro_batches) has no rows."""
     if rows.size:
         assert part_BT.shape[0] == rows.size, (part_BT.shape, rows.size)  # one row would be written to all
         values_BT[rows, : part_BT.shape[1]] = part_BT

@@ -1,10 +1,10 @@
 """Stopping: a trainer that is asked to stop ends after its step, or at once where it waits for groups, on all ranks.
 
-* Whoever asks only sets a flag: a signal handler, a callback, or another thread, of any rank.
+* A signal handler, a callback or another thread of any rank asks, and only sets a flag.
 * All ranks agree on it in the exchange of `Publication.check`, between steps and before a version is published. So
   they end after the same step.
-* A rank that waits looks every second (`replay_client.waits.looking`), also at whether another rank was asked. What
-  ends the wait of one rank ends the step of all: they exchange it after the wait, before any of them uses its groups.
+* A rank that waits looks every second (`replay_client.waits.looking`) if any rank was asked. If a stop ends the wait of
+  one rank, the step of all ranks ends: they tell each other after the wait, before any of them uses its groups.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 
 class Stopped(BaseException):
-    """No further step begins, or the one that waits for its groups is given up: on every rank, because of `stop`."""
+    """`stop` was called: no further step begins, and a step that waits for its groups is given up, on every rank."""
 
 
 class Stopping:
@@ -29,20 +29,20 @@ class Stopping:
 
     def __init__(self, ranks: Ranks) -> None:
         self.agreed = False
-        """Whether all ranks know that they stop."""
+        """True once all ranks know that they stop."""
         self._ranks = ranks
         self._asked = False
         self._flag = RankFlag(ranks)
 
     def ask(self) -> None:
-        """Ask all ranks to stop, by this one."""
+        """Asks all ranks to stop. Any thread of any rank may call it."""
         self._asked = True
         # A signal handler has no time for the other ranks, and a callback needs none: the main thread tells them.
         if threading.current_thread() is not threading.main_thread():
             self._flag.set()
 
     def is_asked(self) -> bool:
-        """Whether this rank was asked, or knows that another one was."""
+        """True if this rank was asked, or knows that another one was."""
         if self._asked:
             self._flag.set()
         else:
@@ -55,24 +55,24 @@ class Stopping:
             raise Stopped
 
     def agree(self, asked: bool) -> None:
-        """`asked`: whether any rank was, the same on all of them."""
+        """Notes the exchange of all ranks. `asked`: True if any rank was asked; the same on all ranks."""
         if asked:
             self._asked = True
             self.agreed = True
 
     def together(self, action: Callable[[], T]) -> T:
-        """The result of what every rank does. Raises Stopped on every rank if it raised Stopped on one."""
+        """The result of an action that every rank takes. Raises Stopped on every rank if the action did on one."""
         results: list[T] = []
         with suppress(Stopped):
             results.append(action())
-        self.is_asked()  # tells the others, which may wait still
+        self.is_asked()  # tells the other ranks, which may still wait
         if any(self._ranks.all(not results)):
             self.agree(True)
             raise Stopped
         return results[0]
 
     def wait(self, call: Callable[[], T]) -> T:
-        """`together` for calls of a client that may wait: a stop ends the wait."""
+        """The result of a call of a client that may wait, as `together`: a stop ends the wait."""
 
         def watched() -> T:
             with looking(self.look):

@@ -1,10 +1,10 @@
-"""Suppliers: whether anybody may still bring groups to a trainer that waits for them.
+"""Suppliers: tells a trainer that waits for groups if any may still come.
 
-A trainer waits without end: a generator may load a large model, be restarted, or come tomorrow. It ends only if all of
-this holds for DESERTED_SECONDS:
+A trainer waits without end: a generator may load a large model, be restarted, or come tomorrow. The trainer ends only
+if both of these hold for DESERTED_SECONDS:
 
-* generators or scorers were connected, and each of them has said that it ends (`leave`). One that was killed has not.
-* No table of partial groups, and none that a stage draws from, holds anything.
+* Generators or scorers were connected, and each of them has announced its end (`leave`). A killed one has not.
+* All tables of partial groups, and all tables that a stage draws from, are empty.
 """
 
 from __future__ import annotations
@@ -19,26 +19,29 @@ DESERTED_SECONDS = 600.0
 """Seconds after the last generator or scorer has left until the trainer ends."""
 
 LOOK_SECONDS = 30.0
-"""Between two looks at them, while a trainer waits."""
+"""Seconds between two checks while a trainer waits."""
 _ANSWER_SECONDS = 10.0
-"""For the server's answer to one look."""
+"""Seconds that one check waits for the server's answer."""
 
 
 class Suppliers:
     """The generators, scorers and stages of one server, as a trainer sees them that waits for groups of a table."""
 
     def __init__(self, client: ReplayClient, seconds: float | None = None) -> None:
-        """`seconds`: in the place of DESERTED_SECONDS."""
+        """`seconds`: the time in the place of DESERTED_SECONDS."""
         self._client = client
         self._seconds = DESERTED_SECONDS if seconds is None else seconds
         self._since: float | None = None
-        """When all of them had left, by the monotonic clock; None: some may bring groups, or nobody has come yet."""
+        """The time when all suppliers had left, by the monotonic clock; None: groups may come, or nobody came yet."""
 
     def check(self) -> str:
-        """Why no groups will come, in words; "": some may come. Raises DeadlineExceededError if it is so for long."""
+        """The reason why no groups will come; "" if groups may come.
+
+        Raises DeadlineExceededError if no groups could come for DESERTED_SECONDS.
+        """
         try:
             info = self._client.server_info(timeout=_ANSWER_SECONDS)
-        except ReplayError:  # whoever waits for groups waits for the server too
+        except ReplayError:  # a trainer that waits for groups waits for the server too
             self._since = None
             return ""
         why = why_deserted(info)
@@ -57,7 +60,7 @@ class Suppliers:
 
 
 def why_deserted(info: ServerInfo) -> str:
-    """Why nothing is to come, in words; "": somebody may bring groups, or nobody has come yet."""
+    """The reason why no groups will come; "" if somebody may bring groups, or nobody came yet."""
     suppliers = [client for client in info.clients if _is_supplier(client)]
     if not suppliers or not all(client.ended for client in suppliers):
         return ""
@@ -74,7 +77,7 @@ def why_deserted(info: ServerInfo) -> str:
 
 
 def _is_supplier(client: ClientInfo) -> bool:
-    """Whether a client brings groups, or what groups lack. One of another program does not say what it is."""
+    """True if a client brings groups, or columns that groups lack. Other programs are known by their role alone."""
     part = read_described(client.settings).get("part")
     if part is not None:
         return part in ("generator", "scorer", "stage")

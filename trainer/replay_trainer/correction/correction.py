@@ -27,11 +27,12 @@ class Ratios:
 
     def __init__(self, old_logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor, config: CorrectionConfig) -> None:
         """All (B, T). Raises ValueError unless the shapes agree."""
-        shapes = [tuple(each.shape) for each in (old_logprobs, rollout_logprobs, mask)]
-        if len({*shapes}) > 1 or mask.ndim != 2:
+        shapes = [tuple(old_logprobs.shape), tuple(rollout_logprobs.shape), tuple(mask.shape)]
+        if len(set(shapes)) > 1 or mask.ndim != 2:
             raise ValueError(f"old_logprobs, rollout_logprobs and mask must have one shape (B, T), not {shapes}")
         self.config = config
-        self.old_BT, self.rollout_BT = at_least_float32(old_logprobs), at_least_float32(rollout_logprobs)
+        self.old_BT = at_least_float32(old_logprobs)
+        self.rollout_BT = at_least_float32(rollout_logprobs)
         self.mask_BT = mask.bool()
         self.known_BT = self.mask_BT & ~self.rollout_BT.isnan()
         self.difference_BT = torch.where(self.known_BT, self.old_BT - self.rollout_BT, 0.0)
@@ -39,21 +40,27 @@ class Ratios:
         log_BU = aggregate(self.log_BT, self.mask_BT, _AGGREGATE_OF_LEVEL[config.level])
         self.ratio_BU = log_BU.clamp(-_LOG_SUM_LIMIT, _LOG_SUM_LIMIT).exp()
         assert self.ratio_BU.shape[1] in (1, mask.shape[1]), "U is one unit, or one for each token"
+        clip_min = -torch.inf if config.clip_min is None else config.clip_min
+        clip_max = torch.inf if config.clip_max is None else config.clip_max
         # The bounds themselves are inside.
-        self.below_BU = self.ratio_BU < (-torch.inf if config.clip_min is None else config.clip_min)
-        self.above_BU = self.ratio_BU > (torch.inf if config.clip_max is None else config.clip_max)
+        self.below_BU = self.ratio_BU < clip_min
+        self.above_BU = self.ratio_BU > clip_max
         self.clipped_BU = self._clip()
 
     def units(self, tokens_BT: Tensor) -> Tensor:
         """(B, U) bool: the units with at least one of these tokens."""
-        return tokens_BT if self.config.level == "token" else tokens_BT.any(dim=1, keepdim=True)
+        if self.config.level == "token":
+            return tokens_BT
+        return tokens_BT.any(dim=1, keepdim=True)
 
     def weights(self, mean_weight: float | None) -> Tensor:
         """(B, T) weights, 0 outside the mask. batch_normalize divides by `mean_weight`, or by the batch's own mean."""
         weights_BU = self.clipped_BU
         if self.config.batch_normalize:
-            counted = weights_BU[self.units(self.mask_BT)]
-            mean = counted.mean() if mean_weight is None else weights_BU.new_tensor(mean_weight)
+            if mean_weight is None:
+                mean = weights_BU[self.units(self.mask_BT)].mean()
+            else:
+                mean = weights_BU.new_tensor(mean_weight)
             # As in verl: a batch whose weights all vanish keeps vanishing weights.
             weights_BU = torch.where(mean > _LEAST_MEAN, weights_BU / mean, weights_BU)
         return torch.where(self.mask_BT, weights_BU, 0.0)
@@ -77,28 +84,37 @@ def aggregate(values_BT: Tensor, mask_BT: Tensor, how: Aggregate) -> Tensor:
             return values_BT.new_full((len(values_BT), 1), -torch.inf)
         return values_BT.masked_fill(~mask_BT, -torch.inf).amax(dim=1, keepdim=True)
     sum_B1 = values_BT.sum(dim=1, keepdim=True)
-    return sum_B1 if how == "sum" else sum_B1 / mask_BT.sum(dim=1, keepdim=True).clamp(min=1)
+    if how == "sum":
+        return sum_B1
+    tokens_B1 = mask_BT.sum(dim=1, keepdim=True).clamp(min=1)
+    return sum_B1 / tokens_B1
 
 
 def at_least_float32(values: Tensor) -> Tensor:
-    """float64 stays as it is; every other type becomes float32."""
+    """The values in float32, or unchanged if they are in float64."""
     return values if values.dtype == torch.float64 else values.float()
 
 
 class RejectionMasks:
-    """Bool masks of a batch: `kept_BT`, and what veto (B, 1), off-policy mask (B, 1) and DPPO mask (B, T) removed."""
+    """Bool masks of a batch: the tokens that stay (`kept_BT`), and those that each mask removed.
+
+    `vetoed_B1` and `off_policy_B1` have a flag for each sequence, `dppo_BT` one for each token.
+    """
 
     def __init__(self, ratios: Ratios, advantages: Tensor | None, logprobs: Tensor | None) -> None:
         """advantages: (B,) or (B, T). logprobs: (B, T) log θ; None: the old log-probabilities.
 
         Raises ValueError if a mask needs advantages and they are missing or have another shape.
         """
-        config, mask_BT, log_BT = ratios.config, ratios.mask_BT, ratios.log_BT
+        config = ratios.config
+        mask_BT = ratios.mask_BT
+        log_BT = ratios.log_BT
         none_B1 = torch.zeros_like(mask_BT[:, :1])
         self.vetoed_B1 = none_B1
         if config.veto is not None:
             self.vetoed_B1 = (log_BT.exp() < config.veto).any(dim=1, keepdim=True)
-        self.off_policy_B1, self.dppo_BT = none_B1, torch.zeros_like(mask_BT)
+        self.off_policy_B1 = none_B1
+        self.dppo_BT = torch.zeros_like(mask_BT)
         if config.needs_advantages:
             self._judge_by_advantage(ratios, advantages, ratios.old_BT if logprobs is None else logprobs)
         self.kept_BT = mask_BT & ~self.vetoed_B1 & ~self.off_policy_B1 & ~self.dppo_BT
@@ -108,15 +124,19 @@ class RejectionMasks:
         assert self.kept_BT.dtype == torch.bool, self.kept_BT.dtype
 
     def _judge_by_advantage(self, ratios: Ratios, advantages: Tensor | None, current: Tensor) -> None:
-        """The off-policy mask and the DPPO mask: the module of the package has their formulas."""
-        config, mask_BT, known_BT = ratios.config, ratios.mask_BT, ratios.known_BT
+        """Sets the off-policy mask and the DPPO mask. The docstring of the package has their formulas."""
+        config = ratios.config
+        mask_BT = ratios.mask_BT
+        known_BT = ratios.known_BT
         if advantages is None or advantages.shape not in (mask_BT.shape, mask_BT.shape[:1]):
             shape = None if advantages is None else tuple(advantages.shape)
             raise ValueError(
                 f"off_policy_mask_threshold and dppo_mask_low and _high need advantages of shape "
                 f"{tuple(mask_BT.shape[:1])} or {tuple(mask_BT.shape)}, not {shape}"
             )
-        advantages_BT = advantages[:, None].expand_as(mask_BT) if advantages.ndim == 1 else advantages
+        advantages_BT = advantages
+        if advantages.ndim == 1:
+            advantages_BT = advantages[:, None].expand_as(mask_BT)
         rollout_BT = torch.where(known_BT, ratios.rollout_BT, 0.0)
         current_BT = torch.where(known_BT, at_least_float32(current), 0.0)
         if config.off_policy_mask_threshold is not None:
@@ -131,7 +151,10 @@ class RejectionMasks:
 
 
 def _accepted(log_BT: Tensor, mask_BT: Tensor, rejection: Rejection) -> Tensor:
-    """(B, T) bool, or (B, 1) where the rejection judges whole sequences. `Rejection` has the formulas."""
+    """The tokens that a rejection keeps: (B, T) bool, or (B, 1) if the rejection judges whole sequences.
+
+    `Rejection` has the formulas.
+    """
     if rejection.estimator == "k1":
         statistic_BU = aggregate(log_BT, mask_BT, rejection.aggregate).exp()
     elif rejection.estimator == "k2":
@@ -162,7 +185,7 @@ _MEANS = {
     "logprob_diff_mean": ("distance", "tokens"),
     "nan_fraction": ("unknown", "response_tokens"),
 }
-"""Metric: the sum and the count that it is the quotient of."""
+"""The metrics that are quotients: the name of each, and the names of its sum and its count in `Moments.sums`."""
 
 
 @dataclass(frozen=True)
@@ -176,18 +199,25 @@ class Moments:
     @classmethod
     def of(cls, ratios: Ratios, masks: RejectionMasks) -> Moments:
         """The moments of one batch, in float64: squares of ratios leave the range of float32."""
-        config, mask_BT, known_BT, kept_BT = ratios.config, ratios.mask_BT, ratios.known_BT, masks.kept_BT
-        unit_BU, known_B1 = ratios.units(known_BT), known_BT.any(dim=1, keepdim=True)
+        config = ratios.config
+        mask_BT = ratios.mask_BT
+        known_BT = ratios.known_BT
+        kept_BT = masks.kept_BT
+        known_B1 = known_BT.any(dim=1, keepdim=True)
+        unit_BU = ratios.units(known_BT)
+        none_BU = torch.zeros_like(unit_BU)
         outside_BU = ratios.below_BU | ratios.above_BU
-        masked_BT = outside_BU & known_BT if config.action == "mask" else torch.zeros_like(known_BT)
+        masked_BT = torch.zeros_like(known_BT)
+        if config.action == "mask":
+            masked_BT = outside_BU & known_BT
         counts = {
             "response_tokens": mask_BT,
             "unknown": mask_BT & ~known_BT,
             "tokens": known_BT,
             "units": unit_BU,
             "sequences": known_B1,
-            "weighted": unit_BU if config.has_weights else torch.zeros_like(unit_BU),
-            "clipped": outside_BU & unit_BU if config.action != "none" else torch.zeros_like(unit_BU),
+            "weighted": unit_BU if config.has_weights else none_BU,
+            "clipped": outside_BU & unit_BU if config.action != "none" else none_BU,
             "above": ratios.above_BU & unit_BU,
             "below": ratios.below_BU & unit_BU,
             "masked_tokens": masked_BT,
@@ -200,10 +230,12 @@ class Moments:
         }
         # One transfer from the device instead of one for each count.
         totals = torch.stack([mask.sum() for mask in counts.values()]).tolist()
+        sums: dict[str, float] = dict(zip(counts, totals, strict=True))
         difference_N = ratios.difference_BT[known_BT].cpu().double()
         log_N = ratios.log_BT[known_BT].cpu().double()
-        ratio_M, weight_M = (each[unit_BU].cpu().double() for each in (ratios.ratio_BU, ratios.clipped_BU))
-        sums = {
+        ratio_M = ratios.ratio_BU[unit_BU].cpu().double()
+        weight_M = ratios.clipped_BU[unit_BU].cpu().double()
+        values = {
             "ratio": ratio_M,
             "weight": weight_M,
             "weight_squares": weight_M.square(),
@@ -212,8 +244,10 @@ class Moments:
             "k3": log_N.expm1() - log_N,
             "ratio_squares": log_N.exp().square(),
         }
+        for name, summands in values.items():
+            sums[name] = float(summands.sum())
         return cls(
-            sums=dict(zip(counts, totals, strict=True)) | {name: float(values.sum()) for name, values in sums.items()},
+            sums=sums,
             extremes={
                 "ratio_min": _min(ratio_M),
                 "ratio_max": -_min(-ratio_M),
@@ -225,31 +259,30 @@ class Moments:
 
     @classmethod
     def of_parts(cls, parts: Sequence[Moments]) -> Moments:
-        """The moments of a batch from those of its parts; at least one."""
-        assert all(part.sums.keys() == parts[0].sums.keys() for part in parts), "ranks count different things"
-        return cls(
-            sums={name: sum(part.sums[name] for part in parts) for name in parts[0].sums},
-            extremes={
-                name: (min if name.endswith("_min") else max)(part.extremes[name] for part in parts)
-                for name in parts[0].extremes
-            },
-        )
+        """The moments of a batch from those of its parts, which are one or more."""
+        first = parts[0]
+        assert all(part.sums.keys() == first.sums.keys() for part in parts), "ranks count different things"
+        extremes = {}
+        for name in first.extremes:
+            values = [part.extremes[name] for part in parts]
+            extremes[name] = min(values) if name.endswith("_min") else max(values)
+        return cls(sums={name: sum(part.sums[name] for part in parts) for name in first.sums}, extremes=extremes)
 
     def metrics(self) -> dict[str, float]:
-        """As documented at `correct`."""
+        """The metrics that the docstring of `correct` lists. A metric of no tokens is NaN."""
         total = self.sums
 
         def mean(name: str, count: str) -> float:
             return total[name] / total[count] if total[count] else math.nan
 
+        metrics = {metric: mean(name, count) for metric, (name, count) in _MEANS.items()}
+        for metric, value in self.extremes.items():
+            metrics[metric] = value if total["tokens"] else math.nan
         squares = total["units"] * total["weight_squares"]
-        return {
-            **{metric: mean(name, count) for metric, (name, count) in _MEANS.items()},
-            **{metric: value if total["tokens"] else math.nan for metric, value in self.extremes.items()},
-            "ess": total["weight"] ** 2 / squares if squares else math.nan,
-            "kl": -mean("difference", "tokens"),
-            "chi2": mean("ratio_squares", "tokens") - 1,
-        }
+        metrics["ess"] = total["weight"] ** 2 / squares if squares else math.nan
+        metrics["kl"] = -mean("difference", "tokens")
+        metrics["chi2"] = mean("ratio_squares", "tokens") - 1
+        return metrics
 
 
 def _min(values_N: Tensor) -> float:
@@ -258,7 +291,7 @@ def _min(values_N: Tensor) -> float:
 
 @dataclass(frozen=True)
 class Correction:
-    """Weights for the policy loss, the mask after rejection, and how far apart the policies are."""
+    """Weights for the policy loss, the mask after rejection, and metrics of the distance between the policies."""
 
     weights: Tensor
     """(B, T) float32 (float64 from float64 input), without gradient; 0 outside the response mask."""
@@ -269,8 +302,8 @@ class Correction:
 
     @cached_property
     def moments(self) -> Moments:
-        """Sums and extremes behind `metrics`; those of the parts of a batch can be added."""
-        # Not computed by `correct` itself: it waits for the device, and a training step needs it only once.
+        """The sums and extremes behind `metrics`. Moments of the parts of a batch can be added."""
+        # `correct` itself does not compute them: they wait for the device, and a training step needs them only once.
         return Moments.of(self.ratios, self.rejected)
 
     @property

@@ -6,10 +6,10 @@
     1 2 3 5            1 2 7 8             7 8     2 tokens are shared
     1 2 7 8 9          1 2 7 8 9               9   all of the sequence before
 
-This is a trie of tokens, without its nodes. The sequences are sorted by their tokens, so no earlier sequence shares more
-tokens with a sequence than its neighbour does. One number for each sequence is therefore enough: the number of tokens
-that it shares with the sequence before it. If only some of the sequences are chosen, two neighbours among them share the
-smallest of the numbers between them.
+This is a trie of tokens, without its nodes. The sequences are sorted by their tokens, so no earlier sequence shares
+more tokens with a sequence than its neighbour does. One number for each sequence is therefore enough: the number of
+tokens that it shares with the sequence before it. If only some of the sequences are chosen, two neighbours among them
+share the smallest of the numbers between them.
 
 A shared prompt is the simplest case. Other cases are a turn that continues the turn before, a system prompt of several
 groups, and two equal completions. Nobody has to tell them apart.
