@@ -16,14 +16,14 @@ from replay_client.words import counted
 from replay_trainer.correction import PRESETS, CorrectionConfig
 
 ZeroVariance = Literal["replace", "none", "dynamic"]
-"""What happens to groups that carry no gradient, because all their rewards are equal.
+"""The treatment of groups that carry no gradient, because all their rewards are equal.
 replace: groups of the replay table replace them. none: the step trains on them. dynamic: the step leaves them out and
 draws fresh groups until it has enough (DAPO, arXiv 2503.14476)."""
 OnEmpty = Literal["keep", "drop", "wait"]
-"""What happens to a zero-variance group if the pool has no replacement.
+"""The treatment of a zero-variance group if the pool has no replacement.
 keep: train on it; it adds no gradient. drop: leave it out. wait: wait for the pool to fill."""
 ReplayRollouts = Literal["all", "right"]
-"""Which rollouts of a group of the pool a step trains on.
+"""The rollouts of a group of the pool that a step trains on.
 all: every one. right: those with an advantage above 0, with all their sequences; nothing is computed for the others.
 Where a group has token_advantages, the advantages of its rollouts still decide."""
 Schedule = Literal["constant", "linear", "cosine"]
@@ -33,7 +33,7 @@ BUILT_IN_LOSSES = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "gspo")
 
 @settings()
 class LossConfig:
-    """Which loss, and its constants; `replay_trainer.losses` has the formulas.
+    """The type of the loss, and its constants; `replay_trainer.losses` has the formulas.
 
     Raises ValueError for an unknown loss type, and if the type needs a constant that is missing.
     """
@@ -73,7 +73,7 @@ class Teacher:
     """The column of extras with its log-probabilities: (T,) nats, axis "token". The process of the teacher writes it,
     by `client.extend`; nobody can train on a group without it."""
     weight: float
-    """Of log teacher - log policy in the advantage of a token; above 0."""
+    """The weight of log teacher - log policy in the advantage of a token; above 0."""
 
 
 def _correction_of(value: Any) -> Any:
@@ -121,8 +121,8 @@ class GRPOConfig(LossConfig):
     replay_timeout: Annotated[float, Field(ge=0)] | None = 300.0
     """With replay_on_empty="wait": seconds to wait for the pool; then the run ends. None: without limit."""
     zero_variance: ZeroVariance = "replace"
-    """What a step does with groups without variance: replace them from the pool, train on them (none), or leave them
-    out and draw others (dynamic). See ZeroVariance."""
+    """The treatment of groups without variance: a step replaces them from the pool, trains on them (none), or leaves
+    them out and draws others (dynamic). See ZeroVariance."""
     replay_on_empty: OnEmpty = "keep"
     """With "replace": what happens to such a group if the pool has no replacement. See OnEmpty."""
     replay_max_staleness: Whole | None = None
@@ -147,7 +147,7 @@ class GRPOConfig(LossConfig):
     are fresh; zero_variance treats those of them without variance. If the pool has fewer groups, the step is smaller.
     [admission] fresh_groups_per_step of the server counts the fresh groups alone."""
     replay_rollouts: ReplayRollouts = "all"
-    """Which rollouts of the groups of the pool are trained on: see ReplayRollouts."""
+    """The rollouts of the groups of the pool that a step trains on: see ReplayRollouts."""
     replay_start_step: Whole = 0
     """The steps up to this one take nothing from the pool. See also min_size of the table's rate limiter."""
     replay_max_drift: Annotated[float, Field(ge=0)] | None = None
@@ -164,13 +164,13 @@ class GRPOConfig(LossConfig):
     warmup_steps: Whole = 0
     """Steps in which the learning rate rises from 0."""
     weight_decay: Finite = 0.0
-    """Of AdamW."""
+    """The weight decay of AdamW."""
     adam_beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
-    """Of AdamW."""
+    """β1 of AdamW."""
     adam_beta2: Annotated[float, Field(ge=0, lt=1)] = 0.999
-    """Of AdamW."""
+    """β2 of AdamW."""
     adam_epsilon: Finite = 1e-8
-    """Of AdamW."""
+    """ε of AdamW."""
     max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
     """Gradients are scaled down to this norm; inf: no scaling."""
     num_iterations: Count = 1
@@ -202,8 +202,8 @@ class GRPOConfig(LossConfig):
     teacher_column: Annotated[str, Field(min_length=1)] = "teacher_logprobs"
     """With teacher_weight: the column of log-probabilities that a teacher brings, with the axis "token"."""
     mask_truncated_completions: bool = False
-    """Leave rollouts out of the loss that the length limit ended. A denominator that counts tokens does not count
-    theirs; one that counts rollouts still counts them, as in TRL."""
+    """Leave rollouts that the length limit ended out of the loss. A denominator that counts tokens does not count their
+    tokens. A denominator that counts rollouts still counts them, as in TRL."""
     max_token_staleness: Whole | None = None
     """The most policy versions that a token may lag behind the weights a step starts with. Older tokens are left out of
     the loss, as those of `mask_truncated_completions` are. A group without any other token counts as one without
@@ -212,8 +212,8 @@ class GRPOConfig(LossConfig):
     """Off-policy correction of fresh and replayed groups. In a file: a table, or the name of a preset."""
 
     merge_adapter: bool = False
-    """Of a peft model, publish whole weights with the adapter added to them, for engines that take no adapters. Each
-    publication then needs memory for a second copy of the model. False: publish the adapter alone."""
+    """Publish the whole weights of a peft model, with the adapter added to them, for engines that take no adapters.
+    Each publication then needs memory for a second copy of the model. False: publish the adapter alone."""
     weights_dir: FixedPath | None = None
     """Folder for the published weights, such as one in /dev/shm; None: output_dir. Generators must see this folder.
     Training checkpoints are written to output_dir as well, after the announcement: memory does not survive a reboot."""
@@ -221,10 +221,10 @@ class GRPOConfig(LossConfig):
     """delta: weights_dir gets each version in weights_dtype, and beside it what changed since the version before, for
     generators that fetch it."""
     weights_dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
-    """With delta: what engines compute in."""
+    """With delta: the dtype that engines compute in."""
     weights_url: Annotated[str, Field(pattern=r"^https?://.*[^/]$")] | None = None
-    """Where `replay weights serve` gives weights_dir to generators, such as https://trainer:7410. They then fetch the
-    weights, and need not see the folder."""
+    """The address at which `replay weights serve` serves weights_dir, such as https://trainer:7410. Generators then
+    fetch the weights there, and need not see the folder."""
     publish_in_background: bool = True
     """Write and announce a version while the next step runs. False: the next step waits. Either way the trainer keeps a
     copy of the weights in host memory, and one of the optimizer state after the first training checkpoint."""
@@ -247,11 +247,11 @@ class GRPOConfig(LossConfig):
     log_completions: bool = False
     """Write some completions of each step to completions.jsonl and, with progress, show them in a table."""
     num_completions_to_print: Count = 8
-    """How many; half of them from replayed groups, if there are any."""
+    """The number of completions to log; half of them come from replayed groups, if there are any."""
     report_to: Annotated[tuple[Reporter, ...] | None, Field(strict=False), BeforeValidator(_reporters_of)] = None
-    """Where metrics go besides metrics.jsonl: a list, or a text like "wandb", "tensorboard,wandb" or "none". None: to
-    TensorBoard if it is installed, and to Weights & Biases if it is installed and WANDB_API_KEY or WANDB_MODE is set.
-    If one of them fails, the trainer says so once and goes on."""
+    """The reporters that get metrics besides metrics.jsonl: a list, or a text like "wandb", "tensorboard,wandb" or
+    "none". None: TensorBoard if it is installed, and Weights & Biases if it is installed and WANDB_API_KEY or
+    WANDB_MODE is set. If a reporter fails, the trainer warns once and goes on."""
 
     seed: Whole = 0
     """Seed of torch's random numbers."""
@@ -281,10 +281,16 @@ class GRPOConfig(LossConfig):
                 )
 
     def described(self) -> dict[str, str]:
-        """What the trainer says of itself to the server (`describe`)."""
+        """The settings that the trainer describes itself with to the server (`describe`)."""
         names = (
-            *("rollouts_table", "replay_table", "groups_per_step", "fresh_groups_per_step", "replay_share"),
-            *("prefetch", "publish_every", "zero_variance"),
+            "rollouts_table",
+            "replay_table",
+            "groups_per_step",
+            "fresh_groups_per_step",
+            "replay_share",
+            "prefetch",
+            "publish_every",
+            "zero_variance",
         )
         own = {name: getattr(self, name) for name in names}
         if self.scale_rewards is not None:
@@ -303,8 +309,10 @@ class GRPOConfig(LossConfig):
 
     @property
     def teacher(self) -> Teacher | None:
-        """What to distil from; None: nothing."""
-        return Teacher(self.teacher_column, self.teacher_weight) if self.teacher_weight else None
+        """The teacher to distil from; None: there is none."""
+        if not self.teacher_weight:
+            return None
+        return Teacher(self.teacher_column, self.teacher_weight)
 
     def oldest_version(self, step: int) -> int | None:
         """The oldest policy version whose tokens count in this step, by `max_token_staleness`; None: each does."""

@@ -36,7 +36,7 @@ _ATTRIBUTE = "replay_loss"
 
 @dataclass(frozen=True)
 class LossInputs:
-    """What a loss function gets: the rollouts of one micro-batch, one row for each.
+    """The input of a loss function: the rollouts of one micro-batch, one row for each.
 
     Every tensor is 0 (or False) outside of `mask_BT`. The gradient flows through `logprobs_BT` alone.
     """
@@ -44,15 +44,15 @@ class LossInputs:
     logprobs_BT: Tensor
     """log-probabilities of the tokens under the policy that is trained, in nats, float32 or more."""
     old_logprobs_BT: Tensor
-    """Those under the policy before the step; under the objective "bypass" those of the rollout engine."""
+    """log-probabilities under the policy before the step; with the objective "bypass" those of the rollout engine."""
     advantages_BT: Tensor
     """The advantage of each token."""
     mask_BT: Tensor
-    """Which tokens are trained on, before the correction rejects any."""
+    """True for the tokens to train on, before the correction rejects any."""
     weights_BT: Tensor
     """The weights of the correction, 1 without one. The trainer multiplies the loss by them: the function must not."""
     correction_mask_BT: Tensor
-    """Which tokens of `mask_BT` the correction accepts. The trainer leaves the others out of the sum."""
+    """True for the tokens of `mask_BT` that the correction accepts. The trainer leaves the others out of the sum."""
     normalizer: float
     """The tokens or rollouts of the whole step, over all micro-batches and ranks, that the sum is divided by."""
     config: LossConfig
@@ -71,13 +71,13 @@ class LossInputs:
 
 @dataclass(frozen=True)
 class LossTraits:
-    """How the trainer treats a loss."""
+    """The two things that the trainer has to know of a loss."""
 
     aggregate_like: str
-    """The loss of the trainer whose sum and denominator it has: see the table of `replay_trainer.losses`."""
+    """The trainer's own loss that has the same sum and denominator: see the table of `replay_trainer.losses`."""
     reads_whole_rollouts: bool
-    """Whether the loss of a token depends on other tokens of its rollout. Where a micro-batch has only some sequences
-    of a rollout, such a loss needs one more forward pass."""
+    """True if the loss of a token depends on other tokens of its rollout. If a micro-batch has only some sequences of a
+    rollout, such a loss needs one more forward pass."""
 
 
 def loss_function(*, aggregate_like: Aggregation = "dapo", reads_whole_rollouts: bool = True) -> Callable[[F], F]:
@@ -115,7 +115,7 @@ def load_loss(loss_type: str) -> LossFunction:
 
 
 def token_losses(inputs: LossInputs, loss_type: str) -> tuple[Tensor, dict[str, Tensor]]:
-    """(B, T) what the user's function returns, checked: the loss of each token, and its metrics.
+    """The (B, T) losses of the tokens and the metrics that the user's function returns, after checks.
 
     Raises ValueError, which names the function, for an exception of it and for a result that cannot be trained on.
     """

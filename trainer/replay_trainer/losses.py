@@ -14,9 +14,9 @@ Axes: B rollouts, T tokens of the longest one. m: response mask, A: advantage, w
     a:b         what the user's function b of module a returns for a token, times w; aggregated as the function says:
                 see `replay_trainer.loss_functions`
 
-What the papers call a response or a sequence is all that the policy wrote in answer to one prompt: here a rollout. A
-rollout of several sequences is one row: `batching.Rollouts` joins the tokens that they are trained on. So it counts
-once in N, has one mean over tokens and one c, and its loss is that of a single sequence with the same tokens.
+A response or sequence of the papers is all that the policy wrote in answer to one prompt: here a rollout. A rollout of
+several sequences is one row: `batching.Rollouts` joins the tokens that they are trained on. So it counts once in N, has
+one mean over tokens and one c, and its loss is that of a single sequence with the same tokens.
 
 The normalizer N is the count that the gradient is averaged over; by default the tokens or rollouts of the call.
 A batch in micro-batches or on several ranks passes the count of the whole batch with every part: `loss_normalizer` of
@@ -24,7 +24,7 @@ the whole mask, summed over ranks. The losses and gradients of the parts then ad
 In TRL, bnpo is dapo divided by the tokens of one micro-batch on one rank. Here both take the same normalizer, so that
 the gradient does not depend on how a batch is cut: the two differ by name only.
 
-`distillation_advantages` adds what a teacher says to the advantages, before any of these losses.
+`distillation_advantages` adds the advantages of a teacher, before any of these losses.
 
 `corrected_policy_loss` joins these losses with the correction: the objective of its configuration picks the ratio.
 
@@ -54,14 +54,13 @@ def distillation_advantages(
     advantages: (B,) or (B, T). logprobs: (B, T) log π of the policy before the update, in nats; no gradient flows
     through them. teacher_logprobs: (B, T) nats, finite inside the mask.
 
-    Where π wrote the tokens, the policy gradient of these advantages is that of -weight KL(π || teacher): the mean of
+    If π wrote the tokens, the policy gradient of these advantages is that of -weight KL(π || teacher): the mean of
     log π - log teacher over the tokens of π is the reverse KL (see the module for the source). The source takes the
     sampler's log-probabilities for log π. They are the same for a fresh group. For a group of an older policy those of
     π are right: the correction weighs its tokens as if π had written them.
     """
-    advantages_BT = (advantages[:, None] if advantages.ndim == 1 else advantages).expand_as(logprobs)
     difference_BT = torch.where(mask.bool(), teacher_logprobs - logprobs.detach(), 0.0)
-    return advantages_BT + weight * difference_BT
+    return _by_token(advantages).expand_as(logprobs) + weight * difference_BT
 
 
 def loss_normalizer(mask: Tensor, loss_type: str) -> int:
@@ -103,7 +102,8 @@ def policy_loss(
 
     Raises ValueError for shapes that do not fit, and for a loss function of the user as `token_losses` does.
     """
-    config, correction = config or LossConfig(), correction or CorrectionConfig()
+    config = config or LossConfig()
+    correction = correction or CorrectionConfig()
     _check_shapes(
         logprobs,
         {"old_logprobs": old_logprobs, "mask": mask, "weights": weights, "correction_mask": correction_mask},
@@ -113,8 +113,7 @@ def policy_loss(
     # `where` instead of a product with the mask: padding may hold anything, and 0 * inf is NaN in the gradient.
     logprobs_BT = torch.where(mask_BT, at_least_float32(logprobs), 0.0)
     old_BT = torch.where(mask_BT, at_least_float32(old_logprobs.detach()), 0.0)
-    advantages_BT = (advantages[:, None] if advantages.ndim == 1 else advantages).detach().to(logprobs_BT.dtype)
-    advantages_BT = torch.where(mask_BT, advantages_BT, 0.0)
+    advantages_BT = torch.where(mask_BT, _by_token(advantages).detach().to(logprobs_BT.dtype), 0.0)
 
     log_ratio_BT = logprobs_BT - old_BT
     if config.loss_type == "gspo":
@@ -123,7 +122,10 @@ def policy_loss(
     log_ratio_BT = log_ratio_BT.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
     ratio_BT = log_ratio_BT.exp()
 
-    low_BT = high_BT = dual_BT = torch.zeros_like(mask_BT)
+    none_BT = torch.zeros_like(mask_BT)
+    low_BT = none_BT
+    high_BT = none_BT
+    dual_BT = none_BT
     own_metrics: dict[str, Tensor] = {}
     if correction.objective == "bypass_reinforce":
         loss_BT = -advantages_BT * logprobs_BT
@@ -143,7 +145,8 @@ def policy_loss(
         loss_BT = -ratio_BT.detach().clamp(max=config.clip_high) * advantages_BT * logprobs_BT
         high_BT = (ratio_BT > config.clip_high) & (advantages_BT > 0)
     else:
-        least, most = 1 - config.epsilon, 1 + config.clip_high
+        least = 1 - config.epsilon
+        most = 1 + config.clip_high
         loss_BT = -torch.minimum(ratio_BT * advantages_BT, ratio_BT.clamp(least, most) * advantages_BT)
         low_BT = (ratio_BT < least) & (advantages_BT < 0)
         high_BT = (ratio_BT > most) & (advantages_BT > 0)
@@ -222,7 +225,7 @@ def corrected_policy_loss(
         # `where` on each side: the gradient of inf - inf would be NaN.
         current_BT = torch.where(known_BT, at_least_float32(logprobs), 0.0)
         rollout_BT = torch.where(known_BT, at_least_float32(rollout_logprobs), 0.0)
-        # Not clamped: the pull is strongest on tokens that the policy has moved away from furthest.
+        # Not clamped: the pull is strongest on the tokens whose probability has changed most.
         squares_BT = (current_BT - rollout_BT).square()
         loss = loss + correction.rollout_penalty * aggregate_loss(squares_BT, mask, config, normalizer, tokens)
     return loss, metrics
@@ -282,15 +285,24 @@ def aggregate_loss(
 
 def _divisor(mask_BT: Tensor, config: LossConfig, normalizer: float | None) -> float:
     """N: the normalizer, or the count of this mask. Raises ValueError unless it is positive."""
-    divisor = max(loss_normalizer(mask_BT, config.loss_type), 1) if normalizer is None else normalizer
+    divisor = normalizer
+    if divisor is None:
+        divisor = max(loss_normalizer(mask_BT, config.loss_type), 1)
     if divisor <= 0:
         raise ValueError(f"normalizer must be positive, not {divisor}")
     return divisor
 
 
 def _inside(mask_BT: Tensor, values: Tensor | None) -> Tensor:
-    """(B, T) the values of the tokens of the mask, 0 elsewhere; 1 where there are no values."""
-    return mask_BT if values is None else torch.where(mask_BT, values.detach(), torch.zeros_like(values))
+    """(B, T) the values of the tokens of the mask, and 0 elsewhere. `values` None: each token of the mask has 1."""
+    if values is None:
+        return mask_BT
+    return torch.where(mask_BT, values.detach(), torch.zeros_like(values))
+
+
+def _by_token(advantages: Tensor) -> Tensor:
+    """(B,) advantages as (B, 1), which goes with (B, T) values; (B, T) advantages unchanged."""
+    return advantages[:, None] if advantages.ndim == 1 else advantages
 
 
 def _check_shapes(logprobs: Tensor, others: dict[str, Tensor | None], advantages: Tensor) -> None:

@@ -28,21 +28,27 @@ class Ranks:
     def __init__(self, device: str = "auto") -> None:
         """`device` as GRPOConfig has it."""
         if device == "auto":
-            device = f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if torch.cuda.is_available() else "cpu"
+            device = "cpu"
+            if torch.cuda.is_available():
+                device = f"cuda:{os.environ.get('LOCAL_RANK', '0')}"
         self.device = torch.device(device)
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
         if not distributed.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1:
-            distributed.init_process_group("cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo")
+            backend = "cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo"
+            distributed.init_process_group(backend)
             atexit.register(_leave_group)
-        self.size = distributed.get_world_size() if distributed.is_initialized() else 1
-        self.index = distributed.get_rank() if distributed.is_initialized() else 0
+        self.size = 1
+        self.index = 0
+        if distributed.is_initialized():
+            self.size = distributed.get_world_size()
+            self.index = distributed.get_rank()
         assert 0 <= self.index < self.size, (self.index, self.size)
         self._group: Any = None
 
     @property
     def is_first(self) -> bool:
-        """Whether this rank writes files and announces versions for all ranks."""
+        """True for the rank that writes files and announces versions for all ranks."""
         return self.index == 0
 
     def apart(self) -> Ranks:
@@ -75,17 +81,17 @@ class Ranks:
         return self.all(value)[0]
 
     def wait(self) -> None:
-        """Wait until every rank has called this."""
+        """Waits until every rank has called this."""
         self.all(None)
 
     def copy_from_first(self, module: nn.Module) -> None:
-        """Copy the weights of `module` from the first rank to all."""
+        """Copies the weights of `module` from the first rank to all."""
         if self.size > 1:
             for tensor in [*module.parameters(), *module.buffers()]:
                 distributed.broadcast(tensor.data, src=0, group=self._group)
 
     def sum_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Sum over the ranks the gradients of parameters that every rank holds in full."""
+        """Sums over the ranks the gradients of parameters that every rank holds in full."""
         if self.size == 1:
             return
         pending = []
@@ -110,20 +116,20 @@ class RankFlag:
         self._store = distributed.distributed_c10d._get_default_store() if ranks.size > 1 else None
 
     def set(self) -> None:
-        """Any thread may call it."""
+        """Sets the flag for all ranks. Any thread may call it."""
         if not self._is_set and self._store is not None:
             self._store.set(self._name, "1")
         self._is_set = True
 
     def is_set(self) -> bool:
-        """Whether any rank has set it. Any thread may call it."""
+        """True if any rank has set the flag. Any thread may call it."""
         if not self._is_set and self._store is not None:
             self._is_set = bool(self._store.check([self._name]))
         return self._is_set
 
 
 def partition(module: nn.Module, layer_names: Iterable[str], device: torch.device, bf16: bool) -> None:
-    """Partition the parameters of `module` over the ranks: a unit for each layer of these classes, one for the rest.
+    """Partitions the parameters of `module` over the ranks: a unit for each layer of these classes, one for the rest.
 
     Gradients come out averaged over the ranks. `bf16`: compute in bfloat16, reduce in float32.
     """
@@ -137,7 +143,8 @@ def partition(module: nn.Module, layer_names: Iterable[str], device: torch.devic
             param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False
         )
     names = set(layer_names)
-    for layer in [each for each in module.modules() if type(each).__name__ in names]:
+    layers = [layer for layer in module.modules() if type(layer).__name__ in names]
+    for layer in layers:
         fully_shard(layer, **options)
     fully_shard(module, **options)
 
@@ -150,9 +157,9 @@ def gather_full(tensor: Tensor) -> Tensor:
 def _leave_group() -> None:
     """Leaves the process group at the end of the process.
 
-    A thread of gloo frees the tensors of the last exchange, and needs Python's lock for it. Where Python is shutting
-    down by then, torch ends the process with SIGABRT. The threads of a group that `fully_shard` uses live on after
-    the group was left, so this waits a moment for them.
+    A thread of gloo frees the tensors of the last exchange, and needs Python's lock for it. If Python is shutting down
+    by then, torch ends the process with SIGABRT. The threads of a group that `fully_shard` uses live on after the group
+    was left, so this waits a moment for them.
     """
     if distributed.is_initialized():
         distributed.destroy_process_group()

@@ -53,13 +53,16 @@ def without_stale_tokens(group: RolloutGroup, oldest_version: int | None) -> Rol
 
 
 def is_stale(group: RolloutGroup, oldest_version: int | None) -> bool:
-    """Whether the group has tokens to train on, and each of them is stale."""
-    return bool(group.trained_mask.any()) and not without_stale_tokens(group, oldest_version).trained_mask.any()
+    """True if the group has tokens to train on, and each of them is stale."""
+    if not group.trained_mask.any():
+        return False
+    return not without_stale_tokens(group, oldest_version).trained_mask.any()
 
 
 def count_stale(groups: Iterable[RolloutGroup], oldest_version: int | None) -> tuple[int, int]:
-    """How many tokens of the groups are left out as stale, and how many rollouts lose their last token by that."""
-    tokens = rollouts = 0
+    """(tokens, rollouts): the stale tokens that are left out, and the rollouts that have no token left then."""
+    tokens = 0
+    rollouts = 0
     for group in groups:
         live = without_stale_tokens(group, oldest_version)
         if live is group:
@@ -68,5 +71,6 @@ def count_stale(groups: Iterable[RolloutGroup], oldest_version: int | None) -> t
         after_T = live.trained_mask
         tokens += int(before_T.sum()) - int(after_T.sum())
         for span in group.rollout_spans():
-            rollouts += bool(before_T[span].any() and not after_T[span].any())
+            if before_T[span].any() and not after_T[span].any():
+                rollouts += 1
     return tokens, rollouts

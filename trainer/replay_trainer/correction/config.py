@@ -22,7 +22,7 @@ bypass_reinforce: -E[sg(w) A log θ], w from θ/b. No clipping."""
 LOG_RATIO_LIMIT = 20.0
 """Bound of the log-ratio of one token, in nats."""
 Change = Annotated[float, Field(gt=0, lt=1)]
-"""Of a probability."""
+"""A bound on a difference of probabilities."""
 
 
 @settings()
@@ -63,17 +63,17 @@ def _rejections_of(value: Any) -> Any:
 
 @settings()
 class CorrectionConfig:
-    """How `correct` computes weights, and which tokens it removes. PRESETS holds the settings of other projects.
+    """The settings of `correct`: its weights, and the tokens that it removes. PRESETS holds those of other projects.
 
     Set clip_min = clip_max = 1 to switch the weights off: every weight is then 1, and the metrics stay.
     Raises ValueError for an unknown name, and for bounds without effect or out of range.
     """
 
     level: Level = "token"
-    """What one ratio covers: a token, or a sequence by the product or the geometric mean of its tokens' ratios. A
+    """The span of one ratio: a token, or a sequence by the product or the geometric mean of its tokens' ratios. A
     sequence is a whole rollout here, whatever its `sequence_counts`."""
     action: Action = "truncate"
-    """What happens to a ratio outside the bounds."""
+    """The treatment of a ratio outside the bounds."""
     clip_min: Finite | None = None
     """Lower bound of the ratio; None: no bound."""
     clip_max: Finite | None = 2.0
@@ -82,7 +82,7 @@ class CorrectionConfig:
     """Divide by the mean weight: over the tokens, or over the sequences where one ratio covers a sequence. A mean of at
     most 1e-8 is not divided by, as in verl."""
     rejection: Annotated[Rejection | tuple[Rejection, ...] | None, BeforeValidator(_rejections_of)] = None
-    """Which tokens or sequences leave the loss. Each of several rejections removes its own. None: no rejection."""
+    """The rules that remove tokens or sequences from the loss, each by itself. None: no rejection."""
     veto: Annotated[float, Field(gt=math.exp(-LOG_RATIO_LIMIT), lt=1)] | None = None
     """A token with a ratio below this (such as 1e-4) rejects its whole sequence; None: no veto."""
     off_policy_mask_threshold: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
@@ -97,7 +97,7 @@ class CorrectionConfig:
     """τ: adds τ (log θ - log b)² to the loss of every token, rejected or not, so that θ stays near b (prime-rl:
     kl_tau = 1e-3); 0: off."""
     objective: Objective = "decoupled"
-    """Which policies the loss compares."""
+    """The policies that the loss compares."""
 
     def __post_init__(self) -> None:
         _check_bounds("clip_min", self.clip_min, "clip_max", self.clip_max)
@@ -113,12 +113,12 @@ class CorrectionConfig:
 
     @property
     def has_weights(self) -> bool:
-        """Whether the weights depend on the ratios; bounds of one value give all tokens that weight, on purpose."""
+        """True if the weights depend on the ratios. Two equal bounds give all tokens that weight, on purpose."""
         return self.clip_min is None or self.clip_min != self.clip_max
 
     @property
     def judges_rollouts(self) -> bool:
-        """Whether the weight of a token, or whether it is rejected, depends on the other tokens of its rollout."""
+        """True if the weight or the rejection of a token depends on the other tokens of its rollout."""
         return (
             self.level != "token"
             or any(rejection.aggregate != "token" for rejection in self.rejections)
@@ -128,7 +128,7 @@ class CorrectionConfig:
 
     @property
     def needs_advantages(self) -> bool:
-        """Whether a mask depends on the sign of the advantage."""
+        """True if a mask depends on the sign of the advantage."""
         bounds = (self.off_policy_mask_threshold, self.dppo_mask_low, self.dppo_mask_high)
         return any(bound is not None for bound in bounds)
 
