@@ -31,9 +31,9 @@ SCORER = "scorer"
 STAGE = "stage"
 TEACHER = "teacher"
 _DESCRIBED_PARTS = (TRAINER, GENERATOR, SCORER, STAGE)
-"""The parts that clients describe themselves as."""
+"""The parts that a client can describe as its own."""
 _JUST_STARTED = 1.0
-"""The server gives an event that has not happened since its start an age of about its uptime, within these seconds."""
+"""Seconds. If an event has not happened since the start of the server, its age is the uptime, within these seconds."""
 _OTHERS = {TRAINER: "generators", GENERATOR: "trainer"}
 _DOING = {TRAINER: "sampled", GENERATOR: "inserted"}
 _AGAIN = "see why it ended, and start it again; a program that ends on purpose says so with client.leave()"
@@ -135,9 +135,7 @@ def supply_of(info: ServerInfo) -> Part:
     """The generators of a run, or in their place scorers and stages that have groups to pass on."""
     passing = [client for client in info.clients if parts_of(client) & {SCORER, STAGE}]
     for client in passing:
-        source = read_described(client.settings).get("source_table")
-        table = info.tables.get(source) if isinstance(source, str) else None
-        if info.is_connected(client) and (table is None or table.size or table.reserved):
+        if info.is_connected(client) and _may_have_groups(client, info):
             return Part(role=GENERATOR, state=State.CONNECTED, age=client.age, name=client.name)
     filled_by_passing = _filled_by(passing, info)
     tables = [table for table in _fed_directly(info) if table.name not in filled_by_passing]
@@ -145,6 +143,13 @@ def supply_of(info: ServerInfo) -> Part:
     if info.admission is not None and info.admission.acquiring.count:
         ages.append(0.0)
     return _part(info, GENERATOR, _playing(info, GENERATOR), ages)
+
+
+def _may_have_groups(client: ClientInfo, info: ServerInfo) -> bool:
+    """True if a scorer or stage has groups to pass on, or if its source table is unknown."""
+    source = read_described(client.settings).get("source_table")
+    table = info.tables.get(source) if isinstance(source, str) else None
+    return table is None or table.size > 0 or table.reserved > 0
 
 
 def scorers_of(info: ServerInfo) -> dict[str, Part]:

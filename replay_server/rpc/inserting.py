@@ -434,27 +434,13 @@ def payloads_of_rows(chunks: Sequence[bytes | memoryview], sizes: list[int]) -> 
 def batches_of(request: pb.InsertRequest, sizes: list[int], payloads: list[Payload]) -> Iterator[InsertBatch]:
     """The new items of a message, in order. Consecutive rows that go to the same tables are one batch."""
     rows = len(sizes)
-    priorities: dict[str, FloatArray] = {}  # of all rows, also of those that do not go to the table
-    rows_of_tables: dict[str, list[int]] = {}  # only of tables for which the message names rows
+    priorities: dict[str, FloatArray] = {}
+    rows_of_tables: dict[str, list[int]] = {}
     for target in request.targets[:]:
-        table = target.table
-        chosen = target.rows[:]
-        numbers = target.priorities[:]
-        if table in priorities:
-            raise invalid(f"table {table[:100]!r} is a target twice")
-        if chosen and max(len(chosen), max(chosen) + 1) > rows:
-            raise invalid(
-                f"{len(chosen)} rows of table {table[:100]!r}, up to row {max(chosen)}, in a message of {rows} items"
-            )
-        n = len(chosen) or rows
-        if numbers and len(numbers) != n:
-            raise invalid(f"{counted(len(numbers), 'priority')} for {counted(n, 'item')} of table {table[:100]!r}")
-        if chosen:
-            rows_of_tables[table] = chosen
-            priorities[table] = np.ones(rows)
-            priorities[table][chosen] = numbers or 1.0
-        else:
-            priorities[table] = np.array(numbers or [1.0] * rows)
+        if target.table in priorities:
+            raise invalid(f"table {target.table[:100]!r} is a target twice")
+        priorities[target.table] = _priorities_in(target, rows)
+        rows_of_tables[target.table] = target.rows[:]
     batch = InsertBatch(
         keys=request.keys[:],
         priorities=priorities,
@@ -468,23 +454,50 @@ def batches_of(request: pb.InsertRequest, sizes: list[int], payloads: list[Paylo
         completion_tokens=request.lengths.tokens[:],
         closes=tuple(dict.fromkeys(request.closes[:])),
     )
-    if not rows_of_tables:
+    if any(rows_of_tables.values()):
+        yield from _divided_by_tables(batch, rows_of_tables)
+    else:
         yield batch
-        return
-    # goes_TR[t, r]: True if row r goes to the t-th table.
-    goes_TR = np.ones((len(priorities), rows), dtype=np.bool_)
-    for goes_R, table in zip(goes_TR, priorities, strict=True):
-        if table in rows_of_tables:
-            goes_R[:] = False
-            goes_R[rows_of_tables[table]] = True
+
+
+def _priorities_in(target: pb.InsertTarget, rows: int) -> FloatArray:
+    """The priorities (rows,) of the rows of a message in one table. Rows that do not go to the table have 1.
+
+    Raises Refused.
+    """
+    table = target.table
+    chosen = target.rows[:]  # empty: all rows
+    numbers = target.priorities[:]  # empty: 1 each
+    if chosen and max(len(chosen), max(chosen) + 1) > rows:
+        raise invalid(
+            f"{len(chosen)} rows of table {table[:100]!r}, up to row {max(chosen)}, in a message of {rows} items"
+        )
+    n = len(chosen) or rows
+    if numbers and len(numbers) != n:
+        raise invalid(f"{counted(len(numbers), 'priority')} for {counted(n, 'item')} of table {table[:100]!r}")
+    if numbers and not chosen:
+        return np.array(numbers)
+    priorities = np.ones(rows)
+    if numbers:
+        priorities[chosen] = numbers
+    return priorities
+
+
+def _divided_by_tables(batch: InsertBatch, rows_of_tables: dict[str, list[int]]) -> Iterator[InsertBatch]:
+    """Divides a batch, so that all rows of a part go to the same tables.
+
+    `rows_of_tables` has the rows that go to each table; an empty list stands for all rows.
+    """
+    # goes_TR[t, r] is True if row r goes to the t-th table.
+    goes_TR = np.zeros((len(rows_of_tables), len(batch)), dtype=np.bool_)
+    for goes_R, rows in zip(goes_TR, rows_of_tables.values(), strict=True):
+        goes_R[rows or slice(None)] = True
     differs_from_next = (goes_TR[:, 1:] != goes_TR[:, :-1]).any(axis=0)
     cuts = (np.flatnonzero(differs_from_next) + 1).tolist()
-    for start, stop in pairwise([0, *cuts, rows]):
+    for start, stop in pairwise([0, *cuts, len(batch)]):
         part = batch[start:stop]
-        goes_to = goes_TR[:, start].tolist()
-        part.priorities = {
-            table: values for (table, values), goes in zip(part.priorities.items(), goes_to, strict=True) if goes
-        }
+        tables = [table for table, goes in zip(rows_of_tables, goes_TR[:, start], strict=True) if goes]
+        part.priorities = {table: part.priorities[table] for table in tables}
         yield part
 
 

@@ -536,6 +536,7 @@ class DrawResponder:
         self._work.set()
 
     def _responses_of(self, draw: OpenDraw) -> Iterator[Response]:
+        """The messages of a draw that is ready, or one message with its error. A lease begins after them."""
         if draw.ended:
             return
         try:

@@ -305,12 +305,14 @@ class LmdbStorage(LmdbFile):
     # ------------------------------------------------------------------------------------------------ payloads
 
     def put(self, keys: Sequence[int], payloads: Sequence[Payload]) -> None:
-        parts = [Part(0, payload, True) for payload in payloads]
+        parts = [Part(start=0, pieces=payload, is_new=True) for payload in payloads]
         self._next.parts.update(zip(keys, parts, strict=True))
         self._next.nbytes += sum(part.size for part in parts)
 
     def extend(self, key: int, size: int, segment: Payload) -> None:
-        part = self._next.parts.get(key, Part(size, (), False))
+        part = self._next.parts.get(key)
+        if part is None:
+            part = Part(start=size, pieces=(), is_new=False)
         self._next.parts[key] = part.extended(segment)
         self._next.nbytes += sum(map(len, segment))
 

@@ -51,7 +51,8 @@ ITEMS_PER_SLICE = 1024
 _NO_OWNERS = np.zeros(0, np.int64)
 _NO_ROWS = np.zeros(0, ROW)
 _ONCE = (SCOPE, LEASE)
-"""The names of state records that a Delta contains only if they have changed. A Delta compares all other records."""
+"""The first bytes of the names of state records whose changes the buffer reports. The collector finds the changes of
+all other state records itself: it compares them with the records last written."""
 
 
 class ChangeCollector:
@@ -84,14 +85,10 @@ class ChangeCollector:
         for name, record in state.state_records.items():
             if not name.startswith((*_ONCE, REMEMBERED)):
                 self._written[name] = record
-        used_names = state.values.keys() | state.damaged
-        used_numbers = [int(name.rpartition(b"/")[2]) for name in used_names if name.startswith((SCOPE, REMEMBERED))]
-        self._numbers = count(max(used_numbers, default=0) + 1)
+        self._numbers = count(_first_free_number(state))
         """The numbers for new records of scopes and remembered ids."""
-        known_tables = {name: number for number, name in state.tables.items()}
-        first_free = max(state.tables, default=0) + 1
-        self._tables = {name: known_tables.get(name, first_free + index) for index, name in enumerate(buffer.tables)}
-        """The numbers of the tables in the records of rows."""
+        self._tables = _numbers_of_tables(buffer, state)
+        """The numbers of the tables in the records of rows, by name."""
         self.changed(state.skipped)
 
     # ------------------------------------------------------------------------------------------------ watching
@@ -320,6 +317,24 @@ class ChangeCollector:
             record = SCOPE + NUMBER % next(self._numbers)
             self._scopes[name, scope] = record
             yield record, pack([name, scope, np.array(sorted(keys_given_out), dtype="<u8").tobytes()])
+
+
+def _first_free_number(state: State) -> int:
+    """The number after those of all scopes and remembered ids that have a record."""
+    names = state.values.keys() | state.damaged
+    highest = 0
+    for name in names:
+        if name.startswith((SCOPE, REMEMBERED)):
+            _, _, number = name.rpartition(b"/")
+            highest = max(highest, int(number))
+    return highest + 1
+
+
+def _numbers_of_tables(buffer: ReplayBuffer, state: State) -> dict[str, int]:
+    """A number for each table of the buffer: the recorded number or, for a new table, a free one."""
+    recorded = {name: number for number, name in state.tables.items()}
+    first_free = max(state.tables, default=0) + 1
+    return {name: recorded.get(name, first_free + index) for index, name in enumerate(buffer.tables)}
 
 
 def rows_in_table(buffer: ReplayBuffer, table: Table, keys: KeyArray) -> tuple[IntArray, npt.NDArray[np.void]]:
