@@ -62,7 +62,7 @@ class Settings:
     """The options of `replay dashboard`."""
 
     access: dict[str, Any] = field(default_factory=dict)
-    """How to reach the server: arguments of AsyncReplayClient.from_env."""
+    """The arguments of AsyncReplayClient.from_env, with which to reach the server."""
     tokenizer: Path | None = None
     runs: Path | None = None
     token: str | None = None
@@ -215,7 +215,7 @@ class Dashboard:
         return await asyncio.to_thread(self.runs.document, request.query_params.getlist("run"))
 
     async def solve_rates(self, request: Request) -> Any:
-        """How often each prompt was solved."""
+        """The solve rate of each prompt."""
         params = request.query_params
         limit = min(MOST_ROWS, int(params.get("limit", 100)))
         descending = params.get("descending") == "1"

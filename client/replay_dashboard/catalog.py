@@ -77,7 +77,7 @@ class Snapshot:
         return kinds, numbers
 
     def have_tags(self, tags: Sequence[str]) -> npt.NDArray[np.bool_]:
-        """Which items have all these tags (N,), each given as NAME=VALUE. "NAME=" is for items without the tag."""
+        """True for each item (N,) that has all these tags, written as NAME=VALUE. "NAME=" means without the tag."""
         if not tags:
             return np.ones(len(self.keys), dtype=np.bool_)
         kinds, numbers = self._tagged
@@ -103,14 +103,14 @@ class Snapshot:
         return rows
 
     def prompts(self, facts: FactsStore) -> tuple[str, dict[str, dict[str, float]]] | None:
-        """How far prompts are loaded into the table, and what the table says of each prompt.
+        """The progress of loading prompts into the table, and the facts of each prompt in it.
 
-        The first is what its newest cursor says; it is empty while a generator has drawn the cursor. The second has, by
-        the name of each prompt, the times that it was drawn before, and its priority. None: no prompt is known to be in
-        the table.
+        The first result is the text of the newest cursor. It is empty while a generator has drawn the cursor. The
+        second has, by the name of each prompt, how many times it was drawn before, and its priority. None: no prompt is
+        known to be in the table.
 
-        Generators draw their prompts from such a table. Its cursor has a tag, which every list has. Which items are
-        prompts, and what they are called, is known when their payloads were read.
+        Generators draw their prompts from such a table. Its cursor has a tag, which is in every list of items. The
+        prompts and their names are known only after their payloads were read.
         """
         loaded = self._loaded()
         prompts: dict[str, dict[str, float]] = {}
@@ -155,7 +155,7 @@ def _has_tag(tags: frozenset[str], wanted: str) -> bool:
 
 
 class Catalog:
-    """What is in the tables: a snapshot of each, and the facts of every group read so far."""
+    """The contents of the tables: a snapshot of each, and the facts of every group read so far."""
 
     def __init__(self, client: AsyncReplayClient, budget: Budget, text: TokenText, prompts: PromptLog) -> None:
         self.snapshots: dict[str, Snapshot] = {}

@@ -1,11 +1,11 @@
-"""Finds what is wrong with a server, or soon will be, and names the remedy.
+"""Finds the present and coming problems of a server, and names their remedies.
 
-diagnosis.toml is the table of all rules: what each says, and the remedy. Here is when: pure functions of one
-`ServerInfo`. `replay doctor` prints their findings, and any other client may. The cost is linear in the number of
-tables.
+diagnosis.toml is the table of all rules, with the sentences and the remedy of each. This module decides which rules
+apply, by pure functions of one `ServerInfo`. `replay doctor` prints the findings, and so may any other client. The cost
+is linear in the number of tables.
 
-A finding is a warning when a person should look, and a failure when the run loses data or cannot go on. What a person
-does on purpose, such as ending a part of the run, is neither. The first remedy never weakens a bound.
+A finding is a warning when a person should look, and a failure when the run loses data or cannot go on. An action that
+a person takes on purpose, such as ending a part of the run, is neither. The first remedy never weakens a bound.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ MUCH_STALE = 0.1
 MOST_STALE = 0.5
 """The same share: a failure from here on."""
 LEAST_GENERATED = 8
-"""Groups of one value of a tag: of fewer nobody says that they starve."""
+"""The least number of groups that a value of a tag must have to be reported as starving."""
 MUCH_LOST = 0.1
 """Share of the inserts that were evicted before anybody sampled them: a warning from here on."""
 NEARLY_FULL = 0.9
@@ -65,13 +65,14 @@ REFUSED = {
     "429": "too many at once",
     "500": "the generator failed",
 }
-"""The address of the sessions refuses a request with one of these statuses, for this reason."""
+"""The statuses with which the address of the sessions refuses a request, and the reason for each."""
 RECENT = 900.0
-"""Seconds for which one of several that is gone is named. Its place may have been taken under another name."""
+"""Seconds for which a client that is gone is reported while others of its part are connected. After that another client
+may have replaced it under another name."""
 
 
 class Level(StrEnum):
-    """How bad a finding is."""
+    """The severity of a finding."""
 
     OK = "ok"
     """Nothing is wrong."""
@@ -86,25 +87,24 @@ class Finding:
     """The result of one check."""
 
     check: str
-    """What was checked: a table's name, or a word such as `memory`."""
+    """The subject of the check: the name of a table, or a word such as `memory`."""
     level: Level
     message: str
     remedy: str = ""
-    """What to do about it; empty where nothing is wrong."""
+    """The remedy in words; empty if nothing is wrong."""
     headline: str = ""
-    """Why the run does not go on, in a few words; empty: it goes on all the same."""
+    """The reason why the run does not go on, in a few words; empty if the run goes on all the same."""
     stops: str = ""
     """One of STOPS, if there is a headline."""
     rule: str = ""
-    """Its name in RULES; empty where nothing is wrong."""
+    """The name of the rule in RULES; empty if nothing is wrong."""
 
 
 STOPS = ("blocked", "gone", "idle")
-"""A run stops because requests wait in vain, because a part is not connected, or because nobody wants anything. The
-verdict names the first of these that holds."""
+"""The reasons why a run stops: requests wait in vain, a part is not connected, or nobody uses the tables. The verdict
+names the first of these that holds."""
 RULES: Mapping[str, Mapping[str, str]] = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
-"""`level`, `sentence`, `remedy`, and perhaps `headline` and `stops` of each rule, in which names of facts stand in
-braces."""
+"""Of each rule `level`, `sentence`, `remedy`, and perhaps `headline` and `stops`. Names of facts stand in braces."""
 
 
 def found(rule: str, check: str, level: Level | None = None, **facts: Any) -> Finding:
@@ -122,16 +122,17 @@ def found(rule: str, check: str, level: Level | None = None, **facts: Any) -> Fi
 
 
 def _ok(check: str, message: str) -> Finding:
+    """The finding that nothing is wrong."""
     return Finding(check, Level.OK, message)
 
 
 def diagnose(
     info: ServerInfo, client_version: str, now: float, max_staleness: float | None = None
 ) -> Iterator[Finding]:
-    """Yields the findings about the server, then those about each table; `info` must hold all tables.
+    """Yields the findings about the server, and then those about each table. `info` must hold all tables.
 
     `client_version` is the version of the caller's package, `now` the caller's clock in seconds since the epoch.
-    `max_staleness`: how many policy versions old fresh groups may be in the mean; None: as their table says.
+    `max_staleness` is the largest mean age of fresh groups, in policy versions; None: the bound of their table.
     """
     yield from _shards(info)
     yield _version(info, client_version)
@@ -143,29 +144,32 @@ def diagnose(
     yield from _roles(info, tables)
     yield from _permits(info)
     yield from _batches(info)
-    yield from _kept(info)
+    yield from _sampling_masks(info)
     yield from _one_reward(info)
     yield from _failures(info)
     yield from _cut_early(info)
     yield from _refused_agents(info)
     fed = info.uptime > YOUNG or any(table.inserts for table in info.tables.values())
     for table in tables:
-        troubles = list(_table_findings(info, table, fed))
+        problems = list(_table_findings(info, table, fed))
         yield from _age_of_draws(info, table, max_staleness)
-        ok = _ok(table.name, f"{counted(table.info.size, 'item')}, {table.info.inserts_per_second:.1f} in/s")
-        yield from troubles or [ok]
+        if problems:
+            yield from problems
+        else:
+            size = counted(table.info.size, "item")
+            yield _ok(table.name, f"{size}, {table.info.inserts_per_second:.1f} in/s")
 
 
 @dataclass
 class _Table:
-    """A table with what the rules derive from its configuration and its neighbours."""
+    """A table, with the facts that the rules derive from its configuration and its neighbours."""
 
     info: TableInfo
     config: dict[str, Any]
     feeders: list[TableInfo] = field(default_factory=list)
-    """The tables that forward to this one."""
+    """The tables that forward to this table."""
     copied: str | None = None
-    """The table that copies its items to this one."""
+    """The table that copies its items to this table."""
 
     @property
     def name(self) -> str:
@@ -173,24 +177,25 @@ class _Table:
 
     @property
     def forwarded_in(self) -> int:
-        """Items that came out of a feeder: each was sampled there, so each was used at least once."""
+        """Items that feeders forwarded. Each was sampled there, so each was used at least once."""
         return sum(feeder.forwarded for feeder in self.feeders)
 
     @property
     def direct_inserts(self) -> int:
-        """Items that a client inserted into this table itself."""
+        """Items that clients inserted directly into this table."""
         return max(0, self.info.inserts - self.forwarded_in)
 
 
 def _tables(info: ServerInfo) -> list[_Table]:
-    """All tables; each configuration is parsed once."""
+    """All tables. This parses each configuration once."""
     tables = [_Table(table, json.loads(table.config)) for table in info.tables.values()]
     feeders = defaultdict(list)
     for table in tables:
         feeders[table.config["forward_to"]].append(table.info)
     copied = {table.config["copy_to"]: table.name for table in tables}
     for table in tables:
-        table.feeders, table.copied = feeders[table.name], copied.get(table.name)
+        table.feeders = feeders[table.name]
+        table.copied = copied.get(table.name)
     return tables
 
 
@@ -213,19 +218,22 @@ def _clock(info: ServerInfo, now: float) -> Finding:
 
 def _memory(info: ServerInfo, tables: Sequence[_Table]) -> Iterator[Finding]:
     held = f"{byte_size(info.bytes)} in {counted(info.items, 'item')}"
-    if retained := sum(table.info.retained_bytes for table in tables):
+    retained = sum(table.info.retained_bytes for table in tables)
+    if retained:
         held += f", {byte_size(retained)} of them retained for a rollback"
-    if lost := sum(table.info.retained_discarded for table in tables):
-        yield found("retained-discarded", "memory", items=counted(lost, "item"))
+    discarded = sum(table.info.retained_discarded for table in tables)
+    if discarded:
+        yield found("retained-discarded", "memory", items=counted(discarded, "item"))
     unbounded = [table.name for table in tables if table.config["max_bytes"] is None]
     if not info.max_bytes and unbounded and info.bytes >= MUCH_BYTES:
         yield found("memory-unbounded", "memory", held=held, tables=listed(unbounded))
     elif info.max_bytes and info.bytes > NEARLY_FULL * info.max_bytes:
-        share, bound = info.bytes / info.max_bytes, byte_size(info.max_bytes)
+        share = info.bytes / info.max_bytes
+        bound = byte_size(info.max_bytes)
         yield found("memory-nearly-full", "memory", held=held, share=share, bound=bound)
     else:
         yield _ok("memory", held)
-    for check, server in _each(info, "memory"):
+    for check, server in _checks_of_servers(info, "memory"):
         room = server.max_bytes - server.bytes if server.max_bytes else 0
         if server.memory_available and server.memory_available < max(room, FEW_BYTES):
             growth = f", and its tables may grow by {byte_size(room)}" if room else ""
@@ -239,7 +247,7 @@ def _disk(info: ServerInfo) -> Iterator[Finding]:
         yield found("fell-back", "disk", reason=info.fell_back)
     if info.damaged:
         yield found("disk-damaged", "disk", items=counted(info.damaged, "item"))
-    for check, server in _each(info, "disk"):
+    for check, server in _checks_of_servers(info, "disk"):
         left = byte_size(server.disk_available)
         if server.disk_available and server.disk_available < max(server.bytes, FEW_BYTES):
             yield found("disk-nearly-full", check, left=left, held=byte_size(server.bytes))
@@ -247,8 +255,8 @@ def _disk(info: ServerInfo) -> Iterator[Finding]:
             yield _ok(check, f"{left} left on the disk of data_dir")
 
 
-def _each(info: ServerInfo, check: str) -> list[tuple[str, ServerInfo]]:
-    """Each server that answers, and what to call a check of it: one has to live with what its own machine has left."""
+def _checks_of_servers(info: ServerInfo, check: str) -> list[tuple[str, ServerInfo]]:
+    """Each server that answers, with the name of a check of its own machine."""
     shards = [(f"{check} of {name}", shard) for name, shard in shards_of(info) if shard is not None]
     return shards or [(check, info)]
 
@@ -259,35 +267,37 @@ def _policy(info: ServerInfo) -> Finding:
     sampled = any(table.samples for table in info.tables.values() if table.name not in permit_tables)
     if info.policy.version == 0 and not info.policy.weights and sampled:
         return found("no-version", "policy")
-    usual = f"; usually every {duration(info.policy.interval)}" if info.policy.interval else ""
-    return _ok("policy", f"version {info.policy.version}, set {duration(info.policy.age)} ago{usual}")
+    message = f"version {info.policy.version}, set {duration(info.policy.age)} ago"
+    if info.policy.interval:
+        message += f"; usually every {duration(info.policy.interval)}"
+    return _ok("policy", message)
 
 
 def _shards(info: ServerInfo) -> Iterator[Finding]:
-    """The servers of several that do not answer."""
+    """The servers that do not answer, if there are several."""
     for name, shard in shards_of(info):
         if shard is None:
             yield found("shard-away", f"shard {name}")
 
 
 def _roles(info: ServerInfo, tables: Sequence[_Table]) -> Iterator[Finding]:
-    """Which part of the run is gone, has ended or was never there; otherwise who is connected."""
+    """The parts of the run that are overdue, gone, ended or were never connected; otherwise the connected clients."""
     if info.overdue:
         for overdue in info.overdue:
-            yield found("client-overdue", overdue.role, reason=overdue.reason, who=_silent(info))
+            yield found("client-overdue", overdue.role, reason=overdue.reason, who=_overdue_headline(info))
         return
     trainer = trainer_of(info)
     supply = supply_of(info)
-    there = [f"{client.name} ({client.role or 'client'})" for client in info.clients if client.open]
+    connected = [f"{client.name} ({client.role or 'client'})" for client in info.clients if client.open]
     if trainer.is_connected and supply.is_connected:
-        if there:
-            yield _ok("clients", listed(there))
+        if connected:
+            yield _ok("clients", listed(connected))
     elif trainer.is_connected:
-        yield _missing(info, supply, "clients", _left(info, tables))
+        yield _missing(info, supply, "clients", _groups_left(info, tables))
     elif supply.is_connected:
         yield _missing(info, trainer, "clients")
     else:
-        yield _nobody(trainer, supply, there)
+        yield _nobody(trainer, supply, connected)
     for name, scorers in scorers_of(info).items():
         if not scorers.is_connected:
             groups = counted(info.tables[name].size, "group")
@@ -301,67 +311,73 @@ def _roles(info: ServerInfo, tables: Sequence[_Table]) -> Iterator[Finding]:
 
 
 def _one_gone(info: ServerInfo) -> Iterator[Finding]:
-    """Clients that went without a word, while others of the same part are there."""
-    there: dict[str, list[str]] = defaultdict(list)
+    """Clients that went without saying so, while others of the same part are connected."""
+    connected: dict[str, list[str]] = defaultdict(list)
     gone = []
     for client in info.clients:
         part = read_described(client.settings).get("part")
-        if not isinstance(part, str):  # who does not say it comes and goes
+        if not isinstance(part, str):  # a client that does not describe its part may come and go
             continue
         if client.open:
-            there[part].append(client.name)
+            connected[part].append(client.name)
         elif not client.ended and info.long_wait <= client.age < RECENT:
             gone.append((part, client))
     for part, client in gone:
-        if part in there:
-            others = listed(there[part])
+        if part in connected:
+            others = listed(connected[part])
             age = duration(client.age)
             yield found("one-gone", "clients", part=part, client=client.name, age=age, others=others)
 
 
-def _silent(info: ServerInfo) -> str:
+def _overdue_headline(info: ServerInfo) -> str:
     """The headline for the parts that are overdue."""
     roles = sorted({overdue.role for overdue in info.overdue}, reverse=True)
-    connected = any(client.open for role in roles for client in info.clients_of(role))
-    one = {"trainer": "The trainer is", "generator": "The generators are"}[roles[0]]
-    who = one if len(roles) == 1 else "Trainer and generators are"
-    return f"{who} {'silent' if connected else 'gone'}"
+    clients = [client for role in roles for client in info.clients_of(role)]
+    state = "silent" if any(client.open for client in clients) else "gone"
+    if len(roles) > 1:
+        return f"Trainer and generators are {state}"
+    subject = {"trainer": "The trainer is", "generator": "The generators are"}[roles[0]]
+    return f"{subject} {state}"
 
 
-def _missing(info: ServerInfo, part: Part, check: str, left: str = "") -> Finding:
-    """The finding about a part that the run lacks. `left`: what remains without it."""
-    # Parts load their models, and after a start of the server all connect anew.
+def _missing(info: ServerInfo, part: Part, check: str, groups_left: str = "") -> Finding:
+    """The finding about a part that the run lacks. `groups_left`: the groups that the run can still use, in words."""
+    # Parts load their models, and after a start of the server all clients connect again.
     young = info.uptime <= YOUNG and not part.is_known_to_be_gone
     level = Level.OK if young else None
-    return found("part-missing", check, level, why=part.why + left, what=part.remedy, who=part.headline)
+    return found("part-missing", check, level, why=part.why + groups_left, what=part.remedy, who=part.headline)
 
 
-def _nobody(trainer: Part, supply: Part, there: Sequence[str]) -> Finding:
-    """The finding about a server at which nobody trains, and nobody generates. `there`: who is connected."""
+def _nobody(trainer: Part, supply: Part, connected: Sequence[str]) -> Finding:
+    """The finding about a server without trainers and generators. `connected`: the clients that are connected."""
     if trainer.state is State.ENDED and supply.state is State.ENDED:
         ended = f"{trainer.why}, {supply.why}"
         return Finding("clients", Level.OK, ended, headline="The run has ended", stops="idle")
-    others = f"; connected: {listed(there)}" if there else ""
-    who = "Neither trainer nor generator is connected" if there else "Nobody is connected"
+    why = f"{trainer.why}; {supply.why}"
+    who = "Nobody is connected"
+    if connected:
+        why += f"; connected: {listed(connected)}"
+        who = "Neither trainer nor generator is connected"
     level = Level.WARNING if State.AWAY in (trainer.state, supply.state) else Level.OK
-    return found("nobody-connected", "clients", level, why=f"{trainer.why}; {supply.why}{others}", who=who)
+    return found("nobody-connected", "clients", level, why=why, who=who)
 
 
-def _left(info: ServerInfo, tables: Sequence[_Table]) -> str:
+def _groups_left(info: ServerInfo, tables: Sequence[_Table]) -> str:
     """The groups that a trainer can still take without a generator, in words."""
     permit_tables = () if info.admission is None else info.admission.permit_tables
-    queues = [
-        table
-        for table in tables
-        if table.config["max_times_sampled"] == 1 and table.copied is None and table.name not in permit_tables
-    ]
-    return "".join(f"; {table.name} still has {counted(table.info.size, 'group')}" for table in queues)
+    text = ""
+    for table in tables:
+        is_queue = table.config["max_times_sampled"] == 1 and table.copied is None
+        if is_queue and table.name not in permit_tables:
+            text += f"; {table.name} still has {counted(table.info.size, 'group')}"
+    return text
 
 
 def _why_nobody(info: ServerInfo, wait: Waiting, role: str, table: str = "") -> dict[str, Any] | None:
-    """Why what waits for this side waits in vain, with a remedy and a headline; None: somebody may serve it.
+    """The reason why requests wait in vain for a role, with a remedy and a headline; None: the role may serve them.
 
-    `table`: into which an insert waits. Who waits for somebody that has said that it ends waits in vain at once.
+    `table` is the table into which inserts wait. Requests that wait for a part that has said that it ends wait in vain
+    at once.
     """
     if not wait.count:
         return None
@@ -370,14 +386,17 @@ def _why_nobody(info: ServerInfo, wait: Waiting, role: str, table: str = "") -> 
         return None
     reasons = [overdue.reason for overdue in info.overdue if overdue.role == part.role]
     if reasons:
-        return {"why": reasons[0], "what": RULES["client-overdue"]["remedy"], "blocked": _silent(info)}
+        return {"why": reasons[0], "what": RULES["client-overdue"]["remedy"], "blocked": _overdue_headline(info)}
     if part.is_known_to_be_gone or (part.state is State.NEVER and info.clients):
         return {"why": part.why, "what": part.remedy, "blocked": part.headline}
     return None
 
 
 def _waited_for(info: ServerInfo, role: str, table: str) -> Part:
-    """Who serves requests that wait for this side. Between generators and the trainer scorers may be missing."""
+    """The part that serves requests which wait for a role.
+
+    It may be a scorer that is missing between generators and the trainer.
+    """
     scorers = scorers_of(info)
     if role == TRAINER:
         return scorers[table] if table in scorers else trainer_of(info)
@@ -387,7 +406,8 @@ def _waited_for(info: ServerInfo, role: str, table: str) -> Part:
 
 
 def _permits(info: ServerInfo) -> Iterator[Finding]:
-    if (admission := info.admission) is None:
+    admission = info.admission
+    if admission is None:
         return
     if admission.expired:
         yield found("permits-expired", "permits", permits=counted(admission.expired, "permit"))
@@ -406,29 +426,46 @@ def _permits(info: ServerInfo) -> Iterator[Finding]:
         return
     blocked = _blocked("Generators", "no policy version was published", info.policy.age, info)
     if starved:
-        tables, version = listed(starved), info.policy.version
-        yield found("permits-stuck", "permits", wait=message, blocked=blocked, tables=tables, version=version)
+        yield found(
+            "permits-stuck",
+            "permits",
+            wait=message,
+            blocked=blocked,
+            tables=listed(starved),
+            version=info.policy.version,
+        )
     else:
         yield found("permits-awaited", "permits", wait=message, blocked=blocked)
 
 
 def _partial_groups(name: str, info: ServerInfo) -> Iterator[Finding]:
-    """Partial groups that wait for a generator hold permits, and nobody else can use these."""
+    """Partial groups for which no generator is there. They hold permits that nobody else can use."""
     table = info.tables.get(name)
-    if table is not None and table.size and table.age.max > info.long_wait and table.sampled.age > info.long_wait:
-        groups, age = counted(table.size, "group"), duration(table.age.max)
-        last_seen = _last_seen(
-            each for each in info.clients if read_described(each.settings).get("source_table") == name
-        )
-        yield found("partial-groups-idle", name, table=name, groups=groups, age=age, seen=last_seen)
+    if table is None or not table.size:
+        return
+    if table.age.max <= info.long_wait or table.sampled.age <= info.long_wait:
+        return
+    readers = [client for client in info.clients if read_described(client.settings).get("source_table") == name]
+    yield found(
+        "partial-groups-idle",
+        name,
+        table=name,
+        groups=counted(table.size, "group"),
+        age=duration(table.age.max),
+        seen=_last_seen(readers),
+    )
 
 
 def _last_seen(clients: Iterable[ClientInfo]) -> str:
-    names = listed([f"{each.name} ({'ended ' if each.ended else ''}{duration(each.age)} ago)" for each in clients])
-    return names and f"; last seen: {names}"
+    """The names of clients and the times since they were seen, as a part of a sentence; "" if there are none."""
+    names = []
+    for client in clients:
+        ended = "ended " if client.ended else ""
+        names.append(f"{client.name} ({ended}{duration(client.age)} ago)")
+    return f"; last seen: {listed(names)}" if names else ""
 
 
-# ------------------------------------------------------------------------------------- what the parts say of themselves
+# ------------------------------------------------------------------------------------- the settings that parts describe
 
 
 def _batches(info: ServerInfo) -> Iterator[Finding]:
@@ -436,31 +473,43 @@ def _batches(info: ServerInfo) -> Iterator[Finding]:
     for name, settings in info.settings_of("trainer"):
         table = settings.get("rollouts_table")
         fresh = settings.get("fresh_groups_per_step")
-        admission = info.admission
         if not isinstance(table, str) or not isinstance(fresh, int):
             continue
-        dynamic = settings.get("zero_variance") == "dynamic"  # it takes more, and how many depends on the groups
-        if (
-            admission is not None
-            and admission.table == table
-            and not dynamic
-            and fresh != admission.fresh_groups_per_step
-        ):
+        is_dynamic = settings.get("zero_variance") == "dynamic"  # the trainer then takes as many groups as it needs
+        admission = info.admission
+        if admission is not None and admission.table == table and not is_dynamic:
             admitted = admission.fresh_groups_per_step
-            outcome = "it will wait for ever" if fresh > admitted else "generators run ahead of it"
-            facts: dict[str, Any] = {"fresh": fresh, "groups": counted(fresh, "fresh group"), "admitted": admitted}
-            yield found("batch-not-admitted", "permits", trainer=name, outcome=outcome, **facts)
-        for maker, generator_settings in info.settings_of("generator"):
-            if (tables := generator_settings.get("tables")) and table not in (fed := _fed_from(info, tables)):
-                yield found("tables-differ", "tables", trainer=name, table=table, generator=maker, filled=listed(fed))
+            if fresh != admitted:
+                yield found(
+                    "batch-not-admitted",
+                    "permits",
+                    trainer=name,
+                    outcome="it will wait for ever" if fresh > admitted else "generators run ahead of it",
+                    fresh=fresh,
+                    groups=counted(fresh, "fresh group"),
+                    admitted=admitted,
+                )
+        for generator, generator_settings in info.settings_of("generator"):
+            tables = generator_settings.get("tables")
+            filled = _filled_tables(info, tables) if tables else []
+            if filled and table not in filled:
+                yield found(
+                    "tables-differ",
+                    "tables",
+                    trainer=name,
+                    table=table,
+                    generator=generator,
+                    filled=listed(filled),
+                )
 
 
-def _kept(info: ServerInfo) -> Iterator[Finding]:
-    """Generators that draw from a part of the vocabulary, and whether they say which."""
+def _sampling_masks(info: ServerInfo) -> Iterator[Finding]:
+    """Generators that sample tokens from a part of the vocabulary. They should store which part."""
     for name, settings in info.settings_of("generator"):
         if not truncates(settings):
             continue
-        how = listed([f"{each} {settings[each]:g}" for each in TRUNCATING if truncates({each: settings.get(each)})])
+        truncating = [option for option in TRUNCATING if truncates({option: settings.get(option)})]
+        how = listed([f"{option} {settings[option]:g}" for option in truncating])
         if settings.get("sampling_masks"):
             yield _ok("sampling", f"generator {name} draws with {how}, and stores what that keeps")
         else:
@@ -471,68 +520,89 @@ def _one_reward(info: ServerInfo) -> Iterator[Finding]:
     """Parts that score groups, and gave all rollouts of many groups one reward."""
     for part in ("generator", "scorer"):
         for name, settings in info.settings_of(part):
-            one_reward = _said(settings, "one_reward", value=float, groups=int, got=str)
+            one_reward = _described_facts(settings, "one_reward", value=float, groups=int, got=str)
             if one_reward is None:
                 continue
             pair = f"the newest answer ends with {one_reward['got']!r:.120}"
             if "expected" in one_reward:
                 pair = f"expected {one_reward['expected']!r:.120}, and {pair}"
-            groups, value = counted(one_reward["groups"], "group"), one_reward["value"]
-            yield found("one-reward", "rewards", part=part, name=name, groups=groups, value=value, pair=pair)
+            yield found(
+                "one-reward",
+                "rewards",
+                part=part,
+                name=name,
+                groups=counted(one_reward["groups"], "group"),
+                value=one_reward["value"],
+                pair=pair,
+            )
 
 
 def _failures(info: ServerInfo) -> Iterator[Finding]:
-    """Parts of whose last rollouts more than half have failed."""
+    """Parts in which more than half of the last rollouts have failed."""
     for part in ("generator", "scorer"):
         for name, settings in info.settings_of(part):
-            facts = _said(settings, "failures", failed=int, rollouts=int, reason=str)
+            facts = _described_facts(settings, "failures", failed=int, rollouts=int, reason=str)
             if facts is not None:
                 yield found("rollouts-fail", "failures", part=part, name=name, **facts)
 
 
 def _cut_early(info: ServerInfo) -> Iterator[Finding]:
-    """Generators whose rollouts end for their length long before `max_tokens`."""
+    """Generators whose rollouts end with finish reason `length` long before `max_tokens`."""
     for name, settings in info.settings_of("generator"):
-        facts = _said(settings, "cut_early", cut=int, rollouts=int, longest=int, max_tokens=int)
+        facts = _described_facts(settings, "cut_early", cut=int, rollouts=int, longest=int, max_tokens=int)
         if facts is not None:
             facts["longest"] = counted(facts["longest"], "token")
             yield found("cut-early", "lengths", name=name, **facts)
 
 
 def _refused_agents(info: ServerInfo) -> Iterator[Finding]:
-    """Generators that have refused several requests of agents lately, by kind."""
+    """Generators that have refused several requests of agents lately, with the statuses."""
     for name, settings in info.settings_of("generator"):
-        facts = _said(settings, "sessions", refused=dict, reason=str)
+        facts = _described_facts(settings, "sessions", refused=dict, reason=str)
         if facts is None:
             continue
         counts = {status: count for status, count in facts["refused"].items() if isinstance(count, int)}
-        if sum(counts.values()) < FEW_REFUSED:
+        total = sum(counts.values())
+        if total < FEW_REFUSED:
             continue
-        kinds = listed([f"{count} with status {_status(status)}" for status, count in counts.items()], len(REFUSED))
-        requests = counted(sum(counts.values()), "request")
-        yield found("agents-refused", "sessions", name=name, requests=requests, kinds=kinds, reason=facts["reason"])
+        kinds = [f"{count} with status {_status(status)}" for status, count in counts.items()]
+        yield found(
+            "agents-refused",
+            "sessions",
+            name=name,
+            requests=counted(total, "request"),
+            kinds=listed(kinds, len(REFUSED)),
+            reason=facts["reason"],
+        )
 
 
 def _status(status: str) -> str:
     return f"{status} ({REFUSED[status]})" if status in REFUSED else status
 
 
-def _said(settings: Mapping[str, Any], name: str, **kinds: type) -> dict[str, Any] | None:
-    """What a client says under this name, if that has these fields of these types. A client may say anything."""
+def _described_facts(settings: Mapping[str, Any], name: str, **kinds: type) -> dict[str, Any] | None:
+    """The fields of `kinds`, and `expected` if there is one, that a client describes under this name.
+
+    None if a field is missing or has another type: a client may describe anything.
+    """
     facts = settings.get(name)
     if not isinstance(facts, dict):
         return None
-    if not all(isinstance(facts.get(field), kind) for field, kind in kinds.items()):
-        return None
-    return {field: value for field, value in facts.items() if field in kinds or field == "expected"}
+    for key, kind in kinds.items():
+        if not isinstance(facts.get(key), kind):
+            return None
+    return {key: value for key, value in facts.items() if key in kinds or key == "expected"}
 
 
-def _fed_from(info: ServerInfo, names: Sequence[str]) -> list[str]:
-    """These tables, and those that get their items from them."""
+def _filled_tables(info: ServerInfo, names: Sequence[str]) -> list[str]:
+    """The tables `names`, and the tables to which they forward their items, directly or over others."""
     tables = list(names)
-    for name in tables:
-        target = json.loads(info.tables[name].config)["forward_to"] if name in info.tables else None
-        tables += [str(target)] if target not in (None, *tables) else []
+    for name in tables:  # the list grows in the loop
+        if name not in info.tables:
+            continue
+        target = json.loads(info.tables[name].config)["forward_to"]
+        if target is not None and target not in tables:
+            tables.append(str(target))
     return tables
 
 
@@ -540,10 +610,13 @@ def _fed_from(info: ServerInfo, names: Sequence[str]) -> list[str]:
 
 
 def _table_findings(info: ServerInfo, table: _Table, fed: bool) -> Iterator[Finding]:
-    """What is wrong with one table. `fed`: the server runs long enough, or was fed, so that empty tables are odd."""
-    lacking = list(_lacking(table.info, info))
-    # Who waits for a row that waits for a column is told of the column.
-    yield from lacking or _waits(table.info, info)
+    """The problems of one table.
+
+    `fed` is True if an empty table is odd: clients have inserted something, or the server has run long enough.
+    """
+    # If rows wait for a column, requests wait for these rows. So the column is the only finding.
+    awaited_columns = list(_awaited_columns(table.info, info))
+    yield from awaited_columns or _waits(table.info, info)
     yield from _limiter(table)
     yield from _balance(table)
     if fed and not table.info.inserts and table.copied is None:
@@ -554,55 +627,96 @@ def _table_findings(info: ServerInfo, table: _Table, fed: bool) -> Iterator[Find
 
 
 def _blocked(who: str, cause: str, age: float, info: ServerInfo) -> str:
-    """The headline of a long wait. It names the cause if what `who` wait for came last before a long time."""
+    """The headline of a long wait. It names the cause only if the last event they wait for is a long time ago.
+
+    `age`: seconds since that event.
+    """
     return f"{who} are blocked: {cause}" if age >= info.long_wait else f"{who} are blocked"
 
 
-def _lacking(table: TableInfo, info: ServerInfo) -> Iterator[Finding]:
-    """Rows that wait for columns, of which nobody has brought one for a long time."""
+def _awaited_columns(table: TableInfo, info: ServerInfo) -> Iterator[Finding]:
+    """Rows that wait for columns, if nobody has brought such a column for a long time."""
     if not table.incomplete_items or table.incomplete_seconds < info.long_wait:
         return
-    last_seen = _last_seen(info.clients_of("teacher"))
-    rule = "columns-block" if info.is_long(table.sampling) or info.is_long(table.inserting) else "columns-awaited"
-    waits, age = waits_for(table.missing_columns), duration(table.incomplete_seconds)
-    yield found(rule, table.name, table=table.name, waits=waits, age=age, seen=last_seen)
+    is_blocking = info.is_long(table.sampling) or info.is_long(table.inserting)
+    yield found(
+        "columns-block" if is_blocking else "columns-awaited",
+        table.name,
+        table=table.name,
+        waits=waits_for(table.missing_columns),
+        age=duration(table.incomplete_seconds),
+        seen=_last_seen(info.clients_of("teacher")),
+    )
 
 
 def _waits(table: TableInfo, info: ServerInfo) -> Iterator[Finding]:
-    inserting, sampling = table.inserting, table.sampling
+    """Requests that wait long, or in vain."""
+    inserting = table.inserting
+    sampling = table.sampling
     no_sample = _blocked(f"Inserts into {table.name}", "nobody samples it", table.sampled.age, info)
     no_insert = _blocked(f"Samples of {table.name}", "nobody inserts into it", table.inserted.age, info)
     if info.is_long(inserting) and info.is_long(sampling):
         yield found("both-wait", table.name, blocked=no_sample, inserts=inserting, samples=sampling)
         return
-    for_insert = "limiter-waits" if "max_diff" in inserting.reason else "inserts-wait"
-    for rule, request, wait, other, blocked in (
-        (for_insert, "insert", inserting, TRAINER, no_sample),
-        ("samples-wait", "sample request", sampling, GENERATOR, no_insert),
-    ):
-        message = waiting(wait, request)
-        nobody = _why_nobody(info, wait, other, table.name)
-        if nobody is not None:
-            yield found("nobody-serves", table.name, wait=message, **nobody)
-        elif info.is_long(wait):
-            yield found(rule, table.name, wait=message, blocked=blocked)
+    yield from _waiting_request(
+        info,
+        table,
+        wait=inserting,
+        message=waiting(inserting, "insert"),
+        rule="limiter-waits" if "max_diff" in inserting.reason else "inserts-wait",
+        role=TRAINER,
+        blocked=no_sample,
+    )
+    yield from _waiting_request(
+        info,
+        table,
+        wait=sampling,
+        message=waiting(sampling, "sample request"),
+        rule="samples-wait",
+        role=GENERATOR,
+        blocked=no_insert,
+    )
+
+
+def _waiting_request(
+    info: ServerInfo, table: TableInfo, wait: Waiting, message: str, rule: str, role: str, blocked: str
+) -> Iterator[Finding]:
+    """Requests of one kind that wait for a `role`, long or in vain."""
+    nobody = _why_nobody(info, wait, role, table.name)
+    if nobody is not None:
+        yield found("nobody-serves", table.name, wait=message, **nobody)
+    elif info.is_long(wait):
+        yield found(rule, table.name, wait=message, blocked=blocked)
 
 
 def _limiter(table: _Table) -> Iterator[Finding]:
     """Combinations of settings that block for ever, or lose items, whatever clients do."""
-    info, config, name = table.info, table.config, table.name
-    limiter, uses, evicts = config["rate_limiter"], config["max_times_sampled"], config["when_full"] == "evict"
-    ratio, min_size, admitted = limiter["samples_per_insert"], limiter["min_size"], limiter["max_size"]
+    info = table.info
+    config = table.config
+    name = table.name
+    limiter = config["rate_limiter"]
+    uses = config["max_times_sampled"]
+    evicts = config["when_full"] == "evict"
+    ratio = limiter["samples_per_insert"]
+    min_size = limiter["min_size"]
+    admitted = limiter["max_size"]
     if ratio is not None and uses and uses < ratio:
-        yield found("ratio-above-uses", name, ratio=ratio, uses=uses, needed=-(-ratio // 1))
-    mean, bound = info.bytes / info.size if info.size else 0.0, config["max_bytes"]
+        yield found("ratio-above-uses", name, ratio=ratio, uses=uses, needed=-(-ratio // 1))  # rounded up
+    bound = config["max_bytes"]
+    mean = info.bytes / info.size if info.size else 0.0
     if bound is not None and mean * min_size > bound:
         yield found("min-size-never", name, min_size=min_size, mean=byte_size(int(mean)), bound=byte_size(bound))
     if config["when_full"] == "block" and not uses and config["max_staleness"] is None:
         yield found("fills-once", name)
     if admitted is not None and admitted > config["max_size"] and evicts:
-        facts = {"items": counted(admitted, "item"), "admitted": admitted, "max_size": config["max_size"]}
-        yield found("admits-too-many", name, limiter=limiter["type"], **facts)
+        yield found(
+            "admits-too-many",
+            name,
+            limiter=limiter["type"],
+            items=counted(admitted, "item"),
+            admitted=admitted,
+            max_size=config["max_size"],
+        )
     if config["requires"] and bound is not None and evicts:
         yield found("no-room-for-columns", name, columns=listed(config["requires"]))
     if info.size and not info.priority.max and config["sampler"]["type"] == "prioritized":
@@ -610,62 +724,78 @@ def _limiter(table: _Table) -> Iterator[Finding]:
 
 
 def _balance(table: _Table) -> Iterator[Finding]:
-    """A balance that changes nothing, or lets nothing be drawn."""
-    if (balance := table.config["balance"]) is None or not table.info.values:
+    """A balance that changes nothing, or that allows no draw at all."""
+    balance = table.config["balance"]
+    values = table.info.values
+    if balance is None or not values:
         return
-    names, tag = [value.name for value in table.info.values], balance["tag"]
-    if not any(value.weight for value in table.info.values):
+    names = [value.name for value in values]
+    if not any(value.weight for value in values):
         shown_names = listed([name or "items without the tag" for name in names])
-        yield found("weights-zero", table.name, tag=tag, names=shown_names)
+        yield found("weights-zero", table.name, tag=balance["tag"], names=shown_names)
     elif names == [""]:
-        yield found("tag-unknown", table.name, tag=tag)
+        yield found("tag-unknown", table.name, tag=balance["tag"])
 
 
 def _never_fed(table: _Table) -> Finding:
     if not table.feeders:
         return found("never-fed", table.name, table=table.name)
     sampled = any(feeder.samples for feeder in table.feeders)
-    names = listed([feeder.name for feeder in table.feeders])
-    return found("nothing-forwarded" if sampled else "feeder-not-sampled", table.name, feeders=names)
+    rule = "nothing-forwarded" if sampled else "feeder-not-sampled"
+    return found(rule, table.name, feeders=listed([feeder.name for feeder in table.feeders]))
 
 
 def _age_of_draws(info: ServerInfo, table: _Table, max_staleness: float | None) -> Iterator[Finding]:
-    """How old groups are when they are drawn from a table that gives each once."""
-    flow, admission = table.info.flow, info.admission
+    """The age of groups when they are drawn from a table that gives each group once."""
+    flow = table.info.flow
     if not flow.versions:
         return
-    admitted = admission.max_staleness if admission is not None and admission.table == table.name else None
-    limits = [table.config["max_staleness"], admitted] if max_staleness is None else [max_staleness]
-    bound = min((limit for limit in limits if limit is not None), default=None)
+    bound = _allowed_staleness(info, table) if max_staleness is None else max_staleness
     if bound is None or flow.staleness <= bound:
         yield _ok(table.name, f"drawn {flow.staleness:.1f} versions old in the mean")
     else:
         yield found("draws-old", table.name, staleness=flow.staleness, bound=bound)
 
 
+def _allowed_staleness(info: ServerInfo, table: _Table) -> float | None:
+    """The lower one of the bounds of the table and of its admission; None: it has no bound."""
+    limits = [table.config["max_staleness"]]
+    if info.admission is not None and info.admission.table == table.name:
+        limits.append(info.admission.max_staleness)
+    return min((limit for limit in limits if limit is not None), default=None)
+
+
 def _staleness(table: _Table, info: ServerInfo) -> Iterator[Finding]:
     """Groups that went stale before anybody used them.
 
-    Every group in a pool goes stale at last. Only those that no reader ever got are lost work: `stale` counts both, so
-    this is the least that was lost. A sample uses at most one item, and each forwarded item was used where it came
-    from.
+    Every group in a pool goes stale at last. Only groups that no reader ever got are lost work. `stale` counts used
+    groups too, so this computes the least number that was lost. A sample uses at most one item. Each forwarded item was
+    used in the table that it came from.
     """
-    counts, once = table.info, table.config["max_times_sampled"] == 1
-    used = 0 if once else counts.samples + table.forwarded_in
+    counts = table.info
+    used = 0
+    if table.config["max_times_sampled"] != 1:
+        used = counts.samples + table.forwarded_in
     refused = max(0, counts.stale_refused - sum(feeder.forward_refused for feeder in table.feeders))
-    lost, offered = max(0, counts.stale - used) + refused, table.direct_inserts + refused
+    lost = max(0, counts.stale - used) + refused
+    offered = table.direct_inserts + refused
     if not offered or lost < MUCH_STALE * offered:
         return
-    limit, admission = table.config["max_staleness"], info.admission
-    rule = "stale" if admission is None else "stale-though-admitted"
-    if admission is not None and limit is not None and admission.max_staleness > limit:
+    limit = table.config["max_staleness"]
+    admission = info.admission
+    admitted = None if admission is None else admission.max_staleness
+    if admitted is None:
+        rule = "stale"
+    elif limit is not None and admitted > limit:
         rule = "stale-by-admission"
-    facts: dict[str, Any] = {"share": lost / offered, "limit": limit, "admitted": admission and admission.max_staleness}
-    yield found(rule, table.name, Level.FAILURE if lost > MOST_STALE * offered else None, **facts)
+    else:
+        rule = "stale-though-admitted"
+    level = Level.FAILURE if lost > MOST_STALE * offered else None
+    yield found(rule, table.name, level, share=lost / offered, limit=limit, admitted=admitted)
 
 
 def _starved(table: _Table, info: ServerInfo) -> Iterator[Finding]:
-    """Values of a tag that lose far more groups as too old than the others do."""
+    """Values of a tag that lose a far larger share of their groups as too old than the other values do."""
     if table.copied is not None or table.feeders:
         return
     for counts in tag_counts(info, table.info):
@@ -675,24 +805,31 @@ def _starved(table: _Table, info: ServerInfo) -> Iterator[Finding]:
         value = max(shares, key=lambda value: shares[value])
         groups = counts.values[value]
         other_groups = counts.generated - groups.generated
-        facts: dict[str, Any] = {"tag": f"{counts.tag}={value}", "share": shares[value]}
-        facts["groups"] = counted(groups.generated, "group")
-        facts["others"] = ""
+        others = ""
         if other_groups:
-            facts["others"] = f", and {(counts.stale - groups.stale) / other_groups:.0%} of the others"
+            others += f", and {(counts.stale - groups.stale) / other_groups:.0%} of the others"
         if len(shares) > 1:
-            facts["others"] += f"; {counted(len(shares) - 1, 'more value')} of {counts.tag} starve too"
-        admission = info.admission
+            others += f"; {counted(len(shares) - 1, 'more value')} of {counts.tag} starve too"
         rule = "starved"
-        if admission is not None and admission.table == table.name:
+        admitted = None
+        if info.admission is not None and info.admission.table == table.name:
             rule = "starved-though-admitted"
-            facts["admitted"] = admission.max_staleness
-        level = Level.FAILURE if shares[value] > MOST_STALE else None
-        yield found(rule, table.name, level, limit=table.config["max_staleness"], **facts)
+            admitted = info.admission.max_staleness
+        yield found(
+            rule,
+            table.name,
+            level=Level.FAILURE if shares[value] > MOST_STALE else None,
+            tag=f"{counts.tag}={value}",
+            share=shares[value],
+            groups=counted(groups.generated, "group"),
+            others=others,
+            admitted=admitted,
+            limit=table.config["max_staleness"],
+        )
 
 
 def _shares_lost(counts: TagCounts) -> dict[str, float]:
-    """The share of lost groups of each value that starves: that loses much, and twice as much as all others."""
+    """The share of lost groups of each value that starves: it loses much, and twice the share of all others."""
     starved = {}
     for value, groups in counts.values.items():
         if groups.generated < LEAST_GENERATED:
@@ -706,18 +843,24 @@ def _shares_lost(counts: TagCounts) -> dict[str, float]:
 
 
 def _losses(table: _Table) -> Iterator[Finding]:
-    counts, config = table.info, table.config
+    counts = table.info
     if table.copied is not None:
         if counts.evicted_unsampled or counts.age.max > UNREAD:
-            facts: dict[str, Any] = {"table": table.copied, "share": counts.evicted_unsampled / max(1, counts.inserts)}
-            facts |= {"waits": counted(counts.size, "item"), "age": duration(counts.age.max)}
-            yield found("not-archived", table.name, lost=counted(counts.evicted_unsampled, "item"), **facts)
+            yield found(
+                "not-archived",
+                table.name,
+                lost=counted(counts.evicted_unsampled, "item"),
+                table=table.copied,
+                share=counts.evicted_unsampled / max(1, counts.inserts),
+                waits=counted(counts.size, "item"),
+                age=duration(counts.age.max),
+            )
         return
-    # A forwarded item was sampled where it came from; it may leave the pool without being sampled again.
+    # A forwarded item was sampled in the table that it came from. It may leave this table without being sampled again.
     lost = max(0, counts.evicted_unsampled - table.forwarded_in)
     if lost > MUCH_LOST * table.direct_inserts:
         share = lost / max(1, table.direct_inserts)
         yield found("evicted-unsampled", table.name, items=counted(lost, "item"), share=share)
     if counts.forward_refused:
         refused = counted(counts.forward_refused, "item")
-        yield found("forward-refused", table.name, items=refused, target=config["forward_to"])
+        yield found("forward-refused", table.name, items=refused, target=table.config["forward_to"])

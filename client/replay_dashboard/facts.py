@@ -43,7 +43,7 @@ class Facts:
     """The facts of one group; for a payload that is no group, only a flag."""
 
     numbers: dict[str, float] = field(default_factory=dict)
-    """By COLUMNS; empty where the payload is no group."""
+    """The values of COLUMNS, in their order; empty if the payload is no group."""
     flags: frozenset[str] = frozenset()
     prompt_id: str = ""
     prompt: str = ""

@@ -20,9 +20,9 @@ FIRST_TOKENS = 16_384
 MOST_TOKENS = 16_384
 """Tokens of one window."""
 MOST_TURNS = 4096
-"""Turns of all sequences that come with the group. What a sequence has beyond its share is shown as one part."""
+"""Turns of all sequences that come with the group. The page shows the other turns of a sequence as one part."""
 ANSWER_TOKENS = 400
-"""Last tokens of an answer that the overview shows."""
+"""Tokens at the end of an answer that the overview shows."""
 HEAD = 512
 """Bytes of a payload that the page shows if the payload is not a group."""
 _WARM_UP = 16
@@ -30,10 +30,10 @@ _WARM_UP = 16
 
 
 class TokenText:
-    """Decodes with one tokenizer. Without one, `source` is empty and the page shows ids."""
+    """Decodes with one tokenizer. Without a tokenizer, `source` is empty and the page shows ids."""
 
     def __init__(self, path: Path | None = None) -> None:
-        """`path`: a folder with a tokenizer.json, or the file. Raises ValueError if it is neither."""
+        """`path` is a folder with a tokenizer.json, or the file. Raises ValueError if it is neither."""
         self.source = ""
         self._tokenizer: Any = None
         if path is not None:
@@ -60,7 +60,9 @@ class TokenText:
 
     def text(self, ids: Sequence[int]) -> str:
         """The text of all ids; empty without a tokenizer."""
-        return str(self._tokenizer.decode(list(ids), skip_special_tokens=False)) if self.source else ""
+        if not self.source:
+            return ""
+        return str(self._tokenizer.decode(list(ids), skip_special_tokens=False))
 
     def pieces(self, ids: Sequence[int], start: int, stop: int) -> list[str] | None:
         """The text of each token from `start` to `stop`; None without a tokenizer.
@@ -73,7 +75,8 @@ class TokenText:
         from tokenizers.decoders import DecodeStream
 
         first = max(0, start - _WARM_UP)
-        stream, pieces = DecodeStream(skip_special_tokens=False), []
+        stream = DecodeStream(skip_special_tokens=False)
+        pieces: list[str] = []
         for token in ids[first:stop]:
             if token < 0 or self._tokenizer.id_to_token(token) is None:
                 pieces.append(f"⟨{token}⟩")
@@ -83,9 +86,9 @@ class TokenText:
 
 
 def item_document(item: StoredItem, text: TokenText, whole: bool = False) -> dict[str, Any]:
-    """The item as JSON, with its group: the first tokens of each sequence or, with `whole`, all of them.
+    """The item as JSON, with its group: the first tokens of each sequence or, with `whole`, all tokens.
 
-    If the payload is not a group, the document has the reason (`problem`) and the first bytes (`head`) instead.
+    If the payload is not a group, the document has the reason (`problem`) and the first bytes (`head`) in its place.
     """
     document = {
         "key": str(item.key),
@@ -101,37 +104,57 @@ def item_document(item: StoredItem, text: TokenText, whole: bool = False) -> dic
     try:
         group = item.group
     except ValueError as error:
-        if (stored := document_of(item.payload)) is not None:
-            lines = json.dumps(stored, ensure_ascii=False, indent=1, default=str).splitlines()
-            what = (
-                "a prompt, of which a group is to be made" if "cursor" not in stored else "how far prompts are loaded"
-            )
-            return document | {"problem": what, "head": [line[:500] for line in lines[:100]]}
-        return document | {"problem": str(error)[:500], "head": _dump(item.payload[:HEAD])}
-    first = group.num_tokens if whole else max(64, min(1024, FIRST_TOKENS // group.num_sequences))
+        return document | _no_group(item, error)
+    document["group"] = _group_document(group, text, whole)
+    return document
+
+
+def _no_group(item: StoredItem, error: ValueError) -> dict[str, Any]:
+    """The kind and the first bytes of a payload that is not a group."""
+    stored = document_of(item.payload)
+    if stored is None:
+        return {"problem": str(error)[:500], "head": _dump(item.payload[:HEAD])}
+    is_cursor = "cursor" in stored
+    lines = json.dumps(stored, ensure_ascii=False, indent=1, default=str).splitlines()
+    return {
+        "problem": "how far prompts are loaded" if is_cursor else "a prompt, of which a group is to be made",
+        "head": [line[:500] for line in lines[:100]],
+    }
+
+
+def _group_document(group: RolloutGroup, text: TokenText, whole: bool) -> dict[str, Any]:
     turns_S = turns_of(group)
-    most = None if whole else max(8, min(256, MOST_TURNS // group.num_sequences))
-    # The roles are in the turns below, which are bounded.
-    roles_below = not whole and any(turn.role is not None for turns in turns_S for turn in turns)
-    return document | {
-        "group": {
-            "prompt_id": group.prompt_id,
-            "policy_version": group.policy_version,
-            "policy_version_end": group.policy_version_end,
-            "sampling": group.sampling,
-            "meta": {name: value for name, value in group.meta.items() if not (roles_below and name == "turns")},
-            "rewards": group.rewards,
-            "extras": [_extra(group, name) for name in group.extras],
-            "masked": _masked(group),
-            "per_token": list(per_token(group)),
-            "prompt": window(group, -1, 0, group.prompt_ids.size if whole else 2048, text, whole),
-            "completions": [
-                facts
-                | {"turns": [turn.document() for turn in turns[:most]], "turn_count": len(turns)}
-                | {"window": window(group, row, 0, first, text, whole)}
-                for row, (facts, turns) in enumerate(zip(completion_facts(group), turns_S, strict=True))
-            ],
-        }
+    meta = dict(group.meta)
+    if whole:
+        first_tokens = group.num_tokens
+        prompt_tokens = group.prompt_ids.size
+        most_turns = None
+    else:
+        first_tokens = max(64, min(1024, FIRST_TOKENS // group.num_sequences))
+        prompt_tokens = 2048
+        most_turns = max(8, min(256, MOST_TURNS // group.num_sequences))
+        if any(turn.role is not None for turns in turns_S for turn in turns):
+            # Nothing is lost: the turns of each completion have these roles, and their number is bounded.
+            meta.pop("turns", None)
+    completions = []
+    for row, (facts, turns) in enumerate(zip(completion_facts(group), turns_S, strict=True)):
+        completion = dict(facts)
+        completion["turns"] = [turn.document() for turn in turns[:most_turns]]
+        completion["turn_count"] = len(turns)
+        completion["window"] = window(group, row, 0, first_tokens, text, whole)
+        completions.append(completion)
+    return {
+        "prompt_id": group.prompt_id,
+        "policy_version": group.policy_version,
+        "policy_version_end": group.policy_version_end,
+        "sampling": group.sampling,
+        "meta": meta,
+        "rewards": group.rewards,
+        "extras": [_extra(group, name) for name in group.extras],
+        "masked": _masked(group),
+        "per_token": list(per_token(group)),
+        "prompt": window(group, -1, 0, prompt_tokens, text, whole),
+        "completions": completions,
     }
 
 
@@ -140,20 +163,27 @@ def answer_of(item: StoredItem, rollout: int, text: TokenText) -> dict[str, Any]
     group = item.group
     row = np.flatnonzero(group.sequence_rollouts == rollout)[-1]
     ids = group.completion_ids[group.sampled_spans()[row]].tolist()
-    shown = ids[-ANSWER_TOKENS:]
+    shown_ids = ids[-ANSWER_TOKENS:]
+    shown_text = text.text(shown_ids) or " ".join(map(str, shown_ids))
+    if len(shown_ids) < len(ids):
+        shown_text = f"… {shown_text}"
     return {
         "key": str(item.key),
         "prompt": text.text(group.prompt_ids[:2048].tolist()) or group.prompt_id,
         "reward": group.rewards[rollout],
         "tokens": len(ids),
-        "text": ("… " if len(shown) < len(ids) else "") + (text.text(shown) or " ".join(map(str, shown))),
+        "text": shown_text,
     }
 
 
 def _dump(head: bytes | memoryview) -> list[str]:
-    """Lines of 16 bytes: as hexadecimal numbers, and as characters."""
-    rows = [bytes(head[at : at + 16]) for at in range(0, len(head), 16)]
-    return [f"{row.hex(' '):48} {''.join(chr(b) if 32 <= b < 127 else '.' for b in row)}" for row in rows]
+    """Lines of 16 bytes, as hexadecimal numbers and as characters."""
+    lines = []
+    for start in range(0, len(head), 16):
+        row = bytes(head[start : start + 16])
+        characters = "".join(chr(byte) if 32 <= byte < 127 else "." for byte in row)
+        lines.append(f"{row.hex(' '):48} {characters}")
+    return lines
 
 
 def completion_facts(group: RolloutGroup) -> list[dict[str, Any]]:
@@ -162,12 +192,17 @@ def completion_facts(group: RolloutGroup) -> list[dict[str, Any]]:
 
     `index` counts the sequences of the group. `part` counts those of the rollout, from 0, and `parts` is their number.
     """
-    counts_G = [1] * group.group_size if group.sequence_counts is None else group.sequence_counts.tolist()
-    places = [(rollout, part, parts) for rollout, parts in enumerate(counts_G) for part in range(parts)]
+    spans_S = group.sampled_spans()
     contexts_S = group.prompt_lengths - group.prompt_ids.size
-    unknown_T = np.isnan(group.rollout_logprobs) & group.trained_mask  # what a tool wrote has none, and lacks none
+    # The tokens of tools have no log-probabilities, and need none.
+    unknown_T = np.isnan(group.rollout_logprobs) & group.trained_mask
+    counts_G = [1] * group.group_size if group.sequence_counts is None else group.sequence_counts.tolist()
+    parts_S: list[tuple[int, int, int]] = []
+    for rollout, parts in enumerate(counts_G):
+        for part in range(parts):
+            parts_S.append((rollout, part, parts))
     found = []
-    for row, (span, (rollout, part, parts)) in enumerate(zip(group.sampled_spans(), places, strict=True)):
+    for row, (span, (rollout, part, parts)) in enumerate(zip(spans_S, parts_S, strict=True)):
         logprobs = group.rollout_logprobs[span]
         known = logprobs[~np.isnan(logprobs)]
         found.append(
@@ -192,16 +227,23 @@ def completion_facts(group: RolloutGroup) -> list[dict[str, Any]]:
 def _extra(group: RolloutGroup, name: str) -> dict[str, Any]:
     """Dtype, shape, bytes, axis and first values of an array among the extras; of complex numbers the real parts."""
     array = group.extras[name]
-    facts = {"name": name, "dtype": str(array.dtype), "shape": list(array.shape), "bytes": array.nbytes}
-    return facts | {"axis": group.axes.get(name, "group"), "head": _numbers(array.reshape(-1)[:8]).real}
+    return {
+        "name": name,
+        "dtype": str(array.dtype),
+        "shape": list(array.shape),
+        "bytes": array.nbytes,
+        "axis": group.axes.get(name, "group"),
+        "head": _numbers(array.reshape(-1)[:8]).real,
+    }
 
 
 def window(
     group: RolloutGroup, row: int, start: int, stop: int, text: TokenText, whole: bool = False
 ) -> dict[str, Any]:
-    """Tokens `start` to `stop` of a sequence with its context, or of the prompt (row -1): ids, text, their arrays.
+    """Tokens `start` to `stop` of a sequence with its context, or of the prompt (row -1): ids, text and arrays.
 
-    Raises ValueError for a row that the group does not have.
+    With `whole` the window may have more than MOST_TOKENS tokens, and `text` is the text of the whole sequence. Raises
+    ValueError for a row that the group does not have.
     """
     if not -1 <= row < group.num_sequences:
         raise ValueError(f"completion {row}: this group has {group.num_sequences}")
@@ -209,7 +251,9 @@ def window(
     arrays: dict[str, npt.NDArray[Any]] = {}
     if row < 0:
         ids = group.prompt_ids.tolist()
-        arrays |= {name: array[:shared] for name, array in per_token(group).items() if group.axes.get(name) == "whole"}
+        for name, array in per_token(group).items():
+            if group.axes.get(name) == "whole":
+                arrays[name] = array[:shared]
     else:
         span = group.sequence_spans()[row]
         ids = group.completion_ids[span].tolist()
@@ -220,7 +264,9 @@ def window(
             before = shared if group.axes.get(name) == "whole" else 0
             arrays[name] = array[before + span.start : before + span.stop]
     start = max(0, start)
-    stop = min(stop, len(ids), len(ids) if whole else start + MOST_TOKENS)
+    stop = min(stop, len(ids))
+    if not whole:
+        stop = min(stop, start + MOST_TOKENS)
     return {
         "total": len(ids),
         "ids": ids[start:stop],
@@ -230,20 +276,24 @@ def window(
 
 
 def per_token(group: RolloutGroup) -> dict[str, npt.NDArray[Any]]:
-    """What has one number for each token, by name: extras with such an axis, and the advantages of tokens."""
-    found = {
-        name: group.extras[name]
-        for name, axis in group.axes.items()
-        if axis in ("token", "whole") and group.extras[name].ndim == 1 and group.extras[name].dtype.kind != "c"
-    }
-    return found if group.token_advantages is None else found | {"token_advantages": group.token_advantages}
+    """The arrays with one number for each token, by name: extras with such an axis, and the advantages of tokens."""
+    arrays = {}
+    for name, axis in group.axes.items():
+        if axis not in ("token", "whole"):
+            continue
+        array = group.extras[name]
+        if array.ndim == 1 and array.dtype.kind != "c":
+            arrays[name] = array
+    if group.token_advantages is not None:
+        arrays["token_advantages"] = group.token_advantages
+    return arrays
 
 
 def _numbers(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """The values in a dtype that JSON has numbers for."""
+    """The values in a dtype whose numbers JSON can represent."""
     return array.astype(np.float32) if array.dtype.name == "bfloat16" else array
 
 
 def _masked(group: RolloutGroup) -> bool:
-    """Returns whether a trainer may leave tokens of the group out of the loss: it has a loss mask or contexts."""
+    """True if a trainer may leave tokens of the group out of the loss: the group has a loss mask or contexts."""
     return group.loss_mask is not None or group.context_lengths is not None

@@ -72,7 +72,7 @@ class Guard:
         return None
 
     def _is_own(self, host: str) -> bool:
-        """Whether the Host header is an address, or one of the page's own names.
+        """True if the Host header is an address, or one of the page's own names.
 
         This refuses DNS rebinding, in which a foreign name leads a browser to this machine. That attack needs a name,
         so any address is allowed.
@@ -89,7 +89,7 @@ class Guard:
 
 
 def accepts(token: str | None, viewer_token: str) -> bool:
-    """Whether a viewer with this token may see the page; compares in constant time."""
+    """True if a viewer with this token may see the page. Compares in constant time."""
     return token is None or hmac.compare_digest(token.encode(), viewer_token.encode())
 
 

@@ -19,14 +19,14 @@ LEARNING = 0.1
 IDLE = 60.0
 """Seconds without an insert or a sample after which a run is idle."""
 STOPPED = {Level.OK: "idle", Level.WARNING: "blocked", Level.FAILURE: "failure"}
-"""How bad it is that a run does not go on. "failure" is red, as each failure of `doctor`: somebody must act now. "idle"
-is neither good nor bad."""
+"""The level of the verdict if a run does not go on, by the level of the finding. "failure" is red, as each failure of
+`doctor`: somebody must act now. "idle" is neither good nor bad."""
 SETTLED = 0.2
 """Share of the last minute above which a wait counts: below it neither side is called the bottleneck."""
 
 
 def verdict(info: ServerInfo | None, findings: Sequence[Finding], against: Sequence[Finding]) -> dict[str, str]:
-    """Whether the run is healthy and, if not, what blocks it: level, headline, short, detail, remedy.
+    """The health of the run and, if it is not healthy, the cause: level, headline, short, detail, remedy.
 
     `info`: None when the server does not answer. `against`: the warning signs that `signals` found.
 
@@ -65,7 +65,7 @@ def verdict(info: ServerInfo | None, findings: Sequence[Finding], against: Seque
 
 
 def _is_idle(info: ServerInfo) -> bool:
-    """Whether nobody has used any table for a long time."""
+    """True if nobody has used any table for a long time."""
     long = max(IDLE, info.long_wait)
     return all(min(table.inserted.age, table.sampled.age) > long for table in info.tables.values())
 
@@ -83,7 +83,7 @@ def _stopped(first: Finding, stopped: Sequence[Finding]) -> dict[str, str]:
 
 
 def bottleneck(info: ServerInfo) -> str:
-    """Which side waits for the other, over the last minute."""
+    """A sentence about the side that waited for the other in the last minute."""
     for name, table in info.tables.items():
         if table.sample_blocked_share > max(SETTLED, table.insert_blocked_share):
             share = f"{table.sample_blocked_share:.0%}"
@@ -98,7 +98,7 @@ def bottleneck(info: ServerInfo) -> str:
 
 
 def learning(trend: Trend, run: str, info: ServerInfo | None, signs: Sequence[Finding]) -> dict[str, str]:
-    """Whether the newest run learns: level and sentence.
+    """The learning progress of the newest run: level and sentence.
 
     `trend`: of its fresh reward. `run`: its name; empty: no metrics are known. `info`: None when the server does not
     answer. The level is "ok" only if the reward goes up, the trainer is connected, and no sign is against it; "warning"

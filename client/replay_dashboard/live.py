@@ -75,7 +75,7 @@ class Live:
         self._closed = False
 
     def watched(self) -> bool:
-        """Whether there is a viewer, or was one in the last minute."""
+        """True if there is a viewer, or was one in the last minute."""
         return self.viewers > 0 or time.monotonic() - self._last_viewer < 60.0
 
     def tables(self) -> list[str]:

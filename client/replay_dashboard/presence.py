@@ -1,17 +1,18 @@
-"""Presence: which parts of a run are connected to its server, and since when one that is needed is not.
+"""Presence: the parts of a run that are connected to its server, and the times since when needed parts are not.
 
 A run goes on only while a trainer and a generator are connected. In the place of the generator a scorer or another
-stage counts, as long as it has groups to hand on. Who is what:
+stage counts, as long as it has groups to pass on. The parts of clients:
 
-* A client that says so (`describe`) is a trainer, a generator, a scorer or a stage.
-* Any other client is what it does: a trainer if it samples or publishes, and a generator if it inserts or asks for
-  permits. One that only draws items and extends them is a teacher.
+* A client that describes itself (`describe`) as a trainer, a generator, a scorer or a stage has this part.
+* The part of any other client follows from its calls. It is a trainer if it samples or publishes, and a generator if it
+  inserts or asks for permits. It is a teacher if it only draws items and extends them.
 * A client without a name is in no list of the server. So if no named client of a part was seen lately, the traffic of
   the tables decides: somebody samples or inserts, waits to do it, or has done it within the last `long_wait` seconds.
-  What a named client of another part has done, or may have done, does not count.
+  Samples and inserts do not count if a named client of another part has made them, or may have made them.
 
-A client that says that it ends (`leave`) is not connected from that moment on. Any other one is connected while it has
-a call open, and for `long_wait` seconds after its last request: in the middle of a step a trainer may have none open.
+A client that says that it ends (`leave`) is not connected from that moment on. Any other client is connected while it
+has a call open, and for `long_wait` seconds after its last request: in the middle of a step a trainer may have no call
+open.
 """
 
 from __future__ import annotations
@@ -29,25 +30,25 @@ GENERATOR = "generator"
 SCORER = "scorer"
 STAGE = "stage"
 TEACHER = "teacher"
-_SAID = (TRAINER, GENERATOR, SCORER, STAGE)
-"""Parts that say what they are."""
+_DESCRIBED_PARTS = (TRAINER, GENERATOR, SCORER, STAGE)
+"""The parts that a client can describe as its own."""
 _JUST_STARTED = 1.0
-"""Seconds: what happened last so shortly after the start of a server happened before it, or never."""
+"""Seconds. If an event has not happened since the start of the server, its age is the uptime, within these seconds."""
 _OTHERS = {TRAINER: "generators", GENERATOR: "trainer"}
 _DOING = {TRAINER: "sampled", GENERATOR: "inserted"}
 _AGAIN = "see why it ended, and start it again; a program that ends on purpose says so with client.leave()"
 
 
 class State(StrEnum):
-    """Whether a part of a run is connected."""
+    """The connection of a part of a run to the server."""
 
     CONNECTED = "connected"
     ENDED = "ended"
-    """Its last client said that it ends."""
+    """The last client of the part said that it ends."""
     AWAY = "away"
-    """It was there, and said nothing when it went."""
+    """The part was connected, and did not say that it ends."""
     NEVER = "never"
-    """It has not been there since the server started."""
+    """The part has not been connected since the server started."""
 
 
 @dataclass(frozen=True)
@@ -57,11 +58,11 @@ class Part:
     role: str
     state: State
     age: float
-    """Seconds since its last sign; of a part that was never there, since the server started."""
+    """Seconds since the last sign of the part; of a part that was never connected, since the server started."""
     name: str = ""
-    """The name of the client that was seen last; empty: it has none."""
+    """The name of the client that was seen last; empty if it has none."""
     table: str = ""
-    """Of scorers the table of groups that lack rewards."""
+    """The table of groups that lack rewards; empty for parts that are no scorers."""
 
     @property
     def is_connected(self) -> bool:
@@ -69,12 +70,12 @@ class Part:
 
     @property
     def is_known_to_be_gone(self) -> bool:
-        """Whether a client that has a name went. Traffic without names, or none at all, may just rest."""
+        """True if a named client of the part is gone. Clients without names may only pause, or may never have come."""
         return bool(self.name) and not self.is_connected
 
     @property
     def why(self) -> str:
-        """Why it is not connected, in words."""
+        """The reason why the part is not connected, in words."""
         ago = duration(self.age)
         if self.state is State.ENDED:
             return f"{self.role} {self.name} ended {ago} ago"
@@ -86,7 +87,7 @@ class Part:
 
     @property
     def headline(self) -> str:
-        """The same in a few words."""
+        """The reason why the part is not connected, in a few words."""
         if self.state is State.ENDED:
             return f"The {self.role} has ended"
         if self.state is State.NEVER:
@@ -95,8 +96,10 @@ class Part:
 
     @property
     def remedy(self) -> str:
-        """What to do about it."""
-        command = f": `replay score --source-table {self.table}` with --table and --reward" if self.table else ""
+        """The remedy if the part is not connected, in words."""
+        command = ""
+        if self.table:
+            command = f": `replay score --source-table {self.table}` with --table and --reward"
         if self.state is State.AWAY:
             return _AGAIN + command
         start = f"start a {self.role}{command}"
@@ -106,10 +109,10 @@ class Part:
 
 
 def parts_of(client: ClientInfo) -> set[str]:
-    """The parts of a run that a client plays: what it says, or otherwise what it does."""
-    said = read_described(client.settings).get("part")
-    if said in _SAID:
-        return {said}
+    """The parts that a client plays in a run: the part that it describes, or otherwise those that its calls show."""
+    described = read_described(client.settings).get("part")
+    if described in _DESCRIBED_PARTS:
+        return {described}
     roles = set(client.role.split(", "))
     if roles == {TEACHER, TRAINER}:
         return {TEACHER}
@@ -119,55 +122,63 @@ def parts_of(client: ClientInfo) -> set[str]:
 def trainer_of(info: ServerInfo) -> Part:
     """The trainers of a run."""
     copies = {config.get("copy_to") for config in _configs(info).values()}
-    of_generators = _permit_tables(info) | _settings(info.clients, "prompts_table")
-    of_stages = _settings(info.clients, "source_table")
-    others = copies | of_generators | of_stages
-    tables = [table for name, table in info.tables.items() if name not in others]
+    sampled_by_generators = _permit_tables(info) | _described_texts(info.clients, "prompts_table")
+    sampled_by_stages = _described_texts(info.clients, "source_table")
+    not_sampled_by_trainers = copies | sampled_by_generators | sampled_by_stages
+    tables = [table for name, table in info.tables.items() if name not in not_sampled_by_trainers]
     ages = [_age(table.samples, table.sampled.age, table.sampling.count, info) for table in tables]
     unexplained = [age for age in ages if age is not None and not _other_parts_may_have_sampled(info, age)]
     return _part(info, TRAINER, _playing(info, TRAINER), unexplained)
 
 
 def supply_of(info: ServerInfo) -> Part:
-    """The generators of a run, or in their place scorers and stages that have groups to hand on."""
+    """The generators of a run, or in their place scorers and stages that have groups to pass on."""
     passing = [client for client in info.clients if parts_of(client) & {SCORER, STAGE}]
     for client in passing:
-        source = read_described(client.settings).get("source_table")
-        table = info.tables.get(source) if isinstance(source, str) else None
-        if info.is_connected(client) and (table is None or table.size or table.reserved):
+        if info.is_connected(client) and _may_have_groups(client, info):
             return Part(role=GENERATOR, state=State.CONNECTED, age=client.age, name=client.name)
-    handed_on = _filled_by(passing, info)
-    tables = [table for table in _fed_directly(info) if table.name not in handed_on]
+    filled_by_passing = _filled_by(passing, info)
+    tables = [table for table in _fed_directly(info) if table.name not in filled_by_passing]
     ages = [_age(table.inserts, table.inserted.age, table.inserting.count, info) for table in tables]
     if info.admission is not None and info.admission.acquiring.count:
         ages.append(0.0)
     return _part(info, GENERATOR, _playing(info, GENERATOR), ages)
 
 
+def _may_have_groups(client: ClientInfo, info: ServerInfo) -> bool:
+    """True if a scorer or stage has groups to pass on, or if its source table is unknown."""
+    source = read_described(client.settings).get("source_table")
+    table = info.tables.get(source) if isinstance(source, str) else None
+    return table is None or table.size > 0 or table.reserved > 0
+
+
 def scorers_of(info: ServerInfo) -> dict[str, Part]:
     """The scorers of each table of groups that lack rewards, by the name of the table.
 
-    Scorers and connected generators say which tables these are.
+    Scorers and connected generators describe the names of these tables.
     """
     scorers = _playing(info, SCORER)
     generators = [client for client in _playing(info, GENERATOR) if info.is_connected(client)]
-    fed = _settings(generators, "unscored_table")
+    filled = _described_texts(generators, "unscored_table")
     found = {}
-    for name in sorted(fed | _settings(scorers, "source_table")):
+    for name in sorted(filled | _described_texts(scorers, "source_table")):
         table = info.tables.get(name)
-        if table is not None and (table.size or name in fed):
-            of_table = [each for each in scorers if read_described(each.settings).get("source_table") == name]
-            found[name] = replace(_part(info, SCORER, of_table, ()), table=name)
+        if table is not None and (table.size or name in filled):
+            clients = [client for client in scorers if read_described(client.settings).get("source_table") == name]
+            found[name] = replace(_part(info, SCORER, clients, ()), table=name)
     return found
 
 
 def teacher_of(info: ServerInfo) -> Part:
-    """Those who extend the items of a run."""
+    """The teachers of a run, which extend its items."""
     return _part(info, TEACHER, _playing(info, TEACHER), ())
 
 
 def _part(info: ServerInfo, role: str, clients: Sequence[ClientInfo], ages: Iterable[float | None]) -> Part:
-    """A part by its named clients, and by the seconds since others did its work, where that is known."""
+    """A part of the run, from its named clients and from the work that clients without names did.
+
+    `ages` are the seconds since that work; None: unknown.
+    """
     connected = [client for client in clients if info.is_connected(client)]
     if connected:
         return Part(role=role, state=State.CONNECTED, age=connected[0].age, name=connected[0].name)
@@ -185,7 +196,10 @@ def _part(info: ServerInfo, role: str, clients: Sequence[ClientInfo], ages: Iter
 
 
 def _age(count: int, age: float, waiting: int, info: ServerInfo) -> float | None:
-    """Seconds since somebody did what was done `count` times, 0 if one waits for it; None: not since the start."""
+    """The seconds since the last sample or insert; 0 if a request waits; None: there was none since the start.
+
+    The server has counted `count` of them, the last one `age` seconds ago. `waiting` requests wait.
+    """
     if waiting:
         return 0.0
     if not count or age > info.uptime - _JUST_STARTED:
@@ -194,9 +208,9 @@ def _age(count: int, age: float, waiting: int, info: ServerInfo) -> float | None
 
 
 def _other_parts_may_have_sampled(info: ServerInfo, age: float) -> bool:
-    """Whether named clients that sample, and are no trainers, were there when somebody sampled `age` seconds ago.
+    """True if named clients that sample, and are no trainers, may have made the sample of `age` seconds ago.
 
-    Teachers draw what they extend, and they do not say from which table.
+    Teachers draw the items that they extend, and do not describe from which table.
     """
     for client in info.clients:
         samples = TRAINER in client.role.split(", ")
@@ -206,11 +220,14 @@ def _other_parts_may_have_sampled(info: ServerInfo, age: float) -> bool:
 
 
 def _filled_by(passing: Iterable[ClientInfo], info: ServerInfo) -> set[str]:
-    """The tables into which scorers and stages insert. What they insert is not new."""
+    """The tables into which scorers and stages insert. They insert no new groups."""
     names: set[str] = set()
     for client in passing:
-        said = read_described(client.settings).get("tables")
-        names |= set(info.tables if said is None else said)  # one that does not say it may fill any table
+        described = read_described(client.settings).get("tables")
+        if described is None:  # the client may fill any table
+            names.update(info.tables)
+        else:
+            names.update(described)
     return names
 
 
@@ -218,10 +235,10 @@ def _playing(info: ServerInfo, role: str) -> list[ClientInfo]:
     return [client for client in info.clients if role in parts_of(client)]
 
 
-def _settings(clients: Iterable[ClientInfo], name: str) -> set[str]:
-    """The texts that clients say for a setting."""
-    said = (read_described(client.settings).get(name) for client in clients)
-    return {value for value in said if isinstance(value, str)}
+def _described_texts(clients: Iterable[ClientInfo], name: str) -> set[str]:
+    """The values of one setting that clients describe, if they are texts."""
+    values = [read_described(client.settings).get(name) for client in clients]
+    return {value for value in values if isinstance(value, str)}
 
 
 def _configs(info: ServerInfo) -> dict[str, dict[str, object]]:
@@ -234,5 +251,7 @@ def _permit_tables(info: ServerInfo) -> set[str]:
 
 def _fed_directly(info: ServerInfo) -> list[TableInfo]:
     """The tables into which clients insert: no other table forwards or copies to them."""
-    targets = {config.get(name) for config in _configs(info).values() for name in ("forward_to", "copy_to")}
+    configs = _configs(info).values()
+    targets = {config.get("forward_to") for config in configs}
+    targets |= {config.get("copy_to") for config in configs}
     return [table for name, table in info.tables.items() if name not in targets]

@@ -22,7 +22,7 @@ SUMS = ("groups", "completions", "solved", "reward", "logprob", "with_logprob", 
 Tally = npt.NDArray[np.float64]
 """Sums over groups, by SUMS. The tally of a policy version has RATES numbers of groups behind them."""
 RATES = 8
-"""How many kinds of groups there are, by how many of their answers solve the prompt: the first none, the last all."""
+"""The number of kinds of groups, by the share of answers that solve the prompt: none in the first, all in the last."""
 
 
 @dataclass

@@ -110,7 +110,7 @@ class View:
         return chosen[np.argsort(values, kind="stable")]
 
     def _has_text(self, row: int, query: Query) -> bool:
-        """Whether a group that was read has the texts of a query."""
+        """True if the group of a row was read, and has the texts of a query."""
         slot = self._slots[row]
         if slot < 0:
             return False
@@ -119,7 +119,7 @@ class View:
         return query.prompt in about_prompt and query.text in facts.text
 
     def _has(self, flag: str) -> npt.NDArray[np.bool_]:
-        """Which rows have a flag (N,)."""
+        """True for each row (N,) that has a flag."""
         names = self._facts.names
         if flag not in names:
             return np.zeros(len(self._slots), dtype=np.bool_)
@@ -146,7 +146,7 @@ class View:
         return result
 
     def flags(self) -> dict[str, int]:
-        """How many groups have each flag."""
+        """The number of groups with each flag."""
         counts = {name: int(self._has(name).sum()) for name in self._facts.names}
         counts["odd"] = int((self.column("odd") > FAR).sum())
         return {name: count for name, count in counts.items() if count}
@@ -177,7 +177,7 @@ class View:
 
 
 def _distance(values: Floats) -> Floats:
-    """How many robust standard deviations each value is from the median (1.4826 * median absolute deviation)."""
+    """The distance of each value from the median, in robust standard deviations: 1.4826 * median absolute deviation."""
     known = values[np.isfinite(values)]
     if known.size < 20:
         return np.full(values.size, np.nan)

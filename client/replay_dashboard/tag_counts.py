@@ -1,8 +1,7 @@
-"""What became of the groups of each value of a tag: how many were generated, lost as too old, and sampled.
+"""Counts the groups of each value of a tag: how many were generated, lost as too old, and sampled.
 
-The server counts what reaches it. Groups that a generator gave up, because they would have been too old on arrival,
-never do: the generator says how many these were, by their tag `environment`. Both are lost work of the same kind, so
-they are added up here.
+The server counts the groups that reach it. A generator gives up groups that would be too old on arrival, and describes
+how many, by their tag `environment`. Both are lost work of the same kind, so this module adds them up.
 """
 
 from __future__ import annotations

@@ -32,9 +32,9 @@ class Run:
     lines: int = 0
     damaged: int = 0
     skipping: bool = False
-    """Whether `offset` is inside a line that is too long."""
+    """True while `offset` is inside a line that is too long."""
     written: float = 0.0
-    """When the file changed last, in seconds since the epoch."""
+    """The time of the last change of the file, in seconds since the epoch."""
     columns: dict[str, list[float | None]] = field(default_factory=dict)
 
     def read(self) -> bool:
@@ -176,7 +176,7 @@ def _thinned(run: Run) -> dict[str, Any]:
 
 
 def _meaning_of(metric: Metric) -> str:
-    """What the page says of a metric: its declaration without Markdown."""
+    """The text of the page about a metric: its declaration without Markdown."""
     parts = [re.sub(r"\[([^]]+)\]\([^)]+\)", r"\1", metric.meaning).replace("`", "")]
     if metric.unit:
         parts.append(f"Unit: {metric.unit}")

@@ -24,7 +24,7 @@ class TurnSpan:
     """Tokens `start` to `stop` of a sequence; 0 is its first token after the prompt that all sequences share."""
 
     role: str | None
-    """Who wrote the turn, as the generator named them: "assistant", "tool" or another. None: the group has no roles."""
+    """The role that the generator gave the writer: "assistant", "tool" or another. None: the group has no roles."""
     start: int
     stop: int
     trained: int

@@ -106,9 +106,10 @@ class InsertRequest(_message.Message):
 
     @_builtins.property
     def closes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Ids of batches that the reader has drawn and not acknowledged. They are acknowledged in the moment in which the only row of this
-        message enters its tables: what a reader makes of a batch takes its place. If one of them has gone back, or is
-        acknowledged already, the row is refused. A segment is refused then too, and leaves them as they are.
+        """Ids of batches that the reader has drawn and not acknowledged. They are acknowledged in the moment in which the only
+        row of this message enters its tables: the item that a reader makes of a batch replaces it. If one of the batches
+        was requeued, or is acknowledged already, the row is refused. A segment is refused then too, and does not
+        acknowledge the batches.
         """
 
     @_builtins.property
@@ -148,7 +149,7 @@ Global___InsertRequest: _TypeAlias = InsertRequest  # noqa: Y015
 
 @_typing.final
 class GroupLengths(_message.Message):
-    """How long each row is, if the rows are groups. The server does not open payloads, so it is told."""
+    """The lengths of each row, if the rows are groups. The client sends them, because the server does not open payloads."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -633,8 +634,8 @@ class DrawRequest(_message.Message):
     ring: _builtins.int
     """of ShareMemory: from now on payloads may come through it. 0: as before"""
     awaited: _builtins.bool
-    """Whether somebody waits for the draws of this stream from now on. Else they are drawn ahead, and no wait is counted.
-    Absent: as before; at first somebody does.
+    """True: somebody waits for the draws of this stream from now on. False: they are drawn ahead, and no wait is counted.
+    Absent: as before. At the beginning of a stream somebody waits.
     """
     @_builtins.property
     def draw(self) -> Global___SampleRequest: ...
@@ -704,7 +705,7 @@ Global___ConsumeItemsRequest: _TypeAlias = ConsumeItemsRequest  # noqa: Y015
 
 @_typing.final
 class Weight(_message.Message):
-    """What a table could be sampled for. A client of several servers divides a batch among them by it."""
+    """The weight of a table in a draw. A client of several servers divides a batch among them by their weights."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1340,8 +1341,8 @@ Global___GetServerInfoRequest: _TypeAlias = GetServerInfoRequest  # noqa: Y015
 
 @_typing.final
 class Field(_message.Message):
-    """What is declared about a field of ServerInfo, and of the messages in it. How shards are merged, which metrics
-    Prometheus gets and what `--json` prints is derived from here: nobody keeps another list of the fields.
+    """The declaration of a field of ServerInfo, and of the messages in it. It says how shards are merged, which metrics
+    Prometheus gets and what `--json` prints. There is no other list of the fields.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -1508,23 +1509,23 @@ class ServerInfo(_message.Message):
     insert_streams: _builtins.int
     sample_streams: _builtins.int
     disk_bytes: _builtins.int
-    """Of a durable storage."""
+    """Bytes that the file of a durable storage occupies."""
     commits: _builtins.int
     commit_error: _builtins.str
-    """Why the last commit failed, while it is so: inserts are refused."""
+    """The reason why the last commit failed. Inserts are refused while there is a reason."""
     damaged: _builtins.int
     """Items lost since the start because their bytes on disk were damaged."""
     fell_back: _builtins.str
-    """Why the start went back to an older state of data_dir, and to which; empty: it did not."""
+    """The reason why the start went back to an older state of data_dir, and that state; empty: it did not."""
     long_wait: _builtins.float
     time: _builtins.float
     """The server's clock, seconds since the epoch."""
     resident_bytes: _builtins.int
     """Memory of the process; 0 here and below: unknown."""
     memory_available: _builtins.int
-    """What the machine, or the process's control group, has left."""
+    """The memory that the machine, or the process's control group, has left."""
     disk_available: _builtins.int
-    """Where data_dir lies."""
+    """The free bytes of the disk of data_dir."""
     @_builtins.property
     def policy(self) -> Global___Policy: ...
     @_builtins.property
@@ -1656,8 +1657,8 @@ class TableInfo(_message.Message):
     incomplete_seconds: _builtins.float
     """Since when items wait for columns and none of them was extended; 0: none waits."""
     completions: _builtins.int
-    """Of all groups that clients inserted, or that were refused as too stale, as far as the clients said: how many
-    completions they had, and how many tokens these had.
+    """The completions of all groups that clients inserted, or that were refused as too stale, and the tokens of these
+    completions, as far as the clients said.
     """
     completion_tokens: _builtins.int
     retained: _builtins.int
@@ -1678,7 +1679,7 @@ class TableInfo(_message.Message):
     def priority(self) -> Global___Quantiles: ...
     @_builtins.property
     def limiter(self) -> Global___Limiter:
-        """Where the rate limiter stands now."""
+        """The present state of the rate limiter."""
 
     @_builtins.property
     def effective_priority(self) -> Global___Quantiles:
@@ -1692,7 +1693,7 @@ class TableInfo(_message.Message):
     def missing_columns(self) -> _containers.RepeatedCompositeFieldContainer[Global___MissingColumn]: ...
     @_builtins.property
     def values(self) -> _containers.RepeatedCompositeFieldContainer[Global___ValueInfo]:
-        """Of a table that balances: the values that its items have, by name."""
+        """The values that the items of a table with a balance have, by name."""
 
     @_builtins.property
     def flow(self) -> Global___Flow:
@@ -1760,7 +1761,7 @@ Global___TableInfo: _TypeAlias = TableInfo  # noqa: Y015
 
 @_typing.final
 class Flow(_message.Message):
-    """How old groups are when they are drawn, over the last policy versions."""
+    """The number and the age of items when they are drawn, over the last policy versions."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1768,7 +1769,7 @@ class Flow(_message.Message):
     DRAWN_FIELD_NUMBER: _builtins.int
     STALENESS_FIELD_NUMBER: _builtins.int
     versions: _builtins.int
-    """How many versions that is: fewer than 32 at the beginning."""
+    """The number of these versions: fewer than 32 at the beginning."""
     drawn: _builtins.float
     staleness: _builtins.float
     def __init__(
@@ -1841,7 +1842,7 @@ Global___ValueInfo: _TypeAlias = ValueInfo  # noqa: Y015
 
 @_typing.final
 class TagCounts(_message.Message):
-    """What became of the groups that have a tag, by its values."""
+    """Counts of the groups that have a tag, by its values."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1870,7 +1871,7 @@ Global___TagCounts: _TypeAlias = TagCounts  # noqa: Y015
 
 @_typing.final
 class TagValueCounts(_message.Message):
-    """What became of the groups that have one value of a tag, since the start or the last reset."""
+    """Counts of the groups that have one value of a tag, since the start or the last reset."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1904,16 +1905,16 @@ Global___TagValueCounts: _TypeAlias = TagValueCounts  # noqa: Y015
 
 @_typing.final
 class ArrivalTimes(_message.Message):
-    """How often something happens."""
+    """The times of an event that happens again and again, such as an insert."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     AGE_FIELD_NUMBER: _builtins.int
     INTERVAL_FIELD_NUMBER: _builtins.int
     age: _builtins.float
-    """seconds since the last time, or since the start"""
+    """seconds since the last event, or since the start"""
     interval: _builtins.float
-    """Seconds between two batches of it; 0: unknown, it happened too seldom."""
+    """The usual seconds between two bursts of events; 0: unknown, there were too few."""
     def __init__(
         self,
         *,
@@ -2193,7 +2194,7 @@ class Policy(_message.Message):
     STATE_FIELD_NUMBER: _builtins.int
     version: _builtins.int
     weights: _builtins.str
-    """Where they lie; the server passes it on and never opens it."""
+    """The path or address of the weights. The server passes it on and never opens it."""
     age: _builtins.float
     interval: _builtins.float
     state: _builtins.str
@@ -2301,8 +2302,8 @@ Global___GetPolicyRequest: _TypeAlias = GetPolicyRequest  # noqa: Y015
 
 @_typing.final
 class ShardIndex(_message.Message):
-    """Which server of a run this is. The servers share fresh_groups_per_step: G groups a step. Server i of n grants
-    floor((i + 1) * G / n) - floor(i * G / n) of them.
+    """The index of a server among the servers of a run. They share fresh_groups_per_step: G groups a step. Server i of n
+    grants floor((i + 1) * G / n) - floor(i * G / n) of them.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -2439,8 +2440,8 @@ Global___ReleasePermitsResponse: _TypeAlias = ReleasePermitsResponse  # noqa: Y0
 
 @_typing.final
 class DescribeRequest(_message.Message):
-    """What the client that sends this is set to, instead of what it said before. ServerInfo has it beside the client's name.
-    Nothing in the server depends on it. People and `replay doctor` read it.
+    """The settings of the client that sends this. They replace the settings that it sent before. ServerInfo has them beside
+    the client's name. Nothing in the server depends on them. People and `replay doctor` read them.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -2553,7 +2554,7 @@ class AdmissionInfo(_message.Message):
     table: _builtins.str
     """The table that is trained on. An insert into it with a permit counts as accepted."""
     partial_groups: _builtins.int
-    """Of `running`: items of `permit_tables` that came with a permit, drawn ones included."""
+    """The part of `running` that are items of `permit_tables` with a permit, drawn items included."""
     @_builtins.property
     def acquiring(self) -> Global___Waiting: ...
     @_builtins.property

@@ -1,1 +1,1 @@
-"""The wire: gRPC methods, messages, tokens and TLS."""
+"""RPC: the gRPC methods of the server, their messages, tokens and TLS."""

@@ -1,4 +1,4 @@
-"""Administration: the methods about the server and its tables as a whole, and about checkpoints."""
+"""Administration: the gRPC methods for the server and its tables as a whole, and for checkpoints."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class AdministrationMethods:
         return self.server_info(request.tables)
 
     def server_info(self, tables: Sequence[str] = ()) -> pb.ServerInfo:
-        """The whole ServerInfo, with the given tables; without any, with all tables."""
+        """The whole ServerInfo, with the tables named in `tables`, or with all tables if `tables` is empty."""
         server_info = info.server_info(self.buffer, tables)
         server_info.version = _VERSION
         server_info.server_id = self._server_id
@@ -67,13 +67,15 @@ class AdministrationMethods:
         return pb.ResetResponse(removed=removed)
 
     async def CreateCheckpoint(self, request: pb.CreateCheckpointRequest, call: Call) -> pb.CheckpointInfo:
-        return info.checkpoint(await self._checkpoints().write(request.name))
+        checkpoint = await self._checkpoints().write(request.name)
+        return info.checkpoint(checkpoint)
 
     async def ListCheckpoints(self, request: pb.ListCheckpointsRequest, call: Call) -> pb.ListCheckpointsResponse:
         listed = await self._checkpoints().listed(request.verify)
-        return pb.ListCheckpointsResponse(checkpoints=[*map(info.checkpoint, listed)])
+        return pb.ListCheckpointsResponse(checkpoints=[info.checkpoint(entry) for entry in listed])
 
     def _checkpoints(self) -> Checkpointer:
+        """The checkpointer. Raises Refused if the server has none."""
         if self._checkpointer is None:
             raise unsupported(
                 "this server has no place for checkpoints: set dir in [checkpoints], or data_dir in [server]"

@@ -31,7 +31,7 @@ log = logging.getLogger("replay_server")
 
 
 class Role(IntEnum):
-    """What a token allows. Each role also allows everything that the roles before it allow."""
+    """The rights of a token. Each role also has all rights of the roles before it."""
 
     READ_ONLY = 1
     """Look at everything, change nothing, take nothing out."""
@@ -48,7 +48,7 @@ ROLES = {
     "GetServerInfo": Role.READ_ONLY,
     "ListItems": Role.READ_ONLY,
     "Get": Role.READ_ONLY,
-    "ShareMemory": Role.READ_ONLY,  # only a way for the bytes of the other methods
+    "ShareMemory": Role.READ_ONLY,  # it only carries the bytes of the other methods
     "GetPolicy": Role.READ_ONLY,
     "WatchPolicy": Role.READ_ONLY,
     "ListCheckpoints": Role.READ_ONLY,
@@ -57,7 +57,7 @@ ROLES = {
     "Sample": Role.READ_WRITE,
     "Draw": Role.READ_WRITE,
     "ConsumeItems": Role.READ_WRITE,
-    "Multiplex": Role.READ_WRITE,  # what it carries needs no more
+    "Multiplex": Role.READ_WRITE,  # the methods that it carries need no higher role
     "UpdatePriorities": Role.READ_WRITE,
     "Delete": Role.READ_WRITE,
     "SetPolicyVersion": Role.READ_WRITE,
@@ -65,7 +65,7 @@ ROLES = {
     "ReleasePermits": Role.READ_WRITE,
     "Describe": Role.READ_WRITE,
     "Leave": Role.READ_WRITE,
-    "CreateCheckpoint": Role.READ_WRITE,  # a trainer makes one with each of its own
+    "CreateCheckpoint": Role.READ_WRITE,  # a trainer makes one with each checkpoint of its own
     "UpdateTable": Role.ADMIN,
     "Reset": Role.ADMIN,
 }
@@ -74,7 +74,7 @@ ROLES = {
 REVOKED = "the token that this call came with does not allow it any more"
 """The message with which an open call is cancelled when its token is revoked."""
 _SHORT_TOKEN = 16
-"""Characters below which a token is warned about."""
+"""The server warns about tokens with fewer characters."""
 _SECONDS_PER_LINE = 10.0
 """Seconds between two log lines about refused calls."""
 
@@ -82,7 +82,7 @@ _SECONDS_PER_LINE = 10.0
 class Tokens:
     """The tokens that a server accepts. Only their hashes are kept.
 
-    Written as `ROLE:TOKEN`, separated by white space. A line that starts with `#` is a comment:
+    A token is written as `ROLE:TOKEN`. Tokens are separated by white space. A line that starts with `#` is a comment:
 
         # of the trainer and the generators
         read-write:5f0c...
@@ -92,27 +92,30 @@ class Tokens:
     def __init__(self, text: str, source: str) -> None:
         """Raises ValueError that names source and line, and never shows the text."""
         self._roles: dict[bytes, Role] = {}
-        names = {str(role): role for role in Role}
+        roles = {str(role): role for role in Role}
         for number, line in enumerate(text.splitlines(), start=1):
-            for entry in "" if line.lstrip().startswith("#") else line.split():
+            if line.lstrip().startswith("#"):
+                continue
+            for entry in line.split():
                 name, _, token = entry.partition(":")
-                if name not in names or not token or not token.isascii() or not token.isprintable():
+                if name not in roles or not token or not token.isascii() or not token.isprintable():
                     raise ValueError(
                         f"{source}, line {number}: a token is written as ROLE:TOKEN, with the role one of "
-                        f"{', '.join(names)} and the token in printable ASCII"
+                        f"{', '.join(roles)} and the token in printable ASCII"
                     )
                 if len(token) < _SHORT_TOKEN:
                     log.warning("%s, line %d: the token is so short that it can be guessed", source, number)
-                self._roles[_digest(token)] = names[name]
+                self._roles[_digest(token)] = roles[name]
         if not self._roles:
             raise ValueError(f"{source} holds no token; write a line such as {Role.READ_WRITE}:$(openssl rand -hex 32)")
 
     def role_of(self, token: str) -> Role | None:
-        """The role of a token; None if it is unknown. Takes the same time for every token of the same length."""
-        digest, found = _digest(token), None
-        for known, role in self._roles.items():
-            if hmac.compare_digest(known, digest):
-                found = role
+        """The role of a token; None if the token is unknown. Takes the same time for all tokens of the same length."""
+        digest = _digest(token)
+        found = None
+        for known_digest, role in self._roles.items():
+            if hmac.compare_digest(known_digest, digest):
+                found = role  # no early return, so that the time tells nothing
         return found
 
     @classmethod
@@ -133,23 +136,27 @@ class Authorizer(grpc.aio.ServerInterceptor):
     """
 
     def __init__(self, section: SecurityConfig, environment: Mapping[str, str]) -> None:
-        """`environment` may give the tokens (REPLAY_TOKENS) or their file (REPLAY_TOKENS_FILE); the section wins.
+        """`environment` may give the tokens (REPLAY_TOKENS) or their file (REPLAY_TOKENS_FILE).
 
-        Raises ValueError that names the file or the variable.
+        The file of the section has priority. Raises ValueError that names the file or the variable.
         """
         path = section.tokens_file or environment.get("REPLAY_TOKENS_FILE")
+        text = environment.get("REPLAY_TOKENS")
         self.tokens: Reread[Tokens] | None = None
         """None: calls need no token."""
         if path:
             self.tokens = Reread("tokens_file", partial(Tokens.read, Path(path)), Path(path))
             if readable_by_others(path):
                 log.warning("tokens_file %s can be read by every user of this machine: chmod 600 it", path)
-        elif text := environment.get("REPLAY_TOKENS"):
-            known = Tokens(text, "REPLAY_TOKENS")  # and not the text, which would stay in memory
-            self.tokens = Reread("REPLAY_TOKENS", lambda: known)
+        elif text:
+            known_tokens = Tokens(text, "REPLAY_TOKENS")  # made here, so that the text does not stay in memory
+            self.tokens = Reread("REPLAY_TOKENS", lambda: known_tokens)
         self._calls: dict[asyncio.Task[Any], tuple[str, Role]] = {}
-        """Open calls: the token of each, and the role that it needs."""
-        self._refused, self._logged = 0, float("-inf")
+        """The token of each open call, and the role that the call needs."""
+        self._refused = 0
+        """Calls that were refused since the last log line about them."""
+        self._logged_at = float("-inf")
+        """The time of that log line."""
 
     async def intercept_service(
         self,
@@ -162,7 +169,7 @@ class Authorizer(grpc.aio.ServerInterceptor):
         if code is None:
             return await continuation(handler_call_details)
 
-        # A handler of streams, whatever the method is: gRPC reads no request for such a handler.
+        # A handler of streams also for methods with one request: gRPC reads no request for a handler of streams.
         async def refuse(requests: Any, context: grpc.aio.ServicerContext[Any, Any]) -> None:
             self._log(context.peer(), method, message)
             await context.abort(code, message)
@@ -179,16 +186,15 @@ class Authorizer(grpc.aio.ServerInterceptor):
                 "--token-file, or pass token=... to the client"
             )
         scheme, _, token = str(authorizations[0]).partition(" ")
-        role = self._role_of(token) if len(authorizations) == 1 and scheme.lower() == "bearer" else None
+        role = None
+        if len(authorizations) == 1 and scheme.lower() == "bearer":
+            role = self._role_of(token)
         if role is None:
             return grpc.StatusCode.UNAUTHENTICATED, (
                 "the token is not one of this server's: check that REPLAY_TOKEN, REPLAY_TOKEN_FILE, --token-file or "
                 "token=... is the current one in the server's tokens_file (or REPLAY_TOKENS)"
             )
-        needed = ROLES.get(name, Role.ADMIN) if service == SERVICE else Role.ADMIN
-        # gRPC answers a client of another version of the protocol that there is no such method.
-        if service == reflection.SERVICE_NAME or (service.startswith("replay.") and service != SERVICE):
-            needed = Role.READ_ONLY
+        needed = _needed_role(service, name)
         if role < needed:
             return grpc.StatusCode.PERMISSION_DENIED, (
                 f"{name} needs a token of the role {needed}, and this one is {role}: use another token, or change its "
@@ -201,8 +207,13 @@ class Authorizer(grpc.aio.ServerInterceptor):
         """Ends open calls whose token no longer allows them. Runs until it is cancelled."""
         while True:
             await asyncio.sleep(SECONDS_PER_LOOK)
-            roles = {token: self._role_of(token) for token in {token for token, _ in self._calls.values()}}
-            revoked = [task for task, (token, needed) in self._calls.items() if (roles[token] or 0) < needed]
+            tokens = {token for token, _ in self._calls.values()}
+            roles = {token: self._role_of(token) for token in tokens}
+            revoked: list[asyncio.Task[Any]] = []
+            for task, (token, needed) in self._calls.items():
+                role = roles[token]
+                if role is None or role < needed:
+                    revoked.append(task)
             for task in revoked:
                 task.cancel(REVOKED)
             if revoked:
@@ -215,14 +226,16 @@ class Authorizer(grpc.aio.ServerInterceptor):
 
     def _remember_call(self, token: str, needed: Role) -> None:
         """Lets `end_revoked` find the call that the current task answers."""
-        if (task := asyncio.current_task()) is not None:
-            self._calls[task] = token, needed
+        task = asyncio.current_task()
+        if task is not None:
+            self._calls[task] = (token, needed)
             task.add_done_callback(lambda task: self._calls.pop(task, None))
 
     def _log(self, peer: str, method: str, why: str) -> None:
-        """Writes one line for all calls refused since the line before."""
+        """Writes one line for all calls refused since the last such line."""
         self._refused += 1
-        if (now := time.monotonic()) - self._logged > _SECONDS_PER_LINE:
+        now = time.monotonic()
+        if now - self._logged_at > _SECONDS_PER_LINE:
             log.warning(
                 "refused %s since this was last said; the last: %s from %s: %s",
                 counted(self._refused, "call"),
@@ -230,7 +243,20 @@ class Authorizer(grpc.aio.ServerInterceptor):
                 peer,
                 why,
             )
-            self._refused, self._logged = 0, now
+            self._refused = 0
+            self._logged_at = now
+
+
+def _needed_role(service: str, method: str) -> Role:
+    """The role that a call of a gRPC service needs."""
+    if service == SERVICE:
+        return ROLES.get(method, Role.ADMIN)
+    if service == reflection.SERVICE_NAME:
+        return Role.READ_ONLY
+    # A client of another version of the protocol is let in: gRPC then answers that there is no such method.
+    if service.startswith("replay."):
+        return Role.READ_ONLY
+    return Role.ADMIN
 
 
 def _digest(token: str) -> bytes:
@@ -242,10 +268,13 @@ SECONDS_PER_LOOK = 1.0
 
 
 class Reread(Generic[T]):
-    """What some files hold. They are read again when they change; while they cannot be used, the old value stands."""
+    """A value that is read from files, and read again when they change.
+
+    While the files cannot be used, the last value stays in force.
+    """
 
     def __init__(self, name: str, read: Callable[[], T], *files: Path | None) -> None:
-        """`name` is that of the option. `read` raises ValueError. Files that are None are left out."""
+        """`name` is the name of the option. `read` raises ValueError. Files that are None are left out."""
         self._name = name
         self._read = read
         self._files = [path for path in files if path is not None]
@@ -254,7 +283,7 @@ class Reread(Generic[T]):
         self.value = read()
 
     def look(self) -> bool:
-        """Reads the files if they have changed. Returns whether there is a new value. Looks at most once a second."""
+        """Reads the files if they have changed. Returns True if there is a new value. Looks at most once a second."""
         now = time.monotonic()
         if now - self._looked < SECONDS_PER_LOOK:
             return False
@@ -272,21 +301,24 @@ class Reread(Generic[T]):
         return True
 
     def _state(self) -> list[tuple[int, int, int]]:
-        # The clock of a file system moves every few milliseconds: who sees a file that was emptied, and is written in
-        # the same moment, finds the same time again.
+        # Not the time alone: the clock of a file system moves only every few milliseconds. A file that was emptied and
+        # then written may have the same time after both changes.
         try:
-            return [(found.st_mtime_ns, found.st_size, found.st_ino) for found in map(Path.stat, self._files)]
+            facts = [path.stat() for path in self._files]
         except OSError:
             return []  # a file is missing while it is being replaced
+        return [(fact.st_mtime_ns, fact.st_size, fact.st_ino) for fact in facts]
 
 
 class ServerCertificates:
-    """The server's TLS certificate, private key and client authority. They may change while it runs."""
+    """The server's TLS certificate, private key and client authority. The files may change while the server runs."""
 
     def __init__(self, section: SecurityConfig) -> None:
         """Raises ValueError that names the file and the remedy."""
         self._section = section
-        cert, key, ca = section.tls_cert, section.tls_key, section.tls_client_ca
+        cert = section.tls_cert
+        key = section.tls_key
+        ca = section.tls_client_ca
         read = partial(PemFiles.read, cert=cert, key=key, ca=ca, ca_name="tls_client_ca")
         self._files = Reread("tls_cert", read, cert, key, ca)
         if key is not None and readable_by_others(key):
@@ -309,5 +341,5 @@ class ServerCertificates:
         return grpc.ssl_server_certificate_configuration([(pem.key, pem.cert)], pem.ca)
 
     def _changed_configuration(self) -> grpc.ServerCertificateConfiguration | None:
-        """gRPC calls this for each handshake, on a thread of its own. None means: as before."""
+        """The new configuration; None if it has not changed. gRPC calls this for each handshake, on its own thread."""
         return self._configuration() if self._files.look() else None

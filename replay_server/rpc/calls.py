@@ -1,10 +1,10 @@
-"""Calls: how a gRPC method gets its requests, sends its responses, and tells its client why it ends early.
+"""Calls: reads the requests of gRPC methods, sends their responses, and tells clients why a call ends early.
 
-* `Call` is one call: the way of its requests and responses, through rings where its client wants that.
+* `Call` is one call. It carries requests and responses, through rings if its client wants that.
 * `Method` runs the calls of one method. It counts and times them. A Refused ends a call with code, message and reason.
-* `once` lets a request that comes again get the answer of its first time.
-* `Multiplex` carries methods with one short response, one call after the other, on an open stream. To gRPC in Python a
-  message on an open stream costs half of a call (docs/record/performance.md).
+* `once` gives a request that comes again the answer of its first time.
+* `Multiplex` carries methods with one short response, one call after the other, on an open stream. In gRPC for Python a
+  message on an open stream costs half as much as a call (docs/record/performance.md).
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import functools
 import hashlib
 import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
-from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import grpc
@@ -40,7 +39,7 @@ _STATUS = {code.value[0]: code for code in grpc.StatusCode}
 
 
 class Call:
-    """One call of a client. Its context names the client; everything else goes through the call."""
+    """One call of a client. Its context names the client. Methods read and write only through the call."""
 
     def __init__(self, method: Method, context: Context) -> None:
         self.context = context
@@ -48,15 +47,16 @@ class Call:
         """The connection."""
         self.carrier = Carrier(method.rings, self.client) if method.rings is not None else None
         self._method = method
-        self._came: float | None = None
-        """When the last request of a stream came that has no response yet; None: there is none."""
+        self._requested_at: float | None = None
+        """The time when the last request of a stream came; None if it has a response already."""
 
     async def read(self) -> Any:
         """The next request of a stream; None: the client has ended it. Raises Refused if its bytes are no message."""
-        if (request := await self.context.read()) is grpc.aio.EOF:
+        request = await self.context.read()
+        if request is grpc.aio.EOF:
             return None
         if self._method.latencies is not None:
-            self._came = time.perf_counter()
+            self._requested_at = time.perf_counter()
         return self.readable(request)
 
     def readable(self, request: Any) -> Any:
@@ -70,22 +70,37 @@ class Call:
 
         The client of a stream may read slowly: the server holds little for it meanwhile.
         """
-        if (latencies := self._method.latencies) is not None:
-            seconds = None if self._came is None else time.perf_counter() - self._came
+        latencies = self._method.latencies
+        if latencies is not None:
+            seconds = None
+            if self._requested_at is not None:
+                seconds = time.perf_counter() - self._requested_at
             latencies.responded(self._method.name, response, seconds)
-            self._came = None
+            self._requested_at = None
         stall = self._method.stall_timeout
+        if stall is None:  # most calls; a timeout costs 2 us
+            await self._send(response)
+            return
         try:
-            async with asyncio.timeout(stall) if stall is not None else nullcontext():  # 2 us less
-                if self.carrier is None or (response := await self.carrier.place(response)) is not None:
-                    await self.context.write(response)
+            async with asyncio.timeout(stall):
+                await self._send(response)
         except TimeoutError:
             why = f"the answer was not read: the client took none of it for {stall:g} s (stall_timeout)"
             raise deadline(why) from None
 
+    async def _send(self, response: Any) -> None:
+        if self.carrier is not None:
+            response = await self.carrier.place(response)
+            if response is None:  # it will be a part of the next message
+                return
+        await self.context.write(response)
+
 
 class Method:
-    """One gRPC method, with the function that answers its calls: of a request and the call, or of the call alone."""
+    """One gRPC method, with the function that answers its calls.
+
+    The function gets the request and the call, or only the call if the client sends a stream.
+    """
 
     def __init__(
         self,
@@ -96,50 +111,69 @@ class Method:
         latencies: Latencies | None,
     ) -> None:
         self.name = descriptor.name
-        request, response = GetMessageClass(descriptor.input_type), GetMessageClass(descriptor.output_type)
-        framed = "payloads" in descriptor.input_type.fields_by_name
-        self._parse = frame_reader(request) if framed else request.FromString
-        frames = "payloads" in descriptor.output_type.fields_by_name
-        self.serialize: Callable[[Any], bytes] = write_frame if frames else response.SerializeToString
+        request = GetMessageClass(descriptor.input_type)
+        response = GetMessageClass(descriptor.output_type)
+        requests_have_payloads = "payloads" in descriptor.input_type.fields_by_name
+        responses_have_payloads = "payloads" in descriptor.output_type.fields_by_name
+        self._parse = frame_reader(request) if requests_have_payloads else request.FromString
+        self.serialize: Callable[[Any], bytes] = response.SerializeToString
+        if responses_have_payloads:
+            self.serialize = write_frame
         self._behavior = behavior
         self._backend = backend
-        self._client_streaming, self._server_streaming = descriptor.client_streaming, descriptor.server_streaming
-        self._endless = descriptor.client_streaming or (descriptor.server_streaming and not frames)
-        """Whether a call lasts until its client ends it, or the server stops."""
-        self.rings = rings if frames or (framed and self._endless) else None
-        self.stall_timeout = backend.limits.stall_timeout if frames and not self._endless else None
+        self._client_streaming = descriptor.client_streaming
+        self._server_streaming = descriptor.server_streaming
+        self._endless = descriptor.client_streaming or (descriptor.server_streaming and not responses_have_payloads)
+        """True if a call lasts until its client ends it, or the server stops."""
+        self.rings: Rings | None = None
+        """The rings of the clients; None: payloads of this method never lie in rings."""
+        if responses_have_payloads or (requests_have_payloads and self._endless):
+            self.rings = rings
+        self.stall_timeout: float | None = None
+        """Seconds for which the client of a call may leave a response unread; None: for ever."""
+        if responses_have_payloads and not self._endless:
+            self.stall_timeout = backend.limits.stall_timeout
         self.latencies = latencies
         if latencies is not None and (self._client_streaming or not self._endless):
             latencies.expect(self.name)
 
     def handler(self, traced: Callable[[str, Any], Any] | None) -> grpc.RpcMethodHandler[Any, Any]:
-        """What gRPC calls. `traced` wraps, with the name, what answers calls of one request."""
+        """The handler that gRPC calls. If the method is not endless, `traced` wraps its `respond` in spans."""
         kinds = {
             (False, False): grpc.unary_unary_rpc_method_handler,
             (False, True): grpc.unary_stream_rpc_method_handler,
             (True, True): grpc.stream_stream_rpc_method_handler,
         }
-        respond = self.respond if traced is None or self._endless else traced(self.name, self.respond)
-        return kinds[self._client_streaming, self._server_streaming](respond, self.parse, self.serialize)
+        make_handler = kinds[self._client_streaming, self._server_streaming]
+        respond: Callable[..., Any] = self.respond
+        if traced is not None and not self._endless:
+            respond = traced(self.name, self.respond)
+        return make_handler(respond, self.parse, self.serialize)
 
     def parse(self, data: bytes) -> Any:
-        """Returns an error instead of raising it: gRPC would log a traceback for each bad message, and say UNKNOWN."""
+        """The request in `data`, or the DecodeError if the bytes are no such message.
+
+        If this raised the error, gRPC would log a traceback for each bad message, and end the call with UNKNOWN.
+        """
         try:
             return self._parse(data)
         except DecodeError as error:
             return error
 
     async def respond(self, request: Any, context: Context) -> Any:
-        """Answers a call. `request` is one request, or belongs to a stream, whose requests the call reads."""
+        """Answers a call. `request` is unused if the client sends a stream: the call reads the requests of a stream."""
         try:
             return await self.answer(request, Call(self, context))
         except Refused as refusal:
-            reason = ((REASON_KEY, str(refusal.reason)),) if refusal.reason else ()
-            await context.abort(_STATUS[refusal.code], refusal.message, reason)
+            metadata: tuple[tuple[str, str], ...] = ()
+            if refusal.reason:
+                metadata = ((REASON_KEY, str(refusal.reason)),)
+            await context.abort(_STATUS[refusal.code], refusal.message, metadata)
 
     async def answer(self, request: Any, call: Call) -> Any:
         """The response to one request, or None after all responses of a stream. Raises Refused."""
-        code, began = "UNKNOWN", time.perf_counter()
+        code = "UNKNOWN"
+        began = time.perf_counter()
         try:
             with self._backend.calls.counted(self.name, self._endless):
                 if self._client_streaming:
@@ -156,16 +190,18 @@ class Method:
             raise
         finally:
             if call.carrier is not None:
-                call.carrier.close(reuse_writer=code == "OK" and not self._endless)
+                ended_well = code == "OK" and not self._endless
+                call.carrier.close(reuse_writer=ended_well)
             if self.latencies is not None:
-                self.latencies.ended(self.name, code, None if self._endless else time.perf_counter() - began)
+                seconds = None if self._endless else time.perf_counter() - began
+                self.latencies.ended(self.name, code, seconds)
 
 
 class Multiplex:
-    """The method of this name: calls of SHORT_METHODS on an open stream."""
+    """The gRPC method Multiplex, which runs calls of SHORT_METHODS on an open stream."""
 
     def __init__(self, methods: Mapping[str, Method]) -> None:
-        """`methods`: of the whole service."""
+        """`methods` are those of the whole service."""
         self._methods = methods
 
     async def Multiplex(self, call: Call) -> None:
@@ -179,33 +215,35 @@ class Multiplex:
             method = self._methods[request.method]
             response = await method.answer(method.parse(request.request), call)
         except Refused as refusal:
-            if refusal.code is Code.UNAUTHENTICATED:  # a token that is revoked ends the stream
+            if refusal.code is Code.UNAUTHENTICATED:  # the token was revoked, which ends the stream
                 raise
             return pb.CallResponse(code=refusal.code, message=refusal.message, reason=refusal.reason)
         return pb.CallResponse(response=method.serialize(response))
 
 
 def once(response_type: type[M]) -> Callable[[Callable[..., Awaitable[M]]], Callable[..., Awaitable[M]]]:
-    """A request that comes again, with the same id in `request`, gets the answer of its first time.
+    """Decorates a method so that a request that comes again, with the same `request` id, gets its first answer.
 
     So a retry after a broken connection, or after a kill in durable mode, has the effect of one call. The response
-    waits until all that the method changed is written. The method must not wait after its change, so that one commit
-    writes the change and the answer.
+    waits until everything that the method changed is written. The method must not wait after its change, so that one
+    commit writes the change and the answer.
     """
 
     def decorate(method: Callable[..., Awaitable[M]]) -> Callable[..., Awaitable[M]]:
         @functools.wraps(method)
         async def respond(self: Any, request: Any, call: Call) -> M:
-            buffer, response = self.backend.buffer, None
-            if request.request:
-                digest = hashlib.blake2b(request.SerializeToString(deterministic=True), digest_size=8).digest()
-                digest += type(request).__name__.encode()
-                if (answer := first_answer(buffer, request.request, digest)) is not None:
-                    response = response_type.FromString(answer)
-            if response is None:
+            buffer = self.backend.buffer
+            if not request.request:
                 response = await method(self, request, call)
-                if request.request:
-                    buffer.answers.remember([request.request], (digest, response.SerializeToString()))
+                await self.backend.durable()
+                return response
+            digest = _digest(request)
+            answer = first_answer(buffer, request.request, digest)
+            if answer is not None:
+                response = response_type.FromString(answer)
+            else:
+                response = await method(self, request, call)
+                buffer.answers.remember([request.request], (digest, response.SerializeToString()))
             await self.backend.durable()
             return response
 
@@ -214,12 +252,18 @@ def once(response_type: type[M]) -> Callable[[Callable[..., Awaitable[M]]], Call
     return decorate
 
 
-def first_answer(buffer: ReplayBuffer, request: int, digest: bytes) -> bytes | None:
-    """What the request with this number was answered; None: it has not come before.
+def _digest(request: Message) -> bytes:
+    content = request.SerializeToString(deterministic=True)
+    return hashlib.blake2b(content, digest_size=8).digest() + type(request).__name__.encode()
 
-    Raises Refused if it was another request: one with another `digest`.
+
+def first_answer(buffer: ReplayBuffer, request: int, digest: bytes) -> bytes | None:
+    """The first answer to the request with this number; None if the request has not come before.
+
+    Raises Refused if the first request with this number was another one: one with another `digest`.
     """
-    if (answer := buffer.answers.get(request)) is None:
+    answer = buffer.answers.get(request)
+    if answer is None:
         return None
     first_digest, first_response = answer
     if first_digest != digest:
@@ -230,25 +274,30 @@ def first_answer(buffer: ReplayBuffer, request: int, digest: bytes) -> bytes | N
 def split_payloads(first: M, payloads: Iterable[Payload]) -> Iterator[Frame[M]]:
     """`first` with as many payload bytes as fit, then messages with the rest of the bytes.
 
-    A chunk goes into one message, so that the reader need not join it, unless it is much larger than a message: a
-    client that does not read would keep all of it in memory.
+    Each chunk goes into one message, so that the reader need not join its parts. Only a chunk that is much larger than
+    a message is divided: for a client that does not read, the server would keep the whole chunk in memory.
     """
-    head, filled = first, 0
+    head = first
     chunks: list[bytes | memoryview] = []
+    filled = 0
     for chunk in _short_chunks(payloads):
         if filled and filled + len(chunk) > BYTES_PER_MESSAGE:
             yield Frame(head, chunks)
-            head, chunks, filled = type(first)(), [], 0
+            head = type(first)()
+            chunks = []
+            filled = 0
         chunks.append(chunk)
         filled += len(chunk)
     yield Frame(head, chunks)
 
 
 def _short_chunks(payloads: Iterable[Payload]) -> Iterator[bytes | memoryview]:
+    """The chunks of payloads. A chunk of more than two messages is divided into parts of one message each."""
     for payload in payloads:
         for chunk in payload:
             if len(chunk) <= 2 * BYTES_PER_MESSAGE:
                 yield chunk
-            else:
-                view = memoryview(chunk)
-                yield from (view[at : at + BYTES_PER_MESSAGE] for at in range(0, len(view), BYTES_PER_MESSAGE))
+                continue
+            view = memoryview(chunk)
+            for start in range(0, len(view), BYTES_PER_MESSAGE):
+                yield view[start : start + BYTES_PER_MESSAGE]

@@ -1,11 +1,11 @@
 """Clients: who inserts, extends, samples and publishes, by name, and when each was last seen.
 
-* A client names itself in its user agent. Nothing depends on the name but what people read.
+* A client names itself in its user agent. The name is only for people to read.
 * Only calls that need a read-write token leave a trace here. A read-only client cannot.
-* A name is the connection's that uses it: only that one can describe and end the client. Another connection gets the
-  name by its own calls, while the one before has none open.
-* The most MAX_CLIENTS names seen last are kept, each with at most MAX_NAME characters. Of their settings those are kept
-  that were seen last and have MAX_DESCRIPTIONS bytes together: each look at the server sends them.
+* A name belongs to the connection that uses it. Only this connection can describe and end the client. Another
+  connection gets the name by a call of its own, if the first connection has no open call.
+* The MAX_CLIENTS names seen last are kept, each with at most MAX_NAME characters. Of their settings the newest are
+  kept, with at most MAX_DESCRIPTIONS bytes in all, because each ServerInfo contains them.
 """
 
 from __future__ import annotations
@@ -31,80 +31,84 @@ _PREFIX = "replay/"
 
 
 class ClientRole(StrEnum):
-    """What a client does here."""
+    """The part of a client in a run, as the server sees it."""
 
     GENERATOR = "generator"
-    """It inserts, or asks for permits to generate."""
+    """The client inserts, or asks for permits to generate."""
     TRAINER = "trainer"
-    """It samples, or publishes policy versions."""
+    """The client samples, or publishes policy versions."""
     TEACHER = "teacher"
-    """It extends items with later columns."""
+    """The client extends items with later columns."""
     ARCHIVER = "archiver"
-    """It draws from copies (`copy_to`)."""
+    """The client draws from copies (`copy_to`)."""
     SCORER = "scorer"
-    """It says that it gives groups their rewards. Whatever else it does, it is that."""
+    """The client says that it gives groups their rewards. It has no other role then."""
     STAGE = "stage"
-    """It says that it passes items on. Whatever else it does, it is that."""
+    """The client says that it passes items on. It has no other role then."""
 
 
 _PASSING = (ClientRole.SCORER, ClientRole.STAGE)
+"""The roles of clients that pass items on. They insert and sample, and are no generators and trainers."""
 
 
 @dataclass
 class Client:
-    """One name. Several clients with the same name are one."""
+    """The client of one name. Several clients with the same name count as one."""
 
     name: str
     connection: str
-    """The one whose name it is."""
+    """The connection to which the name belongs."""
     roles: set[ClientRole] = field(default_factory=set)
     last_seen_at: float = 0.0
-    """When it sent its last request, or its last call ended, by the clock of the buffer."""
+    """The time of its last request, or of the end of its last call, by the clock of the buffer."""
     calls: Counter[str] = field(default_factory=Counter)
-    """Calls and streams that are open, by connection."""
+    """The number of open calls and streams of each connection."""
     ended: bool = False
-    """It said that it ends, and has sent nothing since."""
+    """True if the client said that it ends, and has sent nothing since."""
     began: float = 0.0
-    """When it opened a call and had no other one open."""
+    """The last time at which the client opened a call while it had no other open call."""
     left: float = 0.0
-    """When its last open call ended."""
+    """The time at which its last open call ended."""
     settings: str = "{}"
-    """What it said of its settings, by name, as JSON."""
+    """The settings that the client described, by name, as JSON."""
 
     @property
     def taken(self) -> bool:
-        """Whether no other connection can have the name."""
+        """True while the connection has open calls: no other connection can get the name then."""
         return self.calls[self.connection] > 0
 
     def vanished(self, since: float, seconds: float) -> bool:
-        """Whether it had calls open for so many seconds without a break, and has had none since then."""
+        """True if the client has had no open call since `since`, and before had calls open for `seconds` on end."""
         return not self.calls and self.left <= since and self.left - self.began >= seconds
 
 
 OnMessage: TypeAlias = Callable[[ClientRole | None], object]
-"""Notes a sign of life of one client, a message on its open stream, and perhaps what it does."""
+"""A function that notes a message on the open stream of a client, and the role of the client if the message tells."""
 
 
 class Clients:
+    """The named clients of a server."""
+
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._by_name: OrderedDict[str, Client] = OrderedDict()
-        """The one that was seen last stands last."""
+        """The clients, in the order in which they were last seen: the client seen last is the last entry."""
         self.prompt_tables: set[str] = set()
-        """The tables from which generators say that they draw their prompts."""
+        """The tables from which generators draw their prompts, as they say."""
 
     def __iter__(self) -> Iterator[Client]:
-        """The one that was seen last comes first."""
+        """The clients. The client that was seen last comes first."""
         return reversed(self._by_name.values())
 
     @contextmanager
     def calling(self, context: Context, role: ClientRole | None) -> Iterator[OnMessage]:
-        """Counts a call of a client as open, and as its sign of life. So is each call of the result.
+        """Counts a call of a client as open, and as a sign of life. Yields a function for its messages.
 
-        `role` None: only its messages tell what the client does.
+        `role` is None if only the messages of the call tell the role of the client.
         """
-        if not (name := name_of(context)):
-            yield lambda role: None
+        name = name_of(context)
+        if not name:
+            yield _ignore_message
             return
         connection = context.peer()
         client = self._record_sign_of_life(name, connection, role)
@@ -120,69 +124,89 @@ class Clients:
             assert client.calls[connection] > 0, (client.name, connection)
             client.calls -= Counter([connection])
             client.left = self._clock()
-            self._see(client)  # a client that waits sends nothing: the end of its connection is its last sign
+            self._touch(client)  # a client that waits sends nothing: the end of its connection is its last sign
 
     def describe(self, context: Context, settings: dict[str, str]) -> None:
-        """The client says what it is set to, instead of what it said before. Raises Refused."""
-        if not (name := name_of(context)):
+        """Replaces the settings of a client by those that it describes. Raises Refused."""
+        name = name_of(context)
+        if not name:
             return
-        if len(text := json.dumps(settings)) > MAX_DESCRIPTION:
+        text = json.dumps(settings)
+        if len(text) > MAX_DESCRIPTION:
             raise invalid(f"settings of {len(text)} bytes, as JSON: at most {MAX_DESCRIPTION}; say less")
-        connection, before = context.peer(), self._by_name.get(name)
+        connection = context.peer()
+        before = self._by_name.get(name)
         if before is not None and before.taken and before.connection != connection:
             raise invalid(f"{name!r} is the name of another connection, which is open: give this client another name")
         client = self._record_sign_of_life(name, connection, None)
         client.settings = text
-        left = MAX_DESCRIPTIONS
-        for each in self:
-            if (left := left - len(each.settings)) < 0:
-                each.settings = "{}"
-        if table := settings.get("prompts_table"):
-            self.prompt_tables.add(table.strip('"'))  # it is JSON
-            client.roles.discard(ClientRole.TRAINER)  # it may have drawn prompts before it said so
-        if (part := settings.get("part", "").strip('"')) in (ClientRole.TRAINER, ClientRole.GENERATOR):
+        self._forget_old_settings()
+        # The values of settings are JSON, so a string has quotes.
+        prompts_table = settings.get("prompts_table")
+        if prompts_table:
+            self.prompt_tables.add(prompts_table.strip('"'))
+            client.roles.discard(ClientRole.TRAINER)  # it may have drawn prompts before it described itself
+        part = settings.get("part", "").strip('"')
+        if part in (ClientRole.TRAINER, ClientRole.GENERATOR):
             client.roles.add(ClientRole(part))  # it may load its model for minutes, before it does anything
         elif part in _PASSING:
             client.roles = {ClientRole(part)}
 
+    def _forget_old_settings(self) -> None:
+        """Keeps the newest settings that have MAX_DESCRIPTIONS bytes in all."""
+        left = MAX_DESCRIPTIONS
+        for client in self:
+            left -= len(client.settings)
+            if left < 0:
+                client.settings = "{}"
+
     def leave(self, context: Context) -> None:
-        """The client says that it ends. It counts for nothing under the name of another connection."""
+        """Notes that the client ends. This has no effect under the name of another connection."""
         client = self._by_name.get(name_of(context))
         if client is not None and client.connection == context.peer():
             client.ended = True
             client.last_seen_at = self._clock()
 
     def missed(self, role: ClientRole) -> Sequence[Client]:
-        """Those of whom something is expected: all that have not ended. Nobody if the one seen last has.
+        """The clients of a role that are expected to go on: those that have not ended; none if the newest has ended.
 
-        One that was killed long ago, and replaced, is not waited for after its successor has ended.
+        So nobody waits for a client that was killed long ago, and whose successor has ended.
         """
         known = [client for client in self if role in client.roles]
-        return [] if known and known[0].ended else [client for client in known if not client.ended]
+        if known and known[0].ended:
+            return []
+        return [client for client in known if not client.ended]
 
     def _record_sign_of_life(self, name: str, connection: str, role: ClientRole | None) -> Client:
         client = self._by_name.get(name)
         if client is None:
-            client = self._by_name[name] = Client(name, connection)
+            client = Client(name, connection)
+            self._by_name[name] = client
             if len(self._by_name) > MAX_CLIENTS:
                 self._by_name.popitem(last=False)
             assert len(self._by_name) <= MAX_CLIENTS, len(self._by_name)
-        self._see(client)
+        self._touch(client)
         client.ended = False
         if role is not None and client.roles.isdisjoint(_PASSING):
             client.roles.add(role)
         return client
 
-    def _see(self, client: Client) -> None:
-        """Note a sign of life of a client."""
+    def _touch(self, client: Client) -> None:
+        """Makes a client the one that was seen last."""
         client.last_seen_at = self._clock()
-        if client.name in self._by_name:  # it may have been forgotten, for there are many
+        if client.name in self._by_name:  # not if more than MAX_CLIENTS newer names have replaced it
             self._by_name.move_to_end(client.name)
 
 
+def _ignore_message(role: ClientRole | None) -> None:
+    """The function for the messages of a client without a name."""
+
+
 def name_of(context: Context) -> str:
-    """The name of the client that calls; empty: it has none."""
+    """The name of the client that calls; "" if it has none."""
     for key, value in context.invocation_metadata() or ():
         if key == "user-agent" and isinstance(value, str) and value.startswith(_PREFIX):
-            return value[len(_PREFIX) : len(_PREFIX) + MAX_NAME + 1].partition(" ")[0][:MAX_NAME]
+            start = value[len(_PREFIX) : len(_PREFIX) + MAX_NAME + 1]  # a user agent may be very long
+            name, _, _ = start.partition(" ")
+            return name[:MAX_NAME]
     return ""

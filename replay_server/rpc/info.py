@@ -1,21 +1,25 @@
 """Info: the state of the buffer, of its tables and of checkpoints, as the protobuf messages that clients get.
 
-It also says who of the run is overdue: this is the one rule for whoever looks at a server. A role is overdue if it has
-done nothing for three usual intervals, at least LONG_WAIT; or if its clients were connected for LONG_WAIT, and then not
-for LONG_WAIT: who was paused often would otherwise be missed late. It is not overdue if
+It also decides which role of a run is overdue: trainer or generators. All programs that look at a server use this rule.
+A role is overdue in two cases:
 
-* no usual interval of it is known yet, and no client of it was connected for so long,
-* one of its requests waits here, so that it is there,
-* or every client that did its work has said that it ends (Leave).
+* It has done nothing for three usual intervals, and for LONG_WAIT at least.
+* Its clients were connected for LONG_WAIT, and then were not for LONG_WAIT. Without this case a role that paused often
+  would be missed late, because its usual interval is long.
 
-The trainer's interval is that of policy versions or, if it publishes none, of its samples. Nobody inserts into a table
-less often than once a step, so generators have three of the trainer's intervals, if those are longer than their own.
+A role is not overdue if
+
+* none of its usual intervals is known yet, and none of its clients was connected for LONG_WAIT,
+* one of its requests waits here, so that the role is still connected,
+* or every client of the role has said that it ends (Leave).
+
+The trainer's interval is that of policy versions or, if it publishes none, of its samples. A table usually gets inserts
+at least once a step. So the interval of generators is the trainer's, if that is longer than their own.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -35,55 +39,67 @@ from replay_server.tables.waiting import Line
 
 def policy(buffer: ReplayBuffer) -> pb.Policy:
     current = buffer.policy
-    age = max(0.0, buffer.clock() - current.set_at)
+    history = History.of(buffer)
     return pb.Policy(
         version=current.version,
         weights=current.weights,
-        age=age,
+        age=max(0.0, buffer.clock() - current.set_at),
         interval=buffer.versions.interval,
-        state=history.last_state if (history := History.of(buffer)) is not None else "",
+        state="" if history is None else history.last_state,
     )
 
 
 def server_info(buffer: ReplayBuffer, names: Sequence[str]) -> pb.ServerInfo:
     """The buffer's part of ServerInfo, with the tables of `names`; without names, with all tables."""
-    tables = [buffer.table(name) for name in dict.fromkeys(names)] or list(buffer.tables.values())
+    tables = list(buffer.tables.values())
+    if names:
+        tables = [buffer.table(name) for name in dict.fromkeys(names)]
+    is_bounded = buffer.items.max_bytes < float("inf")
     info = pb.ServerInfo(
         policy=policy(buffer),
         tables=[table_info(buffer, table) for table in tables],
         items=len(buffer.items),
         bytes=buffer.items.bytes,
-        max_bytes=int(buffer.items.max_bytes) if buffer.items.max_bytes < float("inf") else 0,
+        max_bytes=int(buffer.items.max_bytes) if is_bounded else 0,
         damaged=buffer.damaged,
         **vars(buffer.storage.facts()),
     )
-    if (admission := Admission.of(buffer)) is not None:
-        info.admission.CopyFrom(
-            pb.AdmissionInfo(
-                fresh_groups_per_step=admission.config.fresh_groups_per_step,
-                max_staleness=admission.config.max_staleness,
-                accepted=admission.accepted,
-                running=admission.running,
-                capacity=admission.capacity,
-                acquiring=_waiting(admission.line, lambda pending: admission.why_no_permits(pending.count)),
-                expired=admission.expired,
-                table=admission.table,
-                partial_groups=len(admission.partial_groups),
-                permit_tables=admission.config.permit_tables,
-            )
-        )
+    admission = Admission.of(buffer)
+    if admission is not None:
+        info.admission.CopyFrom(_admission_info(admission))
     return info
 
 
+def _admission_info(admission: Admission) -> pb.AdmissionInfo:
+    return pb.AdmissionInfo(
+        fresh_groups_per_step=admission.config.fresh_groups_per_step,
+        max_staleness=admission.config.max_staleness,
+        accepted=admission.accepted,
+        running=admission.running,
+        capacity=admission.capacity,
+        acquiring=_waiting(admission.line, lambda pending: admission.why_no_permits(pending.count)),
+        expired=admission.expired,
+        table=admission.table,
+        partial_groups=len(admission.partial_groups),
+        permit_tables=admission.config.permit_tables,
+    )
+
+
 def table_info(buffer: ReplayBuffer, table: Table) -> pb.TableInfo:
-    now, lines, columns = buffer.clock(), buffer.lines[table.name], table.columns
+    now = buffer.clock()
+    lines = buffer.lines[table.name]
+    columns = table.columns
     slots = columns.occupied()
     retained = np.array(list(columns.retained.values()), dtype=np.int64)
     staleness = buffer.policy.version - columns.policy_version[slots]
     np.maximum(staleness, 0, out=staleness)
-    limiter, flow = table.limiter, table.flow.measured()
-    # The reader of copies waits for the next item; that is no standstill.
-    idle = pb.Waiting(count=len(lines.samples)) if table.name in buffer.items.copies else None
+    limiter = table.limiter
+    flow = table.flow.measured()
+    if table.name in buffer.items.copies:
+        # The reader of copies waits for the next item. That is no standstill, so it has no reason and no seconds.
+        sampling = pb.Waiting(count=len(lines.samples))
+    else:
+        sampling = _waiting(lines.samples, buffer.why_waiting)
     return pb.TableInfo(
         name=table.name,
         config=table.config.model_dump_json(),
@@ -91,7 +107,7 @@ def table_info(buffer: ReplayBuffer, table: Table) -> pb.TableInfo:
         bytes=table.bytes,
         reserved=table.outstanding,
         inserting=_waiting(lines.inserts, buffer.why_waiting),
-        sampling=idle or _waiting(lines.samples, buffer.why_waiting),
+        sampling=sampling,
         age=quantiles_of(now - columns.inserted_at[slots]),
         staleness=quantiles_of(staleness),
         priority=quantiles_of(columns.priority[slots]),
@@ -123,16 +139,21 @@ def table_info(buffer: ReplayBuffer, table: Table) -> pb.TableInfo:
 
 
 def _waiting(line: Line[Any], why_waiting: Callable[[Any], str]) -> pb.Waiting:
-    reason = why_waiting(line.head) if line.awaited and line.head is not None else ""
+    reason = ""
+    if line.awaited and line.head is not None:
+        reason = why_waiting(line.head)
     return pb.Waiting(count=line.awaited, reason=reason, seconds=line.standstill)
 
 
 def _arrival_times(buffer: ReplayBuffer, activity: Meter, now: float) -> pb.ArrivalTimes:
-    return pb.ArrivalTimes(age=max(0.0, now - activity.last), interval=_usual(buffer, activity))
+    return pb.ArrivalTimes(
+        age=max(0.0, now - activity.last),
+        interval=_usual_interval(buffer, activity),
+    )
 
 
-def _usual(buffer: ReplayBuffer, activity: Meter) -> float:
-    """Seconds between two bursts; 0: unknown."""
+def _usual_interval(buffer: ReplayBuffer, activity: Meter) -> float:
+    """The usual seconds between two bursts of an activity; 0: unknown."""
     return activity.arrivals.interval(buffer.versions.interval)
 
 
@@ -156,7 +177,8 @@ def effective_priorities(table: Table, slots: IntArray) -> FloatArray:
 
     0 where the priority is 0.
     """
-    columns, sampler = table.columns, table.config.sampler
+    columns = table.columns
+    sampler = table.config.sampler
     priorities = columns.priority[slots]
     effective = np.where(priorities > 0, priorities**sampler.exponent, 0.0)
     if sampler.half_life is not None:
@@ -166,22 +188,31 @@ def effective_priorities(table: Table, slots: IntArray) -> FloatArray:
 
 
 MANY = 1 << 13
-"""Of more values than this, quantiles are estimated."""
+"""The quantiles of more values than this are estimated."""
 _rng = np.random.default_rng()
 
 
 def quantiles_of(values: FloatArray | IntArray) -> pb.Quantiles | None:
-    """The quantiles of values (n,). None of no values: then the message is absent, and its metrics are.
+    """The quantiles of values (n,); None if there are no values. Then the message and its metrics are absent.
 
-    Of more than MANY values, p10, p50 and p90 are those of so many drawn at random: to order a million would hold up
-    all clients for 60 ms. The share of values below an estimate is off by sqrt(p (1 - p) / MANY), half a percent at the
-    median. All else is exact.
+    Of more than MANY values, p10, p50 and p90 are those of MANY values drawn at random: to order a million would hold
+    up all clients for 60 ms. The share of values below an estimate is off by sqrt(p (1 - p) / MANY), half a percent at
+    the median. The minimum, the maximum and the mean are always exact.
     """
     if not values.size:
         return None
-    drawn = values if values.size <= MANY else values[_rng.integers(values.size, size=MANY)]
+    drawn = values
+    if values.size > MANY:
+        drawn = values[_rng.integers(values.size, size=MANY)]
     p10, p50, p90 = np.quantile(drawn, [0.1, 0.5, 0.9])
-    return pb.Quantiles(min=values.min(), p10=p10, p50=p50, p90=p90, max=values.max(), mean=values.mean())
+    return pb.Quantiles(
+        min=values.min(),
+        p10=p10,
+        p50=p50,
+        p90=p90,
+        max=values.max(),
+        mean=values.mean(),
+    )
 
 
 def checkpoint(found: Checkpoint) -> pb.CheckpointInfo:
@@ -199,9 +230,9 @@ def checkpoint(found: Checkpoint) -> pb.CheckpointInfo:
 # ---------------------------------------------------------------------------------------------------- who is gone
 
 LONG_WAIT = 20.0
-"""Seconds: no shorter wait or silence is worth a word."""
+"""Seconds. No shorter wait or silence is reported."""
 FIRST_STEPS = 120.0
-"""Seconds after which a wait is long while both roles are there and their arrival times are not known yet."""
+"""Seconds after which a wait is long while both roles are connected and their arrival times are not known yet."""
 PATIENCE = 3.0
 """Usual intervals after which a wait or silence is long."""
 _MOST_NAMES = 3
@@ -209,90 +240,114 @@ _MOST_NAMES = 3
 
 
 def long_wait(buffer: ReplayBuffer, clients: Clients) -> float:
-    """Seconds from which on a wait is long."""
-    if step := _usual_step(buffer):
-        return _limit(step)
-    return (
-        FIRST_STEPS if all(clients.missed(role) for role in (ClientRole.TRAINER, ClientRole.GENERATOR)) else LONG_WAIT
-    )
+    """The least number of seconds that is a long wait."""
+    step = _usual_step(buffer)
+    if step:
+        return _longest_silence(step)
+    if clients.missed(ClientRole.TRAINER) and clients.missed(ClientRole.GENERATOR):
+        return FIRST_STEPS
+    return LONG_WAIT
 
 
 def overdue_clients(buffer: ReplayBuffer, clients: Clients) -> Iterator[pb.OverdueClient]:
-    """Trainer and generators that are overdue; of generators each table that they do not fill any more."""
-    # Prompts are loaded and drawn by generators, many at once and then none for long.
+    """Yields an entry if the trainer is overdue, and one for each table that overdue generators should fill."""
+    # Generators load and draw prompts, many at once and then none for long.
     tables = [table for table in buffer.trained if table.name not in clients.prompt_tables]
-    now, lines = buffer.clock(), [buffer.lines[table.name] for table in tables]
-    if (gone := clients.missed(ClientRole.TRAINER)) and not _any_waits(line.samples for line in lines):
-        yield from list(_trainer(buffer, tables, now, gone)) or _vanished(ClientRole.TRAINER, now, gone)
-    waits: list[Line[Any]] = [line.inserts for line in lines]
-    waits += chain.from_iterable(each.lines.values() for each in buffer.extensions)
-    if (gone := clients.missed(ClientRole.GENERATOR)) and not _any_waits(waits):
-        yield from list(_generators(buffer, tables, now, gone)) or _vanished(ClientRole.GENERATOR, now, gone)
+    now = buffer.clock()
+    lines = [buffer.lines[table.name] for table in tables]
+
+    trainers = clients.missed(ClientRole.TRAINER)
+    if trainers and not _any_waits(table_lines.samples for table_lines in lines):
+        overdue = list(_overdue_trainer(buffer, tables, now, trainers))
+        yield from overdue or _vanished(ClientRole.TRAINER, now, trainers)
+
+    lines_of_generators: list[Line[Any]] = [table_lines.inserts for table_lines in lines]
+    for extension in buffer.extensions:
+        lines_of_generators += extension.lines.values()
+    generators = clients.missed(ClientRole.GENERATOR)
+    if generators and not _any_waits(lines_of_generators):
+        overdue = list(_overdue_generators(buffer, tables, now, generators))
+        yield from overdue or _vanished(ClientRole.GENERATOR, now, generators)
 
 
-def _trainer(
-    buffer: ReplayBuffer, tables: Sequence[Table], now: float, gone: Sequence[Client]
+def _overdue_trainer(
+    buffer: ReplayBuffer, tables: Sequence[Table], now: float, trainers: Sequence[Client]
 ) -> Iterator[pb.OverdueClient]:
-    policy, usual = buffer.policy, buffer.versions.interval
+    policy = buffer.policy
+    usual = buffer.versions.interval
     if usual:
-        if (age := now - policy.set_at) > _limit(usual):
-            what = f"no new policy version since version {policy.version}, for {_seconds(age)}"
-            yield _overdue(ClientRole.TRAINER, "", age, usual, what, now, gone)
+        age = now - policy.set_at
+        if age > _longest_silence(usual):
+            problem = f"no new policy version since version {policy.version}, for {_seconds(age)}"
+            yield _overdue(ClientRole.TRAINER, "", age, usual, problem, now, trainers)
         return
-    # A pool may be sampled seldom. Only when no table is sampled any more is the trainer gone.
     # Generators, and not the trainer, sample partial groups.
-    sampled = [table for table in tables if _usual(buffer, table.sampled) and table.name not in _permit_tables(buffer)]
-    if sampled and all(now - table.sampled.last > _limit(_usual(buffer, table.sampled)) for table in sampled):
-        last = max(sampled, key=lambda table: table.sampled.last)
-        age = now - last.sampled.last
-        what = f"nobody has sampled {last.name} for {_seconds(age)}"
-        yield _overdue(ClientRole.TRAINER, last.name, age, _usual(buffer, last.sampled), what, now, gone)
+    permit_tables = _permit_tables(buffer)
+    sampled = [table for table in tables if _usual_interval(buffer, table.sampled) and table.name not in permit_tables]
+    if not sampled:
+        return
+    # A pool may be sampled seldom, so the trainer is overdue only if it samples no table any more.
+    for table in sampled:
+        usual = _usual_interval(buffer, table.sampled)
+        if now - table.sampled.last <= _longest_silence(usual):
+            return
+    last = max(sampled, key=lambda table: table.sampled.last)
+    age = now - last.sampled.last
+    usual = _usual_interval(buffer, last.sampled)
+    problem = f"nobody has sampled {last.name} for {_seconds(age)}"
+    yield _overdue(ClientRole.TRAINER, last.name, age, usual, problem, now, trainers)
 
 
-def _generators(
-    buffer: ReplayBuffer, tables: Sequence[Table], now: float, gone: Sequence[Client]
+def _overdue_generators(
+    buffer: ReplayBuffer, tables: Sequence[Table], now: float, generators: Sequence[Client]
 ) -> Iterator[pb.OverdueClient]:
-    forwarded = {table.config.forward_to for table in tables}
+    # The trainer fills a table to which another one forwards: it samples the other table.
+    # A table of partial groups reports itself if nobody works at its groups.
+    not_filled_by_generators = {table.config.forward_to for table in tables}.union(_permit_tables(buffer))
     for table in tables:
-        # What another table feeds gets its items when the trainer samples that one.
-        # A table of partial groups says itself that nobody works at it.
-        if table.name in {*_permit_tables(buffer), *forwarded}:
+        if table.name in not_filled_by_generators:
             continue
-        usual = _usual(buffer, table.inserted)
+        usual = _usual_interval(buffer, table.inserted)
         if not usual:
             continue
         usual = max(usual, _usual_step(buffer))
-        if (age := now - table.inserted.last) > _limit(usual):
-            what = f"nobody has inserted into {table.name} for {_seconds(age)}"
-            yield _overdue(ClientRole.GENERATOR, table.name, age, usual, what, now, gone)
+        age = now - table.inserted.last
+        if age > _longest_silence(usual):
+            problem = f"nobody has inserted into {table.name} for {_seconds(age)}"
+            yield _overdue(ClientRole.GENERATOR, table.name, age, usual, problem, now, generators)
 
 
 def _permit_tables(buffer: ReplayBuffer) -> Collection[str]:
     """The tables of partial groups."""
-    return permit_tables.tables if (permit_tables := PermitTables.of(buffer)) is not None else ()
+    permit_tables = PermitTables.of(buffer)
+    return () if permit_tables is None else permit_tables.tables
 
 
-def _vanished(role: ClientRole, now: float, gone: Sequence[Client]) -> Iterator[pb.OverdueClient]:
-    """If the one seen last had a connection for long, and now nobody has."""
+def _vanished(role: ClientRole, now: float, clients: Sequence[Client]) -> Iterator[pb.OverdueClient]:
+    """Yields an entry if the client seen last was connected for LONG_WAIT, and no client was connected since then."""
     since = now - LONG_WAIT
-    if gone[0].vanished(since, LONG_WAIT) and not any(client.calls or client.last_seen_at > since for client in gone):
-        age = now - gone[0].left
-        yield _overdue(role, "", age, 0.0, f"the last {role} closed its connection {_seconds(age)} ago", now, gone)
+    last = clients[0]
+    if not last.vanished(since, LONG_WAIT):
+        return
+    if any(client.calls or client.last_seen_at > since for client in clients):
+        return
+    age = now - last.left
+    problem = f"the last {role} closed its connection {_seconds(age)} ago"
+    yield _overdue(role, "", age, 0.0, problem, now, clients)
 
 
 def _overdue(
-    role: ClientRole, table: str, age: float, usual: float, what: str, now: float, gone: Sequence[Client]
+    role: ClientRole, table: str, age: float, usual: float, problem: str, now: float, clients: Sequence[Client]
 ) -> pb.OverdueClient:
-    names = ", ".join(f"{client.name} ({_seconds(now - client.last_seen_at)} ago)" for client in gone[:_MOST_NAMES])
-    more = f" and {len(gone) - _MOST_NAMES} more" if len(gone) > _MOST_NAMES else ""
-    usually = f" (usually every {_seconds(usual)})" if usual else ""
-    return pb.OverdueClient(
-        role=role,
-        table=table,
-        age=age,
-        interval=usual,
-        reason=f"{what}{usually}; last seen: {names}{more}",
-    )
+    """The entry of a role that has been silent for `age` s. `usual`: seconds of its usual interval; 0: unknown."""
+    reason = problem
+    if usual:
+        reason += f" (usually every {_seconds(usual)})"
+    names = [f"{client.name} ({_seconds(now - client.last_seen_at)} ago)" for client in clients[:_MOST_NAMES]]
+    reason += f"; last seen: {', '.join(names)}"
+    if len(clients) > _MOST_NAMES:
+        reason += f" and {len(clients) - _MOST_NAMES} more"
+    return pb.OverdueClient(role=role, table=table, age=age, interval=usual, reason=reason)
 
 
 def _any_waits(lines: Iterable[Line[Any]]) -> bool:
@@ -300,14 +355,18 @@ def _any_waits(lines: Iterable[Line[Any]]) -> bool:
 
 
 def _usual_step(buffer: ReplayBuffer) -> float:
-    """Seconds that a step of the trainer usually takes, as far as its traces here tell; 0: unknown."""
-    if usual := buffer.versions.interval:
-        return usual
-    uses = ((_usual(buffer, table.inserted), _usual(buffer, table.sampled)) for table in buffer.trained)
-    return max(chain.from_iterable(uses), default=0.0)
+    """Seconds that a step of the trainer usually takes, as far as inserts and samples here tell; 0: unknown."""
+    if buffer.versions.interval:
+        return buffer.versions.interval
+    intervals = [0.0]
+    for table in buffer.trained:
+        intervals.append(_usual_interval(buffer, table.inserted))
+        intervals.append(_usual_interval(buffer, table.sampled))
+    return max(intervals)
 
 
-def _limit(usual: float) -> float:
+def _longest_silence(usual: float) -> float:
+    """Seconds after which a role with this usual interval is overdue."""
     return max(LONG_WAIT, PATIENCE * usual)
 
 

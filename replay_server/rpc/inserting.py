@@ -1,19 +1,19 @@
-"""Inserting: the methods Insert and InsertStream, which bring new items, and segments of items that are there.
+"""Inserting: the methods Insert and InsertStream. They add new items, and append segments to items of the server.
 
-    Inserts         reads messages, and decides each row      ──▶  the client
-    acknowledged    waits for the commit of what was decided  ──▶  the client, in durable mode
+    Inserts         reads messages, and decides each row       ──▶  the client
+    acknowledged    waits for the commit of the decided rows   ──▶  the client, in durable mode
 
-* A message is decided when its last payload byte has come. A stream that ends before that never sent it.
+* A message is decided when its last payload byte has come. If its stream ends before that, the message has no effect.
 * A message that breaks a convention of replay.proto ends its stream. The messages before it stand.
 * Payload bytes of a message that is not complete count against a budget that clients share.
 * Rows are decided in the order in which they came. Segments never wait.
-* What has been decided is answered before each wait and at the end of each message.
+* Decided rows are answered before each wait and at the end of each message.
 * A row that is refused changes nothing, and does not affect the rows after it.
-* A server that drains takes segments, and items that close batches: they belong to items that it has.
+* A server that drains still accepts segments, and items that close batches: they belong to items that it has.
 
-The names of its columns decide about a segment: one with a name that the item has already is not appended. So two
-processes that bring the same column do no harm, and the first wins. A retry would find its own names there. Each
-segment therefore has a number of its own, under which its first answer is remembered.
+A segment is not appended if the item already has a column with one of its names. So two processes that bring the same
+column do no harm, and the first wins. A retry would find its own names in the item. Each segment therefore has a number
+of its own, and its first answer is remembered under this number.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ from replay_server.tables.table import InsertBatch, Payload
 from replay_server.tables.waiting import deadline_at, result_of
 
 ROWS_PER_YIELD = 256
-"""Rows inserted before other requests may run: rows that are inserted one by one can take seconds."""
+"""Rows inserted before other requests may run. Rows that are inserted one by one can take seconds."""
 MAX_UNWRITTEN_BYTES = 64 << 20
-"""Payload bytes of the whole server that wait to be written. Above that a stream waits before it inserts more."""
+"""Unwritten payload bytes of the whole server above which a stream waits before it inserts more."""
 MAX_UNANSWERED = 1024
 """Responses of one stream that wait for a commit, or for a client that does not read."""
 
@@ -60,10 +60,11 @@ class InsertMethods:
         self._journal = journal
 
     async def Insert(self, request: Request, call: Call) -> pb.InsertResponse:
-        all_rows, requests = Decided(), [request]
+        all_rows = Decided()
+        unread = [request]
 
         async def read() -> Request | None:
-            return requests.pop() if requests else None
+            return unread.pop() if unread else None
 
         async def answer(decided: Decided) -> None:
             all_rows.extend(decided)
@@ -71,7 +72,8 @@ class InsertMethods:
         with self._backend.clients.calling(call.context, None) as on_message:
             await Inserts(self._backend, call.client, read, answer, on_message).run()
             if self._journal is not None:
-                await asyncio.wait([ticket := self._journal.ticket()])
+                ticket = self._journal.ticket()
+                await asyncio.wait([ticket])
                 refuse_unwritten(all_rows, self._journal, ticket)
         if len(all_rows) < len(request.head.keys):
             raise invalid("the payload is shorter than payload_sizes says")
@@ -96,9 +98,9 @@ class Decided:
 
     def __init__(self) -> None:
         self.keys: list[int] = []
-        """Of all rows, but for the segments of items that are gone."""
+        """The keys of all rows except the segments of items that are gone."""
         self.missing = 0
-        """How many segments those are. Nothing about them has to be written."""
+        """The number of segments of items that are gone. They need no commit."""
         self._response = pb.InsertResponse()
 
     def __len__(self) -> int:
@@ -110,17 +112,17 @@ class Decided:
         return [error.key for error in self._response.errors]
 
     def refuse(self, key: int, refusal: Refused) -> None:
-        """The key is one of `keys`."""
+        """Adds the error of a row. Its key is in `keys`."""
         self._response.errors.add(key=key, code=refusal.code, message=refusal.message, reason=refusal.reason)
 
     def evict(self, batch: InsertBatch) -> None:
-        """Tells of the rows that left their tables at once."""
+        """Adds the rows that left their tables at once."""
         for key, table in batch.evicted:
             self._response.evicted.add(key=key, table=table)
         batch.evicted.clear()
 
     def append(self, key: int, unchanged: pb.UnchangedRow) -> None:
-        """A segment was not refused. It was appended if nothing is `unchanged`."""
+        """Adds a segment that was not refused. `unchanged` has the reason if it was not appended."""
         if unchanged.missing:
             self.missing += 1
         else:
@@ -149,26 +151,29 @@ class Inserts:
         answer: Callable[[Decided], Awaitable[None]],
         on_message: OnMessage,
     ) -> None:
-        """`client` names the connection. `answer` gets what was decided. `on_message` is called for each message."""
+        """`client` is the name of the connection. `answer` gets the decided rows. `on_message` notes each message."""
         self._backend = backend
         self._buffer = backend.buffer
         self._client = client
         self._read = read
         self.answer = answer
         self._on_message = on_message
-        # Of the message whose rows are being decided:
+        # All attributes below belong to the message whose rows are being decided.
         self._decided = Decided()
         self._nbytes = 0
         """Payload bytes that are kept."""
         self._timeout: float | None = None
         """Seconds that each row may wait for its tables; None: for ever."""
         self._refusal: Refused | None = None
-        """Why all rows are refused: the payloads are too large, or no room for them came free in time. They are read,
-        to reach the message after them, and not kept."""
+        """The error of all rows, if the payloads are too large, or no room for them came free in time. Such payloads
+        are read, to reach the next message, and are not kept."""
 
     async def run(self) -> None:
-        """Until the client ends the stream. Raises Refused for a message that breaks the conventions of replay.proto,
-        or whose next bytes do not come for `stall_timeout` seconds."""
+        """Decides rows until the client ends the stream.
+
+        Raises Refused for a message that breaks the conventions of replay.proto, or whose next bytes do not come for
+        `stall_timeout` seconds.
+        """
         while (frame := await self._read()) is not None:
             request = frame.head
             check_message(request)
@@ -185,28 +190,36 @@ class Inserts:
                 await self._extend(request, payloads)
             else:
                 self._on_message(ClientRole.GENERATOR)
-                for number, batch in enumerate(batches_of(request, sizes, payloads)):
-                    await self._insert(batch, number == 0)
+                is_first = True
+                for batch in batches_of(request, sizes, payloads):
+                    await self._insert(batch, is_first)
+                    is_first = False
             await self.answer(self._decided)
 
     async def _chunks(self, frame: Request, total: int) -> Sequence[bytes | memoryview]:
-        """The payload bytes of a message, `total` in all, unless they are refused. Raises Refused if others came."""
-        request, chunks, limit = frame.head, frame.payloads, self._buffer.max_payload_bytes
+        """All payload bytes of a message, unless they are refused.
+
+        Raises Refused if the bytes of the message are not `total` bytes.
+        """
+        request = frame.head
+        chunks = frame.payloads
+        limit = self._buffer.max_payload_bytes
         self._timeout = request.timeout if request.HasField("timeout") else None
         self._refusal = None
         if total > limit:
             self._refusal = too_large(
                 f"{total} bytes in one message; this server takes at most {limit} (max_payload_bytes)"
             )
-        if (missing := total - sum(map(len, chunks))) > 0:
+        missing = total - sum(map(len, chunks))
+        if missing > 0:
             chunks = list(chunks)
-            with ExitStack() as held:
-                try:
-                    if self._refusal is None:
+            with ExitStack() as share:
+                if self._refusal is None:
+                    try:
                         await self._backend.unfinished.take_in_turn(self._client, total, self._timeout)
-                        held.callback(self._backend.unfinished.release, self._client, total)
-                except Refused as no_room_in_time:
-                    self._refusal = no_room_in_time
+                        share.callback(self._backend.unfinished.release, self._client, total)
+                    except Refused as no_room_in_time:
+                        self._refusal = no_room_in_time
                 missing = await self._read_rest(chunks, missing)
         if missing < 0:
             raise invalid(f"{-missing} payload bytes more than payload_sizes says")
@@ -218,11 +231,13 @@ class Inserts:
         return chunks
 
     async def _read_rest(self, chunks: list[bytes | memoryview], total: int) -> int:
-        """Reads the missing bytes of a message. Appends them to `chunks`, if they are not refused.
+        """Reads the `total` missing bytes of a message. Appends them to `chunks`, if they are not refused.
 
-        Returns how many bytes are missing after that: more than 0 if the stream has ended, less if too many came.
+        Returns the number of bytes that are missing after that: above 0 if the stream has ended, below 0 if too many
+        bytes came.
         """
-        missing, stall = total, self._backend.limits.stall_timeout
+        missing = total
+        stall = self._backend.limits.stall_timeout
         while missing > 0:
             try:
                 async with asyncio.timeout(stall):
@@ -246,36 +261,46 @@ class Inserts:
     async def _insert(self, batch: InsertBatch, first: bool) -> None:
         """Inserts or refuses each row, and waits for its tables where that is necessary.
 
-        `first`: it begins at once. Before all other rows that are decided together, others may run.
+        Other requests may run before each ROWS_PER_YIELD rows, but not before the `first` batch of a message.
         """
-        at, n = 0, len(batch)
-        while at < n:
+        row = 0
+        rows = len(batch)
+        while row < rows:
             if not first:
                 await asyncio.sleep(0)
             first = False
-            inserted, outcome = self._admit(batch if n == 1 else batch[at : at + ROWS_PER_YIELD])
-            self._decided.keys.extend(batch.keys[at : at + inserted])
+            inserted, outcome = self._admit(batch if rows == 1 else batch[row : row + ROWS_PER_YIELD])
+            self._decided.keys.extend(batch.keys[row : row + inserted])
             self._decided.evict(batch)
-            at += inserted
-            if isinstance(outcome, PendingInsert):
-                outcome = await self._wait(outcome)
-                self._decided.evict(batch)
-            elif outcome is None:
+            row += inserted
+            if outcome is None:
                 continue
-            self._decided.keys.append(batch.keys[at])
-            if outcome is not None:
-                self._decided.refuse(batch.keys[at], outcome)
-            at += 1
+            if isinstance(outcome, PendingInsert):
+                refusal = await self._wait(outcome)
+                self._decided.evict(batch)
+            else:
+                refusal = outcome
+            self._decided.keys.append(batch.keys[row])
+            if refusal is not None:
+                self._decided.refuse(batch.keys[row], refusal)
+            row += 1
 
     def _admit(self, batch: InsertBatch) -> tuple[int, PendingInsert | Refused | None]:
-        """Inserts rows until one is refused or must wait: how many are inserted, and what became of the row after."""
+        """Inserts rows until one is refused or must wait.
+
+        Returns the number of inserted rows, and the refusal or the wait of the row after them, if any.
+        """
         if self._refusal is not None:
             return 0, self._refusal
-        buffer, full = self._buffer, self._backend.memory.why_full(self._nbytes)
+        buffer = self._buffer
+        full = self._backend.memory.why_full(self._nbytes)
         if full or (self._backend.draining and not batch.closes):
             key = batch.keys[0]
-            if key not in buffer.items and key not in buffer.known_keys:  # otherwise it is a retry
-                return 0, busy(full) if full else draining(key)
+            is_retry = key in buffer.items or key in buffer.known_keys
+            if not is_retry and full:
+                return 0, busy(full)
+            if not is_retry:
+                return 0, draining(key)
             batch = batch[:1]
         try:
             return buffer.insert(batch, deadline_at(buffer.clock(), self._timeout))
@@ -283,9 +308,9 @@ class Inserts:
             return 0, refusal
 
     async def _wait(self, pending: PendingInsert) -> Refused | None:
-        """Waits until the row is inserted (None) or refused. The payloads of its message count as waiting meanwhile.
+        """Waits until a row is inserted or refused. Returns the refusal; None if the row is inserted.
 
-        Answers first what was decided before it.
+        The rows decided before it are answered first. While it waits, the payloads of its message count as waiting.
         """
         buffer = self._buffer
         try:
@@ -297,7 +322,7 @@ class Inserts:
         except Refused as refusal:
             return refusal
         finally:
-            buffer.abandon(pending)  # it is still in line if the budget refused it, or its client went away
+            buffer.abandon(pending)  # the row is still in line if the budget refused it, or its client went away
         return None
 
     # ------------------------------------------------------------------------------------------- segments
@@ -323,20 +348,29 @@ class Inserts:
     def _append(
         self, key: int, names: Collection[str], payload: Payload, number: int, held: Sequence[int]
     ) -> pb.UnchangedRow:
-        """Appends a segment. Raises Refused; then nothing has changed. `number`: under which a retry comes; 0: none.
-        `held`: batches that its writer must still hold."""
+        """Appends a segment. Raises Refused; then nothing has changed.
+
+        A retry of the segment has the same `number`; 0: there is no retry. `held` are the ids of batches that the
+        writer of the segment must still hold.
+        """
         if self._refusal is not None:
             raise self._refusal
-        buffer, nbytes, digest = self._buffer, sum(map(len, payload)), b""
+        buffer = self._buffer
+        nbytes = sum(map(len, payload))
+        digest = b""
         if number:  # two segments with the same digest are the same request
             identity = repr((key, sorted(names), nbytes)).encode()
             digest = hashlib.blake2b(identity, digest_size=8).digest() + b"segment"
-            if (answer := first_answer(buffer, number, digest)) is not None:
+            answer = first_answer(buffer, number, digest)
+            if answer is not None:
                 return pb.UnchangedRow.FromString(answer)
-        if full := self._backend.memory.why_full(nbytes):
+        full = self._backend.memory.why_full(nbytes)
+        if full:
             raise busy(full)
-        if key in buffer.items and (refusal := buffer.outstanding.why_not_closed(held)) is not None:
-            raise refusal
+        if key in buffer.items:
+            refusal = buffer.outstanding.why_not_closed(held)
+            if refusal is not None:
+                raise refusal
         present = buffer.extend(key, names, payload)
         unchanged = pb.UnchangedRow(key=key, present=present or (), missing=present is None)
         if number:
@@ -375,7 +409,7 @@ def check_message(request: pb.InsertRequest) -> None:
 
 
 def labels_in(request: pb.InsertRequest) -> list[Labels] | None:
-    """The labels of each row; None: no row has any. Raises Refused."""
+    """The labels of each row; None if no row has labels. Raises Refused."""
     try:
         return labels_of_rows(request.columns, request.tags, len(request.keys))
     except ValueError as error:
@@ -385,39 +419,28 @@ def labels_in(request: pb.InsertRequest) -> list[Labels] | None:
 def payloads_of_rows(chunks: Sequence[bytes | memoryview], sizes: list[int]) -> list[Payload]:
     """Divides the payload bytes of a message among its rows.
 
-    The chunks of a single row stay as they came, and so do chunks that are one for each row. Other rows that share a
-    message get copies, because a view of a small item would keep the whole message in memory.
+    The chunks of a single row stay as they came. So do the chunks if there is exactly one for each row. Other rows get
+    copies, because a view of a small item would keep the whole message in memory.
     """
     if len(sizes) == 1:
         return [tuple(chunks)]
-    if len(chunks) == len(sizes) and all(type(chunk) is bytes for chunk in chunks) and [*map(len, chunks)] == sizes:
+    are_whole = all(type(chunk) is bytes for chunk in chunks)  # a view may be a part of a larger message
+    if are_whole and list(map(len, chunks)) == sizes:
         return [(chunk,) for chunk in chunks]
     joined = memoryview(chunks[0] if len(chunks) == 1 else b"".join(chunks))
     return [(bytes(joined[end - size : end]),) for end, size in zip(accumulate(sizes), sizes, strict=True)]
 
 
 def batches_of(request: pb.InsertRequest, sizes: list[int], payloads: list[Payload]) -> Iterator[InsertBatch]:
-    """The new items of a message in order. Consecutive rows that go to the same tables are one batch."""
-    rows, everything = len(sizes), slice(None)
+    """The new items of a message, in order. Consecutive rows that go to the same tables are one batch."""
+    rows = len(sizes)
     priorities: dict[str, FloatArray] = {}
-    chosen: dict[str, list[int] | slice] = {}
+    rows_of_tables: dict[str, list[int]] = {}
     for target in request.targets[:]:
-        table, some, numbers = target.table, target.rows[:], target.priorities[:]
-        if table in priorities:
-            raise invalid(f"table {table[:100]!r} is a target twice")
-        if some and max(len(some), max(some) + 1) > rows:
-            raise invalid(
-                f"{len(some)} rows of table {table[:100]!r}, up to row {max(some)}, in a message of {rows} items"
-            )
-        n = len(some) or rows
-        if numbers and len(numbers) != n:
-            raise invalid(f"{counted(len(numbers), 'priority')} for {counted(n, 'item')} of table {table[:100]!r}")
-        chosen[table] = some or everything
-        priorities[table] = np.array(numbers or [1.0] * n)
-        if some:
-            some_priorities = priorities[table]
-            priorities[table] = np.ones(rows)
-            priorities[table][some] = some_priorities
+        if target.table in priorities:
+            raise invalid(f"table {target.table[:100]!r} is a target twice")
+        priorities[target.table] = _priorities_in(target, rows)
+        rows_of_tables[target.table] = target.rows[:]
     batch = InsertBatch(
         keys=request.keys[:],
         priorities=priorities,
@@ -431,28 +454,63 @@ def batches_of(request: pb.InsertRequest, sizes: list[int], payloads: list[Paylo
         completion_tokens=request.lengths.tokens[:],
         closes=tuple(dict.fromkeys(request.closes[:])),
     )
-    if all(some is everything for some in chosen.values()):
+    if any(rows_of_tables.values()):
+        yield from _divided_by_tables(batch, rows_of_tables)
+    else:
         yield batch
-        return
-    goes_TR = np.zeros((len(chosen), rows), dtype=np.bool_)
-    for goes_R, some_rows in zip(goes_TR, chosen.values(), strict=True):
-        goes_R[some_rows] = True
-    cuts = [0, *(np.flatnonzero((goes_TR[:, 1:] != goes_TR[:, :-1]).any(axis=0)) + 1).tolist(), rows]
-    for start, stop in pairwise(cuts):
+
+
+def _priorities_in(target: pb.InsertTarget, rows: int) -> FloatArray:
+    """The priorities (rows,) of the rows of a message in one table. Rows that do not go to the table have 1.
+
+    Raises Refused.
+    """
+    table = target.table
+    chosen = target.rows[:]  # empty: all rows
+    numbers = target.priorities[:]  # empty: 1 each
+    if chosen and max(len(chosen), max(chosen) + 1) > rows:
+        raise invalid(
+            f"{len(chosen)} rows of table {table[:100]!r}, up to row {max(chosen)}, in a message of {rows} items"
+        )
+    n = len(chosen) or rows
+    if numbers and len(numbers) != n:
+        raise invalid(f"{counted(len(numbers), 'priority')} for {counted(n, 'item')} of table {table[:100]!r}")
+    if numbers and not chosen:
+        return np.array(numbers)
+    priorities = np.ones(rows)
+    if numbers:
+        priorities[chosen] = numbers
+    return priorities
+
+
+def _divided_by_tables(batch: InsertBatch, rows_of_tables: dict[str, list[int]]) -> Iterator[InsertBatch]:
+    """Divides a batch, so that all rows of a part go to the same tables.
+
+    `rows_of_tables` has the rows that go to each table; an empty list stands for all rows.
+    """
+    # goes_TR[t, r] is True if row r goes to the t-th table.
+    goes_TR = np.zeros((len(rows_of_tables), len(batch)), dtype=np.bool_)
+    for goes_R, rows in zip(goes_TR, rows_of_tables.values(), strict=True):
+        goes_R[rows or slice(None)] = True
+    differs_from_next = (goes_TR[:, 1:] != goes_TR[:, :-1]).any(axis=0)
+    cuts = (np.flatnonzero(differs_from_next) + 1).tolist()
+    for start, stop in pairwise([0, *cuts, len(batch)]):
         part = batch[start:stop]
-        there = zip(part.priorities.items(), goes_TR[:, start].tolist(), strict=True)
-        part.priorities = {table: values for (table, values), goes in there if goes}
+        tables = [table for table, goes in zip(rows_of_tables, goes_TR[:, start], strict=True) if goes]
+        part.priorities = {table: part.priorities[table] for table in tables}
         yield part
 
 
 async def acknowledged(journal: Journal, inserts: Inserts) -> None:
     """Runs `inserts`, and answers rows once they are written. Answers that one commit covers are joined."""
     unanswered: deque[tuple[asyncio.Future[None], Decided]] = deque()
-    decided_more, answered = asyncio.Event(), asyncio.Event()
+    decided_more = asyncio.Event()
+    answered = asyncio.Event()
     answer_client = inserts.answer
 
     async def answer(decided: Decided) -> None:
-        unanswered.append((ticket := journal.ticket(), decided))
+        ticket = journal.ticket()
+        unanswered.append((ticket, decided))
         decided_more.set()
         if journal.backlog > MAX_UNWRITTEN_BYTES:
             await asyncio.wait([ticket])
@@ -472,7 +530,8 @@ async def acknowledged(journal: Journal, inserts: Inserts) -> None:
             ticket, decided = unanswered.popleft()
             await asyncio.wait([ticket])
             while unanswered and unanswered[0][0] is ticket:
-                decided.extend(unanswered.popleft()[1])
+                _, later = unanswered.popleft()
+                decided.extend(later)
             refuse_unwritten(decided, journal, ticket)
             await answer_client(decided)
             answered.set()
@@ -483,13 +542,14 @@ async def acknowledged(journal: Journal, inserts: Inserts) -> None:
 
 
 def refuse_unwritten(decided: Decided, journal: Journal, ticket: asyncio.Future[None]) -> None:
-    """Refuses the rows that could not be written and were rolled back. The ticket is done.
+    """Refuses the rows that could not be written and were rolled back. The ticket must be done.
 
     A response can wait for a later commit than the one that failed with its insert. The journal therefore remembers
-    the keys of inserts that it took back. Raises Refused if that commit failed with other rows, which are there: the
-    client may send all rows again, with the same keys.
+    the keys of inserts that it rolled back. Raises Refused if the commit of the ticket failed, and some rows are not
+    refused: they are still in the buffer, and the client may send all rows again, with the same keys.
     """
-    if unwritten := journal.rolled_back(decided.keys) - set(decided.refused):
+    unwritten = journal.rolled_back(decided.keys) - set(decided.refused)
+    if unwritten:
         for key in decided.keys:
             if key in unwritten:
                 why = f"item {key} could not be written: the disk of data_dir is full or fails"

@@ -24,7 +24,7 @@ from replay_server.tables.table import Table
 
 ITEM_ORDERS = ("age", "priority", "policy_version", "times_sampled", "size")
 ITEMS_PER_LOOK = 4096
-"""Items whose tags are looked at between two other requests: some 2 ms."""
+"""Items whose tags are compared before other requests run. They take some 2 ms."""
 
 
 class ItemMethods:
@@ -36,7 +36,8 @@ class ItemMethods:
         if len(request.keys) % 8 or len(request.priorities) % 8:
             raise invalid(f"keys and priorities of {len(request.keys)} and {len(request.priorities)} bytes: 8 for each")
         _check_keys(len(request.keys) // 8)
-        keys, priorities = np.frombuffer(request.keys, dtype="<u8"), np.frombuffer(request.priorities, dtype="<f8")
+        keys = np.frombuffer(request.keys, dtype="<u8")
+        priorities = np.frombuffer(request.priorities, dtype="<f8")
         applied, missing = self.buffer.update_priorities(request.table, keys, priorities)
         await self.backend.durable()
         return pb.MutationResponse(applied=applied, missing=missing)
@@ -50,7 +51,8 @@ class ItemMethods:
     async def Get(self, request: pb.GetRequest, call: Call) -> None:
         if len(request.keys) > MAX_ROWS:
             raise invalid(f"{len(request.keys)} keys: at most {MAX_ROWS} in one request")
-        buffer, client, reading = self.buffer, call.client, self.backend.reading
+        buffer = self.buffer
+        reading = self.backend.reading
         keys = [key for key in dict.fromkeys(request.keys) if not buffer.items.gone(key)]
         first = _columns(buffer, keys, request)
         if request.without_payloads or not keys:
@@ -58,9 +60,10 @@ class ItemMethods:
             return
         items = [buffer.items[key] for key in keys]
         sizes = [item.nbytes for item in items]
-        # Only what is being sent is held. Items may leave meanwhile, and so make room for others.
+        # The server holds only the bytes that it sends now. Other items may leave meanwhile, and so make room.
         for part in read_slices(sizes):
-            await reading.take_in_turn(client, nbytes := sum(sizes[part]), self.backend.limits.stall_timeout)
+            nbytes = sum(sizes[part])
+            await reading.take_in_turn(call.client, nbytes, self.backend.limits.stall_timeout)
             try:
                 for key, item in zip(keys[part], items[part], strict=True):
                     if buffer.items.get(key) is not item:
@@ -70,7 +73,7 @@ class ItemMethods:
             except DamagedPayloads as damage:
                 raise buffer.refuse_damaged(damage) from None
             finally:
-                reading.release(client, nbytes)
+                reading.release(call.client, nbytes)
             first = pb.GetResponse()
 
     async def ListItems(self, request: pb.ListItemsRequest, call: Call) -> pb.ListItemsResponse:
@@ -78,24 +81,13 @@ class ItemMethods:
         order_by = request.order_by or "age"
         if order_by not in ITEM_ORDERS:
             raise invalid(f"order_by {order_by[:40]!r}: one of {', '.join(ITEM_ORDERS)}")
-        if request.page and not (request.page.isascii() and request.page.isdecimal() and len(request.page) < 19):
+        is_page = request.page.isascii() and request.page.isdecimal() and len(request.page) < 19
+        if request.page and not is_page:
             raise invalid(f"page {request.page[:40]!r} is not one that this server gave out")
-        current, columns = self.buffer.policy.version, table.columns
-        slots = columns.used()
-        set_fields = {field.name: value for field, value in request.ListFields()}
-        for least, most, values in (
-            ("min_priority", "max_priority", columns.priority),
-            ("min_staleness", "max_staleness", current - columns.policy_version),
-        ):
-            if least in set_fields:
-                slots = slots[values[slots] >= set_fields[least]]
-            if most in set_fields:
-                slots = slots[values[slots] <= set_fields[most]]
-        if order_by == "age":  # the newest item is that of the least age
-            slots = slots if request.descending else slots[::-1]
-        else:  # of equal items the older comes first
-            values = getattr(columns, order_by)[slots]
-            slots = slots[np.argsort(-values if request.descending else values, kind="stable")]
+        current = self.buffer.policy.version
+        slots = _within_bounds(table, current, request)
+        slots = _ordered(table, slots, order_by, descending=request.descending)
+        columns = table.columns
         if request.tags:
             slots = await self._with_tags(table, slots, _tags(request))
             columns = table.columns
@@ -104,7 +96,9 @@ class ItemMethods:
         chosen = slots[start : start + limit]
         keys: list[int] = columns.key[chosen].tolist()
         labels = self.buffer.items.labels(keys) or ()
-        lacking = table.waiting.lacking_of(chosen) if table.waiting.count else ()
+        missing_columns: Sequence[Labels] = ()
+        if table.waiting.count:
+            missing_columns = [Labels(frozenset(names)) for names in table.waiting.lacking_of(chosen)]
         return pb.ListItemsResponse(
             keys=keys,
             priorities=columns.priority[chosen].tolist(),
@@ -118,32 +112,63 @@ class ItemMethods:
             effective_priorities=effective_priorities(table, chosen).tolist(),
             columns=columns_message(labels),
             tags=tags_message(labels),
-            missing_columns=columns_message([Labels(frozenset(names)) for names in lacking]),
+            missing_columns=columns_message(missing_columns),
         )
 
     async def _with_tags(self, table: Table, slots: IntArray, wanted: Mapping[str, str]) -> IntArray:
-        """Those of `slots` (n,) whose items have all these tags. What leaves the table meanwhile is left out."""
+        """The slots, among `slots` (n,), of items that have all `wanted` tags.
+
+        Items that leave the table meanwhile are left out.
+        """
         columns = table.columns
         for name, tag in columns.tags.items():
             if name in wanted:
                 slots = slots[tag.have(slots, wanted[name])]
-        rest = [(name, value) for name, value in wanted.items() if name not in columns.tags]
-        if not rest or not slots.size:
+        not_indexed = [(name, value) for name, value in wanted.items() if name not in columns.tags]
+        if not not_indexed or not slots.size:
             return slots
-        # Tags without an index stand in the items alone: look at some at a time, so that other requests go on.
-        items, found, keys = self.buffer.items, list[int](), columns.key[slots]
+        # Only the items themselves have tags without an index. Other requests run in between.
+        keys = columns.key[slots]
+        found: list[int] = []
         for start in range(0, slots.size, ITEMS_PER_LOOK):
             for key in keys[start : start + ITEMS_PER_LOOK].tolist():
-                if (item := items.get(key)) is not None and all(item.labels.text(tag) == text for tag, text in rest):
+                item = self.buffer.items.get(key)
+                if item is not None and all(item.labels.text(tag) == text for tag, text in not_indexed):
                     found.append(key)
             await asyncio.sleep(0)
-        there = table.columns.find(np.array(found, dtype=np.uint64))
-        return there[there >= 0]
+        found_slots = table.columns.find(np.array(found, dtype=np.uint64))
+        return found_slots[found_slots >= 0]
+
+
+def _within_bounds(table: Table, current_version: int, request: pb.ListItemsRequest) -> IntArray:
+    """The slots of the items whose priority and staleness are within the bounds of the request."""
+    columns = table.columns
+    slots = columns.used()
+    set_fields = {field.name: value for field, value in request.ListFields()}
+    for lower_bound, upper_bound, values in (
+        ("min_priority", "max_priority", columns.priority),
+        ("min_staleness", "max_staleness", current_version - columns.policy_version),
+    ):
+        if lower_bound in set_fields:
+            slots = slots[values[slots] >= set_fields[lower_bound]]
+        if upper_bound in set_fields:
+            slots = slots[values[slots] <= set_fields[upper_bound]]
+    return slots
+
+
+def _ordered(table: Table, slots: IntArray, order_by: str, *, descending: bool) -> IntArray:
+    """Sorts `slots` (n,), which are in the order of their insertion."""
+    if order_by == "age":  # the least age is that of the newest item
+        return slots if descending else slots[::-1]
+    values = getattr(table.columns, order_by)[slots]
+    if descending:
+        values = -values
+    return slots[np.argsort(values, kind="stable")]  # stable: of equal items the older comes first
 
 
 def _tags(request: pb.ListItemsRequest) -> dict[str, str]:
     """The tags that items must have. Raises Refused."""
-    wanted = {each.name: each.value for each in request.tags}
+    wanted = {tag.name: tag.value for tag in request.tags}
     if len(wanted) < len(request.tags) or len(wanted) > MOST_TAGS:
         raise invalid(f"{len(request.tags)} tags to look for: name each once, and at most {MOST_TAGS}")
     return wanted
@@ -155,8 +180,9 @@ def _check_keys(n: int) -> None:
 
 
 def _columns(buffer: ReplayBuffer, keys: Sequence[int], request: pb.GetRequest) -> pb.GetResponse:
-    """Everything about the items of `keys` except their payloads."""
-    there, now = set(keys), buffer.clock()
+    """All facts about the items of `keys` except their payloads."""
+    known = set(keys)
+    now = buffer.clock()
     items = [buffer.items[key] for key in keys]
     labels = buffer.items.labels(keys) or ()
     response = pb.GetResponse(
@@ -164,7 +190,7 @@ def _columns(buffer: ReplayBuffer, keys: Sequence[int], request: pb.GetRequest) 
         ages=[now - item.inserted_at for item in items],
         policy_versions=[item.policy_version for item in items],
         policy_version=buffer.policy.version,
-        missing=[key for key in dict.fromkeys(request.keys) if key not in there],
+        missing=[key for key in dict.fromkeys(request.keys) if key not in known],
         payload_sizes=[0 if request.without_payloads else item.nbytes for item in items],
         columns=columns_message(labels),
         tags=tags_message(labels),
@@ -172,7 +198,8 @@ def _columns(buffer: ReplayBuffer, keys: Sequence[int], request: pb.GetRequest) 
     for table in buffer.tables.values():
         columns = table.columns
         found = columns.find(np.array(keys, dtype=np.uint64))
-        if (rows := np.flatnonzero(found >= 0)).size:
+        rows = np.flatnonzero(found >= 0)
+        if rows.size:
             slots = found[rows]
             response.memberships.add(
                 table=table.name,

@@ -1,6 +1,6 @@
-"""Limits: what all gRPC methods share. The tables, the clients, and the bounds on what clients use together.
+"""Limits: the objects that all gRPC methods share: the tables, the clients, and the bounds for all clients together.
 
-* Budget: an amount that clients share. No client, and not all of them together, can use more than there is.
+* Budget: an amount that clients share. All clients together cannot use more than the amount.
 * OpenCalls: counts the calls that are open, and ends endless streams.
 
 A client is a connection (gRPC's name of the peer).
@@ -27,34 +27,44 @@ from replay_server.telemetry.host import MemoryGuard
 
 
 class Backend:
+    """The objects that all gRPC methods share."""
+
     def __init__(
         self, buffer: ReplayBuffer, limits: LimitsConfig, written: Callable[[], Awaitable[None]] | None
     ) -> None:
-        """`written`, which is Journal.durable, returns when all changes until now are written; None: in memory only."""
+        """`written` is Journal.durable: it returns when all changes until now are written. None: in memory only."""
         self.buffer = buffer
         self.limits = limits
         self.is_durable = written is not None
         self._written = written
         self.calls = OpenCalls(limits)
-        # An item of the largest size must fit, or it could never be received.
+        # An item of the largest size must fit, or it could never be received or sent.
         unfinished = max(limits.max_unfinished_bytes, buffer.max_payload_bytes)
+        reading = max(MAX_BYTES_READ, buffer.max_payload_bytes)
         self.unfinished = Budget(unfinished, "bytes of items that are not complete (max_unfinished_bytes)")
         self.waiting = Budget(limits.max_waiting_bytes, "bytes of items that wait for their table (max_waiting_bytes)")
         self.outstanding = Budget(MAX_ROWS_OUTSTANDING, "samples under leases or drawn ahead")
-        self.reading = Budget(max(MAX_BYTES_READ, buffer.max_payload_bytes), "bytes of items that readers are sent")
-        copying = Copying.of(buffer)
-        self.memory = MemoryGuard(limits.memory_share, lambda: copying is not None and copying.free(math.inf))
+        self.reading = Budget(reading, "bytes of items that readers are sent")
+        self.memory = MemoryGuard(limits.memory_share, self._release_copies)
         self.clients = Clients(buffer.clock)
         self.draining = False
-        """Whether items with new keys are refused. Another thread may set it."""
+        """True while items with new keys are refused. Another thread may set it."""
 
     async def durable(self) -> None:
-        """Returns when all changes until now are written; at once where items are in memory only."""
+        """Returns when all changes until now are written, or at once if items are in memory only."""
         if self._written is not None:
             await self._written()
 
+    def _release_copies(self) -> None:
+        """Drops the items that only copies hold."""
+        copying = Copying.of(self.buffer)
+        if copying is not None:
+            copying.free(math.inf)
+
 
 class PendingShare(Pending[int]):
+    """A client that waits for `n` more of a budget."""
+
     def __init__(self, client: str, n: int, since: float, deadline_at: float) -> None:
         super().__init__(since, deadline_at)
         self.client = client
@@ -62,11 +72,13 @@ class PendingShare(Pending[int]):
 
 
 class Budget:
-    """At most `total` is in use, and at most half of it by one client that already uses some.
+    """An amount that clients share. At most `total` is in use.
 
-    What is in use is the sum of what clients use. A client that uses nothing may take more than half, or a large
-    request could never be served. Waiting requests are served first come, first served, except those that wait for
-    their own client's half.
+    * A client that already uses some may use at most half. A client that uses nothing may take more than half, or a
+      large request could never be served.
+    * Waiting requests are served first come, first served. A request that waits only for the half of its own client
+      does not hold up the requests behind it.
+    * The amount in use is the sum of the amounts that clients use.
     """
 
     def __init__(self, total: int, name: str) -> None:
@@ -78,7 +90,7 @@ class Budget:
         self._line: Line[PendingShare] = Line(time.monotonic)
 
     def why_not(self, client: str, n: int) -> str | None:
-        """Why the client cannot have n more; None if it can."""
+        """The reason why the client cannot have n more; None if it can."""
         if self.used + n > self.total:
             return f"{self.used} of {self.total} {self._name} are in use, and {n} more were asked for"
         used = self._used_by.get(client, 0)
@@ -87,12 +99,14 @@ class Budget:
         return None
 
     def acquire(self, client: str, n: int) -> None:
-        """Raises Refused (RESOURCE_EXHAUSTED) if the client cannot have n more."""
-        if why := self.why_not(client, n):
+        """Takes n for the client. Raises Refused (RESOURCE_EXHAUSTED) if the client cannot have n more."""
+        why = self.why_not(client, n)
+        if why is not None:
             raise busy(f"{why}; try again later")
         self._acquire(client, n)
 
     def release(self, client: str, n: int) -> None:
+        """Gives back n that the client has, and serves requests that wait."""
         self.used -= n
         left = self._used_by.pop(client, 0) - n
         assert left >= 0, f"{client} gives back {-left} {self._name} more than it has"
@@ -103,7 +117,7 @@ class Budget:
 
     @contextmanager
     def held(self, client: str, n: int) -> Iterator[None]:
-        """Raises Refused as `take` does."""
+        """Takes n for the client, and gives it back at the end. Raises Refused as `acquire` does."""
         self.acquire(client, n)
         try:
             yield
@@ -111,7 +125,10 @@ class Budget:
             self.release(client, n)
 
     async def take_in_turn(self, client: str, n: int, timeout: float | None) -> None:
-        """Waits until the client can have n more. Raises Refused (DEADLINE_EXCEEDED) after `timeout` seconds."""
+        """Waits until the client can have n more, and takes it.
+
+        Raises Refused (DEADLINE_EXCEEDED) after `timeout` seconds.
+        """
         now = time.monotonic()
         pending = PendingShare(client, n, now, deadline_at(now, timeout))
         self._line.join(pending)
@@ -128,7 +145,7 @@ class Budget:
         if not pending.done:
             pending.abandon()
             self._serve()
-        elif pending.value is not None:  # it was served just before
+        elif pending.value is not None:  # it was served just before its client went away
             self.release(pending.client, pending.n)
 
     def _serve(self) -> None:
@@ -140,12 +157,13 @@ class Budget:
                 pending.finish(pending.n)
 
     def check(self) -> None:
-        """Asserts that what is in use is what clients use, and that the first that waits cannot have it."""
+        """Asserts that `used` is the sum of what clients use, and that the first request in line cannot be served."""
         assert self.used == sum(self._used_by.values()), (self.used, self._used_by)
         assert 0 <= self.used <= self.total, (self.used, self.total)
         assert all(used > 0 for used in self._used_by.values()), self._used_by
         self._line.check()
-        if (first := self._line.head) is not None:
+        first = self._line.head
+        if first is not None:
             assert self.why_not(first.client, first.n) is not None, first.n
 
     def _acquire(self, client: str, n: int) -> None:
@@ -157,12 +175,14 @@ class Budget:
 
 
 class OpenCalls:
+    """The calls that are open."""
+
     def __init__(self, limits: LimitsConfig) -> None:
         self._limits = limits
         self.open: Counter[str] = Counter()
-        """How many calls are open, by method."""
+        """The number of open calls of each method."""
         self._endless: set[asyncio.Task[Any]] = set()
-        """The streams that last until their clients end them."""
+        """The tasks of streams that last until their clients end them."""
         self._closing = False
 
     def close(self) -> None:
@@ -173,8 +193,13 @@ class OpenCalls:
 
     @contextmanager
     def counted(self, method: str, endless: bool) -> Iterator[None]:
-        """Counts the current task as one more open call. Raises Refused if `max_calls` are open, or it has to end."""
-        if (count := self.open.total()) >= self._limits.max_calls:
+        """Counts the current task as one more open call.
+
+        Raises Refused if `max_calls` are open. Also raises Refused in the place of CancelledError if the server ends
+        the call, so that the client gets the reason.
+        """
+        count = self.open.total()
+        if count >= self._limits.max_calls:
             raise busy(f"{count} calls are open, which is as many as this server takes (max_calls); try later")
         self.open[method] += 1
         task = asyncio.current_task()
@@ -183,11 +208,11 @@ class OpenCalls:
             self._endless.add(task)
         try:
             yield
-        except asyncio.CancelledError as error:  # gRPC tells the client nothing about a call that is cancelled here
+        except asyncio.CancelledError as error:  # gRPC would tell the client nothing about the cancelled call
             if error.args == (REVOKED,):
                 raise Refused(Code.UNAUTHENTICATED, REVOKED) from None
             if endless and self._closing:
-                # UNAVAILABLE lets clients try again until a server is back. The reason is for those without a timeout.
+                # UNAVAILABLE lets clients try again until a server is back. Clients without a timeout need the reason.
                 raise Refused(Code.UNAVAILABLE, "the server is shutting down", Reason.CLOSING) from None
             raise
         finally:

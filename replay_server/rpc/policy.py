@@ -1,4 +1,4 @@
-"""Policy: the methods that set, get and watch the policy version, grant permits, and hear what clients are set to."""
+"""Policy: the methods for the policy version, for permits, and for the settings that clients describe."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ class PolicyMethods:
     def __init__(self, backend: Backend) -> None:
         self.backend = backend
         self.buffer = backend.buffer
-        if (admission := Admission.of(self.buffer)) is not None:
+        admission = Admission.of(self.buffer)
+        if admission is not None:
             for when in admission.expiries():  # of grants from before a restart
                 self._expire_permits_at(when)
 
@@ -31,7 +32,11 @@ class PolicyMethods:
         shard_index = _shard_index_in(request)
         with self.backend.clients.calling(call.context, ClientRole.TRAINER):
             self.buffer.set_policy_version(
-                request.version, request.weights, request.rollback, shard_index, request.state
+                request.version,
+                request.weights,
+                request.rollback,
+                shard_index,
+                request.state,
             )
         return pb.SetPolicyVersionResponse(policy=info.policy(self.buffer), draining=self.backend.draining)
 
@@ -80,20 +85,24 @@ class PolicyMethods:
 
     @once(pb.ReleasePermitsResponse)
     async def ReleasePermits(self, request: pb.ReleasePermitsRequest, call: Call) -> pb.ReleasePermitsResponse:
-        admission = self._admission()
-        return pb.ReleasePermitsResponse(released=admission.release(request.grant, request.count, request.moved))
+        released = self._admission().release(request.grant, request.count, request.moved)
+        return pb.ReleasePermitsResponse(released=released)
 
     def _admission(self) -> Admission:
-        if (admission := Admission.of(self.buffer)) is None:
+        """The admission of the server. Raises Refused if its configuration has none."""
+        admission = Admission.of(self.buffer)
+        if admission is None:
             raise unsupported("this server has no [admission] in its configuration")
         return admission
 
     def _expire_permits_at(self, when: float) -> None:
         # A millisecond late: the clocks of loop and buffer round differently, and an early call would expire nothing.
-        asyncio.get_running_loop().call_later(when - self.buffer.clock() + 0.001, self._admission().expire)
+        seconds = when - self.buffer.clock() + 0.001
+        asyncio.get_running_loop().call_later(seconds, self._admission().expire)
 
 
 def _shard_index_in(request: pb.SetPolicyVersionRequest | pb.AcquirePermitsRequest) -> ShardIndex | None:
+    """The shard index that the client sends; None if it sends none. Raises Refused."""
     shard_index = ShardIndex(request.shard_index.index, request.shard_index.shards)
     if shard_index.shards > MAX_SERVERS or shard_index.number >= max(1, shard_index.shards):
         raise invalid(
@@ -104,5 +113,6 @@ def _shard_index_in(request: pb.SetPolicyVersionRequest | pb.AcquirePermitsReque
 
 
 def _check_text(what: str, text: str, most: int) -> None:
+    """Raises Refused if the text has more than `most` characters, or some that cannot be printed."""
     if len(text) > most or not text.isprintable():
         raise invalid(f"{what} {text[:100]!r}: at most {most} characters, all of them printable")

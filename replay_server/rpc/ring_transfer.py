@@ -1,6 +1,6 @@
 """Ring transfer: passes the payloads of a call through rings of its client, where the client has some.
 
-Where no ring can be had, payloads travel in the messages. Nothing above this module can tell.
+Without a ring, payloads travel in the messages. The rest of the server does not notice the difference.
 """
 
 from __future__ import annotations
@@ -19,33 +19,35 @@ class Rings:
 
     def __init__(self) -> None:
         self._idle: dict[tuple[str, int], Ring] = {}
-        """Those that no call uses now."""
+        """The rings that no call uses now."""
         self._open: set[tuple[str, int]] = set()
-        """Those whose call of ShareMemory lasts."""
+        """The connections and ids of rings whose call of ShareMemory has not ended."""
 
     def add(self, client: str, segment: Segment) -> None:
-        assert (client, segment.ring_id) not in self._open, "a ring is added twice"
-        self._open.add((client, segment.ring_id))
-        self._idle[client, segment.ring_id] = segment
+        """Adds a new ring."""
+        key = (client, segment.ring_id)
+        assert key not in self._open, "a ring is added twice"
+        self._open.add(key)
+        self._idle[key] = segment
 
     def end(self, client: str, ring_id: int) -> None:
-        """A call that uses the ring has it until it ends."""
+        """Removes a ring. A call that uses the ring keeps it until the call ends."""
         self._open.discard((client, ring_id))
         self._idle.pop((client, ring_id), None)
 
     def lend(self, client: str, ring_id: int) -> Ring | None:
-        """The ring for one call; None: it has ended, or another call uses it."""
+        """The ring, for one call; None if the ring has ended, or another call uses it."""
         return self._idle.pop((client, ring_id), None)
 
     def put_down(self, client: str, ring_id: int, ring: Ring) -> None:
-        """The client's next call may use the ring as it is."""
+        """Gives a ring back, so that the client's next call may use it as it is."""
         assert (client, ring_id) not in self._idle, "two calls had one ring"
         if (client, ring_id) in self._open:
             self._idle[client, ring_id] = ring
 
 
 class Carrier:
-    """Carries the payloads of one call: its requests out of a ring, its responses into another one."""
+    """Carries the payloads of one call: those of its requests out of a ring, those of its responses into another."""
 
     def __init__(self, rings: Rings, client: str) -> None:
         self._rings = rings
@@ -54,7 +56,10 @@ class Carrier:
         self._writer: FrameWriter | None = None
 
     def bring(self, request: Any) -> Any:
-        """The request, with the payloads that lie in a ring. It may name the ring for the responses. Raises Refused."""
+        """The request, with the payloads that lie in a ring. Raises Refused.
+
+        A request without payloads may name the ring for the responses.
+        """
         if isinstance(request, Frame):
             try:
                 return take_frame(request, self._reader_of)
@@ -66,32 +71,40 @@ class Carrier:
             ring = self._rings.lend(self._client, request.ring)
             if isinstance(ring, Segment):
                 ring = FrameWriter(ring)
-            # If the ring has ended meanwhile, the payloads travel in the messages.
+            # Without a writer, because the ring has ended meanwhile, the payloads travel in the messages.
             self._writer = ring if isinstance(ring, FrameWriter) else None
         return request
 
     async def place(self, response: Frame[Any]) -> Frame[Any] | SharedFrame[Any] | None:
-        """The message for gRPC; None: it will be a part of the next one."""
+        """The message for gRPC; None if the response will be a part of the next message."""
         if self._writer is None:
             return response
         gathered = self._writer.gather(response)
-        return None if gathered is None else await self._writer.place(gathered)
+        if gathered is None:
+            return None
+        return await self._writer.place(gathered)
 
     def close(self, *, reuse_writer: bool) -> None:
-        """The call has ended. Its reader is for the client's next call, and so is a writer that nothing was left in."""
+        """Ends the call. The client's next call can use the reader and, with `reuse_writer`, the writer.
+
+        A writer can be reused only if nothing was left in its ring.
+        """
         if self._reader is not None:
             self._rings.put_down(self._client, self._reader.ring_id, self._reader)
         if self._writer is not None and reuse_writer:
             self._rings.put_down(self._client, self._writer.segment.ring_id, self._writer)
-        self._reader = self._writer = None  # its memory goes now, whoever still refers to the call
+        # Their memory is freed now, even if something still refers to the call.
+        self._reader = None
+        self._writer = None
 
     def _reader_of(self, ring_id: int) -> RingReader | None:
         if self._reader is not None and self._reader.ring_id == ring_id:
             return self._reader
-        if (ring := self._rings.lend(self._client, ring_id)) is None:
+        ring = self._rings.lend(self._client, ring_id)
+        if ring is None:
             return None
         if isinstance(ring, Segment):
             ring = RingReader(ring)
-        # A stream reads one ring; another one replaces it.
+        # A stream reads one ring at a time: this ring replaces the one before.
         self._reader = ring if isinstance(ring, RingReader) else None
         return self._reader

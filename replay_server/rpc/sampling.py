@@ -1,24 +1,24 @@
 """Sampling: draws batches for readers, sends them, and requeues the batches that readers do not acknowledge.
 
 A reader asks for batches with draws, each under an id that the reader chooses at random. One stream (`Draw`) carries
-any number of draws at once, and the ids of the batches that their reader acknowledges, requeues or renews:
+any number of draws at once, and the ids of the batches that the reader acknowledges, requeues or renews:
 
     reader ──draw 1, draw 2─────────▶ server    each waits in the line of its table; one does not hold up the other
-    reader ◀──rows of 2, rows of 1─── server    drawn: outstanding, until exactly one call ends each
-    reader ──acknowledge 2, draw 3──▶ server    all bytes of batch 2 have arrived, and somebody wants it
-    reader ◀──done: 2─────────────── server    now it counts as sampled; or "missing": an item in it became stale
+    reader ◀──rows of 2, rows of 1─── server    both are drawn: outstanding, until exactly one call ends each
+    reader ──acknowledge 2, draw 3──▶ server    all bytes of batch 2 have arrived, and the reader uses it
+    reader ◀──done: 2─────────────── server    batch 2 counts as sampled; or "missing": an item in it became stale
 
-The ids are what makes this safe to repeat. A reader whose stream broke does not know what the server has heard. It
-names the same ids on its next stream: a draw then requeues what the attempt before had drawn, and an end that has
-happened is recognised (`Remembered`), also after a restart. Therefore `OpenDraws` knows all draws of the server, and
-not each stream its own.
+The ids make it safe to repeat messages. A reader whose stream broke does not know which messages the server received.
+It sends the same ids on its next stream. A draw then requeues the batch that the first attempt had drawn. The server
+recognises the end of a draw that has ended already (`Remembered`), also after a restart. Therefore `OpenDraws` knows
+all draws of the server, also those of streams that are broken.
 
 * A drawn batch is outstanding until exactly one call ends it, whatever its client does.
 * The payloads of a batch stay in storage until they are sent, even if the batch ends before that.
-* In durable mode a reader is told that a batch is its own only after that is written.
-* What is neither acknowledged nor leased when its stream ends goes back at once.
+* In durable mode a reader learns that a batch is its own only after this is written.
+* A batch that is neither acknowledged nor leased when its stream ends is requeued at once.
 
-The call `Sample` is one draw without a stream, for clients that want no more.
+The call `Sample` is one draw without a stream, for clients that need only one.
 """
 
 from __future__ import annotations
@@ -29,7 +29,6 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -53,11 +52,11 @@ from replay_server.tables.waiting import deadline_at
 Response = Frame[pb.SampleResponse]
 
 _LEAST_ID = 1 << 32
-"""Smaller ids are not random: two clients would soon choose the same one, and requeue each other's batches."""
-
+"""The least id of a draw. Smaller ids are not random: two clients would soon choose the same id, and each would requeue
+the batches of the other."""
 
 MAX_UNANSWERED = 1024
-"""Answers of one stream that wait for a reader who does not read. Above that the stream reads no further requests."""
+"""Answers of one stream that a slow reader has not read. At this number the stream reads no further requests."""
 
 
 class SampleMethods:
@@ -66,9 +65,12 @@ class SampleMethods:
         self.draws = OpenDraws(backend)
 
     async def Sample(self, request: pb.SampleRequest, call: Call) -> None:
-        backend, draws, ready, leased = self.backend, self.draws, asyncio.Event(), False
+        backend = self.backend
+        draws = self.draws
+        ready = asyncio.Event()
+        is_leased = False
         with backend.clients.calling(call.context, _role(backend, request.table)):
-            draw = draws.begin(request, call.client, lambda _: ready.set(), None)
+            draw = draws.begin(request, call.client, on_ready=lambda _: ready.set(), stream=None)
             try:
                 while (responses := draws.responses(draw)) is None:
                     await ready.wait()
@@ -84,12 +86,13 @@ class SampleMethods:
                     draws.acknowledge(draw)
                     await backend.durable()
                 await call.write(last)
-                if leased := request.lease > 0:
+                if request.lease > 0:
+                    is_leased = True
                     draws.lease(draw, request.lease)
                 else:
                     draws.acknowledge(draw)
             finally:
-                if not leased:
+                if not is_leased:
                     draws.drop(draw)
 
     async def Draw(self, call: Call) -> None:
@@ -102,20 +105,29 @@ class SampleMethods:
             raise invalid(f"{len(request.keys)} keys: at most {MAX_KEYS} in one request")
         buffer = self.backend.buffer
         buffer.check_open()
-        keys, table = list(dict.fromkeys(request.keys)), buffer.table(request.table)
+        keys = list(dict.fromkeys(request.keys))
+        table = buffer.table(request.table)
         missing = table.columns.absent(keys)
-        if batch_id := buffer.outstanding.draw_keys(table, np.array(keys, dtype=np.uint64)):
+        batch_id = buffer.outstanding.draw_keys(table, np.array(keys, dtype=np.uint64))
+        if batch_id:
             buffer.acknowledge(batch_id, sent=True)
         return pb.MutationResponse(applied=len(keys) - len(missing), missing=missing)
 
 
 def _role(backend: Backend, table: str) -> ClientRole:
-    """Who samples this table: archivers copies, generators prompts or partial groups, trainers all else."""
+    """The role of clients that sample this table.
+
+    Archivers sample copies, generators sample prompts or partial groups, and trainers sample all other tables.
+    """
     buffer = backend.buffer
     if table in buffer.items.copies:
         return ClientRole.ARCHIVER
-    of_permits = (permit_tables := PermitTables.of(buffer)) is not None and table in permit_tables.tables
-    return ClientRole.GENERATOR if of_permits or table in backend.clients.prompt_tables else ClientRole.TRAINER
+    permit_tables = PermitTables.of(buffer)
+    if permit_tables is not None and table in permit_tables.tables:
+        return ClientRole.GENERATOR
+    if table in backend.clients.prompt_tables:
+        return ClientRole.GENERATOR
+    return ClientRole.TRAINER
 
 
 def _check_lease(seconds: float) -> None:
@@ -124,7 +136,7 @@ def _check_lease(seconds: float) -> None:
 
 
 def _wanted(request: pb.SampleRequest) -> SampleRequest:
-    """What the tables have to know of a draw. Raises Refused if it asks for more than one may."""
+    """The draw, as the tables need it. Raises Refused if the draw asks for more than is allowed."""
     _check_lease(request.lease)
     if request.num_samples > MAX_ROWS:
         raise invalid(f"num_samples {request.num_samples}: at most {MAX_ROWS} in one request")
@@ -132,18 +144,19 @@ def _wanted(request: pb.SampleRequest) -> SampleRequest:
         raise invalid(f"{len(request.exclude)} keys to exclude: at most {MAX_EXCLUDE} in one request")
     if len(request.scope) > MAX_SCOPE:
         raise invalid(f"a scope of {len(request.scope)} characters: at most {MAX_SCOPE}")
-    if len({each.value for each in request.values}) < len(request.values):
+    if len({rows.value for rows in request.values}) < len(request.values):
         raise invalid("values of a draw name a value twice: give the rows of each value once")
     if request.id and not _LEAST_ID <= request.id <= MOST_ID:
         raise invalid(f"id {request.id} of a draw: choose 63 random bits, and at least {_LEAST_ID}")
+    min_samples = request.min_samples if request.HasField("min_samples") else request.num_samples
     return SampleRequest(
         num_samples=request.num_samples,
-        min_samples=request.min_samples if request.HasField("min_samples") else request.num_samples,
+        min_samples=min_samples,
         distinct=not request.allow_repeats,
         scope=request.scope,
         exclude=frozenset(request.exclude),
         id=request.id or new_id(),
-        values=tuple(ValueRows(each.value, each.rows, each.share) for each in request.values),
+        values=tuple(ValueRows(rows.value, rows.rows, rows.share) for rows in request.values),
     )
 
 
@@ -155,34 +168,34 @@ class OpenDraw:
     wanted: SampleRequest
     client: str
     deadline: float
-    """When its wait ends, by the clock of the buffer."""
+    """The end of its wait, by the clock of the buffer."""
     on_ready: Callable[[OpenDraw], None]
-    """Called when its batch is drawn, or cannot be. It must not change anything at once."""
+    """Called when the batch is drawn, or cannot be drawn. The function must not change anything at once."""
     stream: DrawResponder | None
-    """The stream with which the draw ends; None: it is leased, or a call of its own."""
+    """The stream with which the draw ends; None: the draw is leased, or has a call of its own."""
     pending: PendingSample | None = None
-    """Its place in the line of its table, and then its batch; None: it is leased since before a restart."""
+    """The request in the line of its table, and then its batch; None: the draw is leased since before a restart."""
     share: ExitStack = field(default_factory=ExitStack)
-    """Holds its part of the samples that clients may have outstanding."""
+    """Holds the share of this draw in the samples that clients may have outstanding."""
     timer: asyncio.TimerHandle | None = None
     """Ends the wait at its deadline and, later, the lease."""
     ended: bool = False
 
     @property
     def in_use(self) -> bool:
-        """Whether its reader uses the batch. It may then grow stale."""
+        """True if the reader uses the batch already. The batch may grow stale then."""
         return self.stream is None or self.request.lease > 0
 
 
 class OpenDraws:
-    """All draws of a server that have not ended, by id."""
+    """All draws of a server that have not ended."""
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
         self._buffer = backend.buffer
         self.by_id: dict[int, OpenDraw] = {}
         self._buffer.outstanding.on_closed = self._closed
-        for batch_id, seconds in self._buffer.outstanding.leased.items():  # of before a restart
+        for batch_id, seconds in self._buffer.outstanding.leased.items():  # from before a restart
             wanted = SampleRequest(1, 1, id=batch_id)
             draw = OpenDraw(pb.SampleRequest(), wanted, "", 0.0, lambda _: None, None)
             self.by_id[batch_id] = draw
@@ -196,24 +209,34 @@ class OpenDraws:
         on_ready: Callable[[OpenDraw], None],
         stream: DrawResponder | None,
     ) -> OpenDraw:
-        """Puts a draw into the line of its table. Raises Refused for one that can never be served."""
+        """Puts a draw into the line of its table. Raises Refused for a draw that can never be served."""
         wanted = _wanted(request)
-        ends_at = deadline_at(self._buffer.clock(), request.timeout if request.HasField("timeout") else None)
+        timeout = request.timeout if request.HasField("timeout") else None
+        deadline = deadline_at(self._buffer.clock(), timeout)
         outstanding = self._buffer.outstanding
         if wanted.id in outstanding.acknowledged or wanted.id in outstanding.requeued:
             raise invalid(f"draw {wanted.id} has ended: choose a new id for each draw")
-        if (attempt_before := self.by_id.get(wanted.id)) is not None:
-            self.drop(attempt_before)  # its reader did not get the end of the answer
-        draw = OpenDraw(request, wanted, client, ends_at, on_ready, stream)
+        previous_attempt = self.by_id.get(wanted.id)
+        if previous_attempt is not None:
+            self.drop(previous_attempt)  # the reader did not get the end of the answer
+        draw = OpenDraw(
+            request=request,
+            wanted=wanted,
+            client=client,
+            deadline=deadline,
+            on_ready=on_ready,
+            stream=stream,
+        )
         self._wait(draw)
         assert wanted.id not in self.by_id, "the attempt before has not ended"
         self.by_id[wanted.id] = draw
         return draw
 
     def responses(self, draw: OpenDraw) -> Iterator[Response] | None:
-        """The messages of the batch. None: it waits, or waits again because an item was damaged.
+        """The messages of the batch. None: the draw waits, or waits again because an item was damaged.
 
-        Raises Refused, which ends the draw, if there will be no batch. So do the messages if an item is damaged.
+        Raises Refused, and ends the draw, if there will be no batch. The iteration of the messages does so too, if it
+        finds a damaged item.
         """
         if draw.ended:
             raise try_again("the same draw was asked for again, and the new request gets the batch")
@@ -221,24 +244,26 @@ class OpenDraws:
         if not draw.pending.done:
             return None
         try:
-            return self._read(draw, draw.pending.result()[1])
+            _, batch = draw.pending.result()
+            return self._read(draw, batch)
         except Refused:
             self.drop(draw)
             raise
 
     def set_ahead(self, draw: OpenDraw, ahead: bool) -> None:
-        """Whether nobody waits for the draw yet."""
-        if (pending := draw.pending) is not None:
-            for line in pending.lines:
-                line.set_ahead(pending, ahead)
+        """Notes if the draw is ahead: nobody waits for it yet."""
+        if draw.pending is not None:
+            for line in draw.pending.lines:
+                line.set_ahead(draw.pending, ahead)
 
     def _read(self, draw: OpenDraw, batch: SampleBatch) -> Iterator[Response] | None:
         """The messages of a batch; None: an item was damaged, so the draw waits again."""
         if draw.stream is not None or draw.request.lease:
-            draw.share.enter_context(self._backend.outstanding.held(draw.client, len(batch)))
+            share = self._backend.outstanding.held(draw.client, len(batch))
+            draw.share.enter_context(share)
         keys: list[int] = batch.keys.tolist()
         try:
-            # Without what was appended since the draw.
+            # By the sizes at the draw: without segments that were appended since then.
             payloads = read_payloads(self._buffer.storage, keys, batch.sizes.tolist())
         except DamagedPayloads as damage:
             draw.share.close()
@@ -251,7 +276,8 @@ class OpenDraws:
     def _wait(self, draw: OpenDraw) -> None:
         """Puts the draw into the line of its table. Raises Refused."""
         buffer = self._buffer
-        pending = draw.pending = buffer.sample(draw.request.table, draw.wanted, draw.deadline)
+        pending = buffer.sample(draw.request.table, draw.wanted, draw.deadline)
+        draw.pending = pending
         if draw.stream is not None and not draw.stream.awaited:
             self.set_ahead(draw, ahead=True)
         left = draw.deadline - buffer.clock()
@@ -263,11 +289,13 @@ class OpenDraws:
         pending.on_done = lambda: draw.on_ready(draw)
         self._set_timer(draw, left, buffer.time_out, pending)
 
-    def _set_timer(self, draw: OpenDraw, seconds: float, act: Callable[[Any], None], of: object) -> None:
-        """Calls `act(of)` after so many seconds, in place of what was to be called before."""
+    def _set_timer(self, draw: OpenDraw, seconds: float, act: Callable[[Any], None], argument: object) -> None:
+        """Calls `act(argument)` after `seconds`, in the place of the call that the timer had before."""
         if draw.timer is not None:
             draw.timer.cancel()
-        draw.timer = asyncio.get_running_loop().call_later(seconds, act, of) if seconds < math.inf else None
+            draw.timer = None
+        if seconds < math.inf:
+            draw.timer = asyncio.get_running_loop().call_later(seconds, act, argument)
 
     def _messages(
         self, draw: OpenDraw, batch: SampleBatch, keys: list[int], payloads: Iterator[Payload]
@@ -287,12 +315,12 @@ class OpenDraws:
         if self._buffer.items.tagged:
             first.tags.extend(tags_message(self._buffer.items.labels(keys) or ()))
         self.tell_weight(draw.request, first)
-        # One message is read at once. Of more, the last are read when the first are sent: the batch may end before.
+        # A batch of several messages is read while it is sent. The batch may end meanwhile, so its items are held.
         held = keys if batch.sizes.sum() > BYTES_PER_MESSAGE else []
         self._buffer.items.hold(held)
         try:
             yield from split_payloads(first, payloads)
-        except DamagedPayloads as damage:  # a part of it may be sent, so that its call cannot go on
+        except DamagedPayloads as damage:  # a part of the batch may be sent already, so that the call cannot go on
             self.drop(draw)
             raise self._buffer.refuse_damaged(damage) from None
         finally:
@@ -302,18 +330,22 @@ class OpenDraws:
         """Adds the weight of the table, if the draw asks for it. Raises Refused."""
         if request.weigh:
             wanted = SampleRequest(1, 1, scope=request.scope, exclude=frozenset(request.exclude))
-            response.weight.CopyFrom(pb.Weight(**self._buffer.table(request.table).weigh(wanted)))
+            weight = self._buffer.table(request.table).weigh(wanted)
+            response.weight.CopyFrom(pb.Weight(**weight))
 
     # ------------------------------------------------------------------------------------------ how a draw ends
 
     def end(self, draw_id: int, *, requeue: bool) -> bool:
-        """Ends a draw as its reader says. Returns True the second time, too, and False if it has ended otherwise.
+        """Ends a draw: its reader acknowledges it, or requeues it.
 
-        A batch that its reader does not use yet goes back, with the result False, if an item in it became too stale.
+        Returns True also if the reader repeats this, and False if the draw has ended in another way. If an item of a
+        batch that the reader does not use yet became too stale, the batch is requeued, and the result is False.
         """
-        if (draw := self.by_id.get(draw_id)) is None:
+        draw = self.by_id.get(draw_id)
+        if draw is None:
             outstanding = self._buffer.outstanding
-            return draw_id in (outstanding.requeued if requeue else outstanding.acknowledged)
+            ended_so = outstanding.requeued if requeue else outstanding.acknowledged
+            return draw_id in ended_so
         if not requeue:
             return self.acknowledge(draw)
         if self._is_drawn(draw):
@@ -324,15 +356,16 @@ class OpenDraws:
         return True
 
     def acknowledge(self, draw: OpenDraw) -> bool:
-        """False: it has ended, nothing is drawn, or an item in it is too stale."""
+        """Acknowledges a batch. Returns False if the draw has ended, has no batch, or has an item that is too stale."""
         if draw.ended or not self._is_drawn(draw):
             return False
         self._remove(draw)
         return self._buffer.acknowledge(draw.wanted.id, sent=draw.in_use)
 
     def renew(self, draw_id: int, seconds: float) -> bool:
-        """The batch is in use from now on, and goes back after `seconds`. The result is as that of `end`."""
-        if (draw := self.by_id.get(draw_id)) is None:
+        """Leases a batch, which is in use from now on, for `seconds`. The result is as that of `end`."""
+        draw = self.by_id.get(draw_id)
+        if draw is None:
             return draw_id in self._buffer.outstanding.acknowledged
         if not self._is_drawn(draw):
             return False
@@ -343,7 +376,7 @@ class OpenDraws:
         return True
 
     def lease(self, draw: OpenDraw, seconds: float) -> None:
-        """The batch outlives its stream, and goes back after `seconds`."""
+        """Leases a batch: it outlives its stream, and is requeued after `seconds`."""
         if draw.ended:
             return
         self._set_timer(draw, seconds, self.drop, draw)
@@ -352,7 +385,7 @@ class OpenDraws:
             draw.stream = None
 
     def drop(self, draw: OpenDraw) -> None:
-        """Nobody waits for the batch, or has it: it goes back, as if it was never drawn."""
+        """Ends a draw for which nobody waits any more. Its batch is requeued, as if it was never drawn."""
         if draw.ended:
             return
         self._remove(draw)
@@ -363,7 +396,7 @@ class OpenDraws:
             draw.on_ready(draw)
 
     def check(self) -> None:
-        """Asserts that each outstanding batch has a draw that has not ended, and each leased one one of no stream."""
+        """Asserts that each outstanding batch has a draw that has not ended, and that leased draws have no stream."""
         outstanding = self._buffer.outstanding
         assert outstanding.by_id.keys() <= self.by_id.keys(), outstanding.by_id.keys() - self.by_id.keys()
         for draw_id, draw in self.by_id.items():
@@ -375,8 +408,9 @@ class OpenDraws:
             assert self.by_id[draw_id].stream is None, draw_id
 
     def _closed(self, batch_id: int) -> None:
-        """An insert has acknowledged the batch."""
-        if (draw := self.by_id.get(batch_id)) is not None:
+        """Ends the draw of a batch that an insert has acknowledged."""
+        draw = self.by_id.get(batch_id)
+        if draw is not None:
             self._remove(draw)
 
     def _is_drawn(self, draw: OpenDraw) -> bool:
@@ -396,18 +430,18 @@ class DrawResponder:
     """Serves one stream: begins its draws, sends one batch after the other, and ends draws as the reader says."""
 
     def __init__(self, backend: Backend, draws: OpenDraws, call: Call, on_message: OnMessage) -> None:
-        """`on_message` is called for each message of the reader, with its role."""
+        """`on_message` notes each message of the reader, and the role that the message shows."""
         self._backend = backend
         self._buffer = backend.buffer
         self._draws = draws
         self._call = call
         self._on_message = on_message
         self.awaited = True
-        """Whether somebody waits for its draws."""
+        """True while somebody waits for its draws."""
         self._own_draws: dict[int, OpenDraw] = {}
         """The draws that end with this stream, by id."""
         self._ready: OrderedDict[int, OpenDraw] = OrderedDict()
-        """Draws that have a batch or an error. Only the one that is being sent has payloads in memory."""
+        """Draws that have a batch or an error. Only the draw that is being sent has payloads in memory."""
         self._answers: deque[pb.SampleResponse] = deque()
         self._answered = asyncio.Event()
         """Set when an answer was sent."""
@@ -415,7 +449,7 @@ class DrawResponder:
         """Set when there is something to send."""
 
     async def run(self) -> None:
-        """Until the reader ends the stream. Raises Refused."""
+        """Serves the stream until the reader ends it. Raises Refused."""
         reading = asyncio.create_task(self._read())
         reading.add_done_callback(lambda _: self._work.set())
         try:
@@ -424,34 +458,39 @@ class DrawResponder:
                 self._work.clear()
                 while self._answers or self._ready:
                     while self._answers:
-                        await self._call.write(Frame(self._answers.popleft(), ()))
+                        answer = self._answers.popleft()
+                        await self._call.write(Frame(answer, ()))
                         self._answered.set()
                     if self._ready:
-                        for response in self._responses_of(self._ready.popitem(last=False)[1]):
+                        _, draw = self._ready.popitem(last=False)
+                        for response in self._responses_of(draw):
                             await self._call.write(response)
                 if reading.done():
                     reading.result()
                     return
         finally:
             reading.cancel()
-            # Before the first await: a second cancellation would skip everything after it.
+            # Before the first await: a second cancellation there would skip everything after the await.
             for draw in list(self._own_draws.values()):
                 self._draws.drop(draw)
             await asyncio.gather(reading, return_exceptions=True)
 
     def forget(self, draw: OpenDraw) -> None:
-        """The draw has ended, or is leased now."""
+        """Removes a draw that has ended, or is leased now."""
         self._own_draws.pop(draw.wanted.id, None)
 
     async def _read(self) -> None:
         while (request := await self._call.read()) is not None:
-            self._on_message(_role(self._backend, request.draw.table) if request.HasField("draw") else None)
+            role = _role(self._backend, request.draw.table) if request.HasField("draw") else None
+            self._on_message(role)
             while len(self._answers) >= MAX_UNANSWERED:
                 self._answered.clear()
                 await self._answered.wait()
             if request.HasField("awaited"):
-                self._await(request.awaited)
-            answer = self._end(request) if request.acknowledge or request.requeue or request.renew else None
+                self._set_awaited(request.awaited)
+            answer = None
+            if request.acknowledge or request.requeue or request.renew:
+                answer = self._end(request)
             if request.HasField("draw"):
                 self._begin(request.draw)
             if answer is not None:
@@ -461,7 +500,7 @@ class DrawResponder:
                     answer = _refused(refusal)
                 self._answer(answer)
 
-    def _await(self, awaited: bool) -> None:
+    def _set_awaited(self, awaited: bool) -> None:
         self.awaited = awaited
         for draw in self._own_draws.values():
             self._draws.set_ahead(draw, ahead=not awaited)
@@ -473,16 +512,20 @@ class DrawResponder:
             if len(self._own_draws) >= MAX_DRAWS:
                 raise busy(f"{MAX_DRAWS} draws of this stream wait or are not acknowledged: acknowledge some first")
             if request.weigh and not request.num_samples:
-                answer = pb.SampleResponse(batch=request.id)
-                _wanted(request)
-                self._buffer.check_open()
-                self._draws.tell_weight(request, answer)
-                self._answer(answer)
+                self._answer_weight(request)
                 return
-            draw = self._draws.begin(request, self._call.client, self._on_ready, self)
+            draw = self._draws.begin(request, self._call.client, self._on_ready, stream=self)
             self._own_draws[draw.wanted.id] = draw
         except Refused as refusal:
             self._answer(_refused(refusal, request.id))
+
+    def _answer_weight(self, request: pb.SampleRequest) -> None:
+        """Answers a draw of no samples, which only asks for the weight of the table. Raises Refused."""
+        _wanted(request)  # checks the request
+        self._buffer.check_open()
+        answer = pb.SampleResponse(batch=request.id)
+        self._draws.tell_weight(request, answer)
+        self._answer(answer)
 
     def _on_ready(self, draw: OpenDraw) -> None:
         self._ready[draw.wanted.id] = draw
@@ -493,35 +536,47 @@ class DrawResponder:
         self._work.set()
 
     def _responses_of(self, draw: OpenDraw) -> Iterator[Response]:
+        """The messages of a draw that is ready, or one message with its error. A lease begins after them."""
         if draw.ended:
             return
         try:
-            if (responses := self._draws.responses(draw)) is None:
-                return
+            responses = self._draws.responses(draw)
         except Refused as refusal:
             yield Frame(_refused(refusal, draw.request.id), ())
+            return
+        if responses is None:
             return
         yield from responses
         if draw.request.lease:
             self._draws.lease(draw, draw.request.lease)
 
     def _end(self, request: pb.DrawRequest) -> pb.SampleResponse:
-        """Ends and renews draws, and says which were there."""
-        answer, draws = pb.SampleResponse(), self._draws
+        """Ends and renews draws. The answer says for which of them this was done."""
         try:
-            if (count := len(request.acknowledge) + len(request.requeue) + len(request.renew)) > MAX_ROWS:
-                raise invalid(f"{count} batches: at most {MAX_ROWS} in one request")
-            _check_lease(request.seconds)
-            if request.renew and not request.seconds:
-                raise invalid("seconds of a renewal must be above 0: a batch that is taken or requeued has no lease")
+            _check_end(request)
         except Refused as refusal:
             return _refused(refusal)
-        acknowledged = ((draw_id, draws.end(draw_id, requeue=False)) for draw_id in request.acknowledge)
-        requeued = ((draw_id, draws.end(draw_id, requeue=True)) for draw_id in request.requeue)
-        renewed = ((draw_id, draws.renew(draw_id, request.seconds)) for draw_id in request.renew)
-        for draw_id, done in chain(acknowledged, requeued, renewed):
-            (answer.done if done else answer.missing).append(draw_id)
+        draws = self._draws
+        outcomes = [(draw_id, draws.end(draw_id, requeue=False)) for draw_id in request.acknowledge]
+        outcomes += [(draw_id, draws.end(draw_id, requeue=True)) for draw_id in request.requeue]
+        outcomes += [(draw_id, draws.renew(draw_id, request.seconds)) for draw_id in request.renew]
+        answer = pb.SampleResponse()
+        for draw_id, done in outcomes:
+            if done:
+                answer.done.append(draw_id)
+            else:
+                answer.missing.append(draw_id)
         return answer
+
+
+def _check_end(request: pb.DrawRequest) -> None:
+    """Raises Refused if the request ends or renews draws in a way that it may not."""
+    count = len(request.acknowledge) + len(request.requeue) + len(request.renew)
+    if count > MAX_ROWS:
+        raise invalid(f"{count} batches: at most {MAX_ROWS} in one request")
+    _check_lease(request.seconds)
+    if request.renew and not request.seconds:
+        raise invalid("seconds of a renewal must be above 0: a batch that is taken or requeued has no lease")
 
 
 def _refused(refusal: Refused, batch: int = 0) -> pb.SampleResponse:

@@ -65,7 +65,7 @@ class ReplayService:
         self.methods: dict[str, Method] = {}
         """All methods of replay.proto, by name."""
         rings = Rings()
-        groups = (
+        method_groups = (
             Multiplex(self.methods),
             SharedMemoryMethods(self.backend, rings, shared_folder),
             InsertMethods(self.backend, journal),
@@ -75,17 +75,21 @@ class ReplayService:
             self.administration,
         )
         for method in pb.DESCRIPTOR.services_by_name["Replay"].methods:
-            (behavior,) = (getattr(group, method.name) for group in groups if hasattr(group, method.name))
+            # Exactly one of the groups has the method.
+            (group,) = [group for group in method_groups if hasattr(group, method.name)]
+            behavior = getattr(group, method.name)
             self.methods[method.name] = Method(method, behavior, self.backend, rings, latencies)
 
     def handlers(self) -> grpc.GenericRpcHandler:
-        """What gRPC calls."""
+        """The handlers of all methods, which gRPC calls."""
         wrap = tracing.traced if tracing.available() else None
         handlers = {name: method.handler(wrap) for name, method in self.methods.items()}
         return grpc.method_handlers_generic_handler(SERVICE, handlers)
 
 
 class Listener:
+    """gRPC's own server at one address, with the methods of a service."""
+
     def __init__(
         self,
         service: ReplayService,
@@ -94,7 +98,7 @@ class Listener:
         authorizer: Authorizer,
         certificates: ServerCertificates,
     ) -> None:
-        """Takes the address, and accepts no connection before `start`. Raises OSError if it cannot be had."""
+        """Takes the address, and accepts no connection before `start`. Raises OSError if it cannot take the address."""
         self._service = service
         interceptors = [] if authorizer.tokens is None else [authorizer]
         self._server = grpc.aio.server(options=_options(limits), interceptors=interceptors)
@@ -102,7 +106,8 @@ class Listener:
         reflection.enable_server_reflection((SERVICE, reflection.SERVICE_NAME), self._server)  # for grpcurl
         try:
             _try(address)
-            if (credentials := certificates.credentials()) is None:
+            credentials = certificates.credentials()
+            if credentials is None:
                 port = self._server.add_insecure_port(address)
             else:
                 port = self._server.add_secure_port(address, credentials)
@@ -120,9 +125,10 @@ class Listener:
 
 
 def _try(address: str) -> None:
-    """Raises OSError if the address is in use or another machine's: gRPC would write a line of its own about it.
+    """Raises OSError if the address is in use or that of another machine.
 
-    Whatever else is wrong, such as a name or a family of addresses that this machine lacks, gRPC decides.
+    If gRPC found this itself, it would also write a line of its own. gRPC reports all other problems, such as an
+    unknown name, or a family of addresses that this machine lacks.
     """
     host, _, port = address.rpartition(":")
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -144,8 +150,9 @@ def _options(limits: LimitsConfig) -> list[tuple[str, int]]:
         ("grpc.absolute_max_metadata_size", MAX_METADATA_BYTES),
         ("grpc.max_allowed_incoming_connections", _connections(limits)),
         ("grpc.max_concurrent_streams", limits.max_calls_per_connection),
-        ("grpc.server_handshake_timeout_ms", 20_000),  # of TLS and HTTP/2: a connection that says nothing is closed
-        # Clients that vanished without a word (a lost machine, a cut cable) are noticed within 40 s.
+        ("grpc.server_handshake_timeout_ms", 20_000),  # of TLS and HTTP/2: a connection that sends nothing is closed
+        # The server notices within 40 s that a client is gone whose connection was not closed (a lost machine, a cut
+        # cable).
         ("grpc.keepalive_time_ms", 20_000),
         ("grpc.keepalive_timeout_ms", 20_000),
         ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
@@ -154,11 +161,11 @@ def _options(limits: LimitsConfig) -> list[tuple[str, int]]:
 
 
 def _connections(limits: LimitsConfig) -> int:
-    """How many connections may be open. Each can take two file descriptors, the second one for a ring.
+    """The number of connections that may be open. Each can take two file descriptors, the second one for a ring.
 
-    Without descriptors the server could neither sync nor write checkpoints, and gRPC could accept nobody.
+    Without free descriptors the server could neither sync nor write checkpoints, and gRPC could accept no connection.
     """
-    files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if files == resource.RLIM_INFINITY or 2 * limits.max_connections + _OWN_FILES <= files:
         return limits.max_connections
     most = max(1, (files - _OWN_FILES) // 2)

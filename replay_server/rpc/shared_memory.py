@@ -1,7 +1,7 @@
 """Shared memory: the method ShareMemory, by which clients on this host get rings.
 
 * A ring belongs to one connection and one stream, and ends with the call of ShareMemory that opened it.
-* A ring carries nothing before the server has sent its memory to its client.
+* A ring carries nothing before the server has sent the memory of the ring to its client.
 * The memory of all rings counts against one budget (`max_shared_bytes`).
 """
 
@@ -24,22 +24,26 @@ from replay_server.rpc.ring_transfer import Rings
 log = logging.getLogger("replay_server")
 
 _LEAST_COST = 1 << 20
-"""Bytes that a ring counts for at least: it also costs a file descriptor."""
+"""The least number of bytes that a ring counts for. A small ring also costs a file descriptor."""
 
 
 class SharedMemoryMethods:
     def __init__(self, backend: Backend, rings: Rings, folder: Path | None) -> None:
-        """Clients on this host, which see `folder` too, make their sockets there; None: no client gets a ring."""
+        """Clients on this host make their sockets in `folder`, which they see too; None: no client gets a ring."""
         self._rings = rings
         self._folder = folder
         self._budget = Budget(backend.limits.max_shared_bytes, "bytes of shared memory (max_shared_bytes)")
         self._shares: weakref.WeakKeyDictionary[Segment, Any] = weakref.WeakKeyDictionary()
-        """Gives the share of a segment in the budget back, once: when it is called, or when the segment goes."""
-        self._short = False
-        """Whether the last ring was refused for lack of room."""
+        """The finalizer of each segment, which gives the share of the segment in the budget back.
+
+        It runs once: when it is called, or when the segment is freed.
+        """
+        self._is_short = False
+        """True if the last ring was refused for lack of room."""
 
     async def ShareMemory(self, call: Call) -> None:
-        client, opened = call.client, dict[int, Segment]()
+        client = call.client
+        opened: dict[int, Segment] = {}
         try:
             while (request := await call.read()) is not None:
                 if request.HasField("open"):
@@ -62,8 +66,9 @@ class SharedMemoryMethods:
             raise invalid(f"a ring of {capacity} bytes: a multiple of 4096, at most {MAX_CAPACITY}")
         if not self._folder.is_dir():
             return self._no_room(f"there is no folder {self._folder} ([server] shared_memory)")
+        cost = max(HEADER + capacity, _LEAST_COST)
         try:
-            self._budget.acquire(client, cost := max(HEADER + capacity, _LEAST_COST))
+            self._budget.acquire(client, cost)
         except Refused as refusal:
             return pb.ShareMemoryResponse(refusal=refusal.message)
         try:
@@ -78,31 +83,34 @@ class SharedMemoryMethods:
         share = weakref.finalize(segment, self._budget.release, client, cost)
         share.atexit = False
         self._shares[segment] = share
-        self._short = False
+        self._is_short = False
         opened[segment.ring_id] = segment
         return pb.ShareMemoryResponse(ring=segment.ring_id, path=str(segment.path))
 
     def _no_room(self, why: str) -> pb.ShareMemoryResponse:
-        if not self._short:  # one line until there is room again
-            self._short = True
+        if not self._is_short:  # one line until there is room again
+            self._is_short = True
             log.warning("%s; payloads travel over gRPC instead", why)
         return pb.ShareMemoryResponse(refusal=why)
 
     async def _send(self, client: str, ring_id: int, opened: dict[int, Segment]) -> pb.ShareMemoryResponse:
-        if (segment := opened.get(ring_id)) is None or segment.handed_over:
+        segment = opened.get(ring_id)
+        if segment is None or segment.handed_over:
             raise invalid(f"ring {ring_id} is not one of this stream's, or was sent before")
         try:
-            # On a thread: whoever can write to the folder may have put anything in the place of the client's socket.
+            # On a thread, because this may block: any process that can write to the folder may have replaced the
+            # client's socket.
             await asyncio.to_thread(segment.hand_over)
         except OSError as error:
-            # By name: the error, its traceback and the frame of `hand_over` hold the segment, until the collector runs.
+            # The share is given back here, and not when the segment is freed: the error, its traceback and the frame of
+            # `hand_over` hold the segment until the garbage collector runs.
             share = self._shares.pop(segment)
             segment.close()
             share()
             return pb.ShareMemoryResponse(refusal=str(error))
         if segment.capacity:
             self._rings.add(client, segment)
-        else:  # it only had to show that rings work
+        else:  # a ring without room, with which the client only tries if rings work
             self._end(client, opened.pop(ring_id))
         return pb.ShareMemoryResponse(ring=ring_id)
 

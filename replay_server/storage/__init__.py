@@ -1,1 +1,1 @@
-"""What survives a restart: the journal in LMDB, and checkpoints."""
+"""Storage: the state that survives a restart, in the journal in LMDB and in checkpoints."""

@@ -1,9 +1,9 @@
 """Checkpointer: writes a checkpoint while the server goes on, and restores one into memory.
 
 * A durable server copies the file of its journal, as of one commit.
-* A server in memory writes another such file. A ChangeCollector has all items at first, some at a time, and yields to
-  the event loop in between. What changes meanwhile is written next, in rounds, until few changes are left. The last
-  round is collected at one moment. The checkpoint describes the server at that moment.
+* A server in memory writes a new file of the same kind. At first a ChangeCollector collects all items, some at a time,
+  and other requests run in between. The changes made meanwhile are written next, in rounds, until few changes are left.
+  The last round is collected at one moment. The checkpoint describes the server at that moment.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ _LAST_ITEMS = 512
 """Changes that are few enough for the last round."""
 _MOST_ROUNDS = 20
 _SYNC = 32 << 20
-"""Bytes after which the disk is told to write: the system would keep a GB and more, and write it all at the end."""
+"""Bytes between two syncs. Without them the system would keep a GB and more, and write all of it at the end."""
 _APART = 0.002
-"""Seconds between two checkpoints at least: their names have milliseconds."""
+"""The least number of seconds between two checkpoints: their names have milliseconds."""
 
 
 class Checkpointer:
@@ -55,8 +55,10 @@ class Checkpointer:
         keep: int,
         copy: Callable[[Path], Awaitable[None]] | None = None,
     ) -> None:
-        """`keep`: how many of the checkpoints that the server named are kept. `copy`, of a durable server: makes a file
-        with all that it holds."""
+        """`keep` is the number of checkpoints to keep of those that the server named.
+
+        `copy` makes a file with everything that a durable server holds. It is None for a server in memory.
+        """
         self._buffer = buffer
         self.directory = directory
         self._keep = keep
@@ -68,7 +70,7 @@ class Checkpointer:
         self._verifying = asyncio.Lock()
 
     async def run(self, every: float) -> None:
-        """Writes one every so many seconds, until it is cancelled."""
+        """Writes a checkpoint each `every` seconds, until it is cancelled."""
         while True:
             await asyncio.sleep(every)
             try:
@@ -87,14 +89,15 @@ class Checkpointer:
         if not verify:
             return listed
         async with self._verifying:
-            found = [await asyncio.to_thread(self.directory.verify, entry.name) for entry in listed]
-        return [entry for entry in found if entry is not None]
+            verified = [await asyncio.to_thread(self.directory.verify, entry.name) for entry in listed]
+        return [entry for entry in verified if entry is not None]
 
     async def write(self, name: str = "") -> Checkpoint:
-        """Writes a checkpoint, named by the time if it has no `name`; one of the same name is replaced.
+        """Writes a checkpoint. Without a `name` it is named by the time. It replaces a checkpoint of the same name.
 
-        A checkpoint that has begun is finished even if its client goes away. A client that leaves earlier gets none.
-        Raises Refused for a bad name, and where the disk does not take it; then nothing has changed on it.
+        A checkpoint that has begun is finished even if its client goes away. If the client goes away earlier, no
+        checkpoint is written. Raises Refused for a bad name, and if the disk does not take the checkpoint; then nothing
+        has changed on the disk.
         """
         if name:
             self.directory.file(name)
@@ -114,7 +117,10 @@ class Checkpointer:
             folder.mkdir(parents=True)
             try:
                 partial = folder / "data.mdb"
-                await (self._copy_memory(folder) if self._copy is None else self._copy(partial))
+                if self._copy is None:
+                    await self._copy_memory(folder)
+                else:
+                    await self._copy(partial)
                 checkpoint = await self._in_thread(seal, partial, path, created)
             finally:
                 await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
@@ -128,13 +134,16 @@ class Checkpointer:
         return checkpoint
 
     def _time(self) -> float:
-        """Now, but after all checkpoints that there are: where the clock was set back the newest would be the first to
-        be removed, and `latest` another one."""
+        """The time of a new checkpoint: now, but later than all checkpoints that there are.
+
+        Otherwise, after the clock was set back, the new checkpoint would be the first to be removed, and `latest` would
+        be another one.
+        """
         latest = max((entry.created for entry in self.directory.list() if not entry.problem), default=0.0)
         return max(time.time(), latest + _APART)
 
     async def _copy_memory(self, folder: Path) -> None:
-        """Writes a data directory with all that the buffer holds at one moment."""
+        """Writes a data directory with everything that the buffer holds at one moment."""
         buffer = self._buffer
         copy = await self._in_thread(LmdbStorage, folder)
         collector = ChangeCollector(buffer)
@@ -142,7 +151,8 @@ class Checkpointer:
         try:
             known = list(buffer.known_keys)
             for start in range(0, len(known), _KEYS_PER_YIELD):
-                entry = collector.remembered_ids(buffer.known_keys.kind, known[start : start + _KEYS_PER_YIELD])
+                some_keys = known[start : start + _KEYS_PER_YIELD]
+                entry = collector.remembered_ids(buffer.known_keys.kind, some_keys)
                 await self._commit(copy, Delta(remembered=[entry]))
             keys = np.fromiter(buffer.items, np.uint64, len(buffer.items))
             await self._in_thread(keys.sort)  # LMDB fills its pages in order
@@ -150,18 +160,18 @@ class Checkpointer:
             for rounds in count(1):
                 for delta in collector.slices():
                     await self._commit(copy, delta)
-                last = collector.pending() <= _LAST_ITEMS or rounds > _MOST_ROUNDS
+                is_last = collector.pending() <= _LAST_ITEMS or rounds > _MOST_ROUNDS
                 delta = collector.collect()
                 await self._commit(copy, delta)
                 collector.written(delta)
-                if last:
+                if is_last:
                     break
         finally:
             buffer.watchers.remove(collector)
             await self._in_thread(copy.close)
 
     async def _commit(self, copy: LmdbStorage, delta: Delta) -> None:
-        """Writes what changed as of now, with the payloads that are not there yet, or that have grown."""
+        """Writes a delta as of now, with the payloads that the copy lacks or that have grown."""
         keys: list[int] = delta.items.items["key"].tolist()
         sizes: list[int] = delta.items.items["nbytes"].tolist()
         payloads = self._buffer.storage.get(keys, sizes)
@@ -179,9 +189,11 @@ def _write(
     copy: LmdbStorage, delta: Delta, keys: Sequence[int], sizes: Sequence[int], payloads: Sequence[Payload]
 ) -> None:
     copy.delete(delta.removed)
-    there = copy.sizes(keys)
-    missing = [place for place, key in enumerate(keys) if there.get(key) != sizes[place]] if there else range(len(keys))
-    copy.put([keys[place] for place in missing], [payloads[place] for place in missing])
+    written_sizes = copy.sizes(keys)
+    missing: Sequence[int] = range(len(keys))
+    if written_sizes:
+        missing = [index for index, key in enumerate(keys) if written_sizes.get(key) != sizes[index]]
+    copy.put([keys[index] for index in missing], [payloads[index] for index in missing])
     copy.commit(delta, copy.begin_commit())
     copy.end_commit(None)
 
@@ -190,7 +202,8 @@ def restore_into_memory(buffer: ReplayBuffer, checkpoint: Checkpoint) -> None:
     """Fills a new buffer, whose storage keeps payloads in memory."""
     file = LmdbFile(checkpoint.path, subdir=False, readonly=True, lock=False)
     state = file.load()
-    keys, sizes = state.items.items["key"].tolist(), state.items.items["nbytes"].tolist()
+    keys = state.items.items["key"].tolist()
+    sizes = state.items.items["nbytes"].tolist()
     damaged: list[int] = []
     for part in read_slices(sizes):
         payloads = file.read(keys[part], sizes[part])

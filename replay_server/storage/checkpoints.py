@@ -1,4 +1,4 @@
-"""Checkpoints: a directory of them (list, verify, open, prune), and how their files end.
+"""Checkpoints: a directory of checkpoints (list, verify, open, prune), and the seal at the end of each file.
 
 A checkpoint is the LMDB file of a server (lmdb.py) with a seal behind its pages:
 
@@ -6,8 +6,8 @@ A checkpoint is the LMDB file of a server (lmdb.py) with a seal behind its pages
     seal        format, checksum of all pages, and a summary; with a checksum of its own
     end         bytes of the seal, MARK
 
-A list reads seals alone. LMDB opens a file only after all bytes of its pages were found as they were written. Then it
-cannot meet a damaged page, and no child process has to try.
+`list` reads only the seals. Before LMDB opens a file, the checksum shows that all bytes of its pages are as they were
+written. So LMDB cannot meet a damaged page, and no child process has to open the file first, to see if it crashes.
 """
 
 from __future__ import annotations
@@ -38,28 +38,28 @@ _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]{0,99}\Z")
 _OWN_NAME = re.compile(r"auto-\d{8}T\d{6}\.\d{3}Z\Z")
 _END = struct.Struct("<Q8s")
 _MARK = b"sealed\0\0"
-_MARK_OF_BEFORE = b"complete"
-"""Of versions whose checkpoints were no LMDB files."""
+_OLD_MARK = b"complete"
+"""The mark of versions whose checkpoints were no LMDB files."""
 _BLOCK = 1 << 20
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """What the seal of a file says."""
+    """The summary of a checkpoint, from the seal of its file."""
 
     path: Path
     created: float
     """Seconds since the epoch."""
     size: int = 0
-    """Bytes of its LMDB file."""
+    """Bytes of the LMDB file in it."""
     checksum: int = 0
-    """Of those bytes."""
+    """The checksum of the bytes of the LMDB file."""
     items: int = 0
     bytes: int = 0
-    """Of all payloads."""
+    """Bytes of all payloads."""
     policy_version: int = 0
     problem: str = ""
-    """Why it is not whole; "": it is, as far as was read."""
+    """The reason why the checkpoint is not whole; "" if no damage was found in the bytes that were read."""
 
     @property
     def name(self) -> str:
@@ -71,7 +71,7 @@ class CheckpointDirectory:
         self.path = path
 
     def file(self, name: str) -> Path:
-        """Raises Refused for what is not the name of a checkpoint."""
+        """The path of the checkpoint `name`. Raises Refused if this is not a valid name."""
         if not _NAME.match(name):
             raise invalid(
                 f"checkpoint name {name[:100]!r}: 1 to 100 letters, digits, '_', '-' and '.', and neither of the last "
@@ -80,8 +80,8 @@ class CheckpointDirectory:
         return self.path / (name + SUFFIX)
 
     def check_writable(self) -> None:
-        """Makes the folder. Raises ValueError if nothing can be written there: a server says so at its start."""
-        # It writes no file to try: on a full disk a server must still start, and say so when it is asked for one.
+        """Makes the folder. Raises ValueError if nothing can be written there, so that a server fails at its start."""
+        # This writes no file to try. On a full disk a server must still start, and each checkpoint then fails.
         try:
             self.path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -92,30 +92,38 @@ class CheckpointDirectory:
     def list(self) -> list[Checkpoint]:
         """All checkpoints, the newest first. Reads only their last bytes."""
         found = [_look(path, sealed) for path in self.path.glob(f"*{SUFFIX}")]
-        return sorted(filter(None, found), key=lambda entry: entry.created, reverse=True)
+        entries = [entry for entry in found if entry is not None]
+        return sorted(entries, key=lambda entry: entry.created, reverse=True)
 
     def verify(self, name: str) -> Checkpoint | None:
-        """Reads every byte of a checkpoint; None: it is gone."""
+        """Reads every byte of a checkpoint. Returns None if it is gone."""
         return _look(self.file(name), verified)
 
     def open(self, name: str) -> Checkpoint:
-        """The checkpoint `name`, or "latest", or the newest whole one if that is damaged. Raises ValueError."""
-        order = [entry.name for entry in self.list()]
+        """The checkpoint `name`, or the newest for the name "latest"; the newest whole checkpoint if that is damaged.
+
+        Raises ValueError if there is none.
+        """
+        candidates = [entry.name for entry in self.list()]
         if name != "latest":
-            if name not in order:
-                raise ValueError(f"no checkpoint {name!r} in {self.path}; there are: {', '.join(order) or 'none'}")
-            order = [name, *(other for other in order if other != name)]
-        problem = ""
-        for other in order:
-            if (found := self.verify(other)) is None:
+            if name not in candidates:
+                known = ", ".join(candidates) or "none"
+                raise ValueError(f"no checkpoint {name!r} in {self.path}; there are: {known}")
+            candidates.remove(name)
+            candidates.insert(0, name)
+        first_problem = ""
+        for candidate in candidates:
+            checkpoint = self.verify(candidate)
+            if checkpoint is None:
                 continue
-            if not found.problem:
-                if other != order[0]:
-                    log.warning("falling back to checkpoint %s, the newest that is whole", other)
-                return found
-            log.error("checkpoint %s cannot be restored: %s", found.path, found.problem)
-            problem = problem or f": {other} {found.problem}"
-        raise ValueError(f"no checkpoint that can be restored in {self.path}{problem}")
+            if not checkpoint.problem:
+                if candidate != candidates[0]:
+                    log.warning("falling back to checkpoint %s, the newest that is whole", candidate)
+                return checkpoint
+            log.error("checkpoint %s cannot be restored: %s", checkpoint.path, checkpoint.problem)
+            if not first_problem:
+                first_problem = f": {candidate} {checkpoint.problem}"
+        raise ValueError(f"no checkpoint that can be restored in {self.path}{first_problem}")
 
     def prune(self, keep: int) -> None:
         """Removes all but the newest `keep` of the checkpoints that a server named, and their unfinished files."""
@@ -130,11 +138,13 @@ class CheckpointDirectory:
 
 def own_name(now: float) -> str:
     """The name that the server gives a checkpoint made at `now` (seconds since the epoch)."""
-    return time.strftime("auto-%Y%m%dT%H%M%S", time.gmtime(now)) + f".{int(now * 1000) % 1000:03}Z"
+    seconds = time.strftime("auto-%Y%m%dT%H%M%S", time.gmtime(now))
+    milliseconds = int(now * 1000) % 1000
+    return f"{seconds}.{milliseconds:03}Z"
 
 
 SEAL_BYTES = 4096
-"""Bytes at the end of a checkpoint that its seal fits into."""
+"""The most bytes that the seal takes at the end of a checkpoint."""
 
 
 class DamagedCheckpoint(ValueError):
@@ -142,7 +152,7 @@ class DamagedCheckpoint(ValueError):
 
 
 def seal(partial: Path, path: Path, created: float) -> Checkpoint:
-    """Completes a file that this process wrote, syncs it to the disk, and gives it its name."""
+    """Adds the seal to a file that this process wrote, syncs the file to the disk, and renames it to `path`."""
     file = LmdbFile(partial, subdir=False, readonly=True, lock=False)
     totals = file.totals()
     file.close()
@@ -159,7 +169,7 @@ def seal(partial: Path, path: Path, created: float) -> Checkpoint:
 
 
 def sealed(path: Path) -> Checkpoint:
-    """What a checkpoint holds, by its last bytes only. Raises DamagedCheckpoint."""
+    """The summary of a checkpoint. Reads only its last bytes. Raises DamagedCheckpoint."""
     size = path.stat().st_size
     with path.open("rb") as file:
         file.seek(max(0, size - SEAL_BYTES))
@@ -167,18 +177,22 @@ def sealed(path: Path) -> Checkpoint:
 
 
 def sealed_by(end: bytes, size: int, path: Path) -> Checkpoint:
-    """What a checkpoint of `size` bytes holds, by the last SEAL_BYTES of them, or all. `path`: where it is, or will be.
+    """The summary of a checkpoint of `size` bytes, from its last SEAL_BYTES, or all bytes of a smaller file.
 
-    Raises DamagedCheckpoint.
+    `path` is where the file is, or will be. Raises DamagedCheckpoint.
     """
-    tail = end[-_END.size :]
-    length, mark = _END.unpack(tail) if len(tail) == _END.size else (0, b"")
-    if mark == _MARK_OF_BEFORE:
+    if len(end) < _END.size:
+        raise DamagedCheckpoint("its end is missing")
+    length, mark = _END.unpack(end[-_END.size :])
+    if mark == _OLD_MARK:
         raise DamagedCheckpoint(of_another_version("a format of before 2026-11-25"))
-    if mark != _MARK or length > len(end) - _END.size:
+    if mark != _MARK:
+        raise DamagedCheckpoint("its end is missing")
+    seal_end = len(end) - _END.size
+    if length > seal_end:
         raise DamagedCheckpoint("its end is missing")
     try:
-        version, pages, checksum, *rest = unpack(end[len(end) - _END.size - length : len(end) - _END.size])
+        version, pages, checksum, *rest = unpack(end[seal_end - length : seal_end])
     except Damaged:
         raise DamagedCheckpoint("its end is damaged") from None
     if version != FORMAT:
@@ -190,7 +204,7 @@ def sealed_by(end: bytes, size: int, path: Path) -> Checkpoint:
 
 
 def verified(path: Path) -> Checkpoint:
-    """A checkpoint of which every byte was read. Raises DamagedCheckpoint."""
+    """The summary of a checkpoint after every byte was checked. Raises DamagedCheckpoint."""
     checkpoint = sealed(path)
     if _checksum(path, checkpoint.size) != checkpoint.checksum:
         raise DamagedCheckpoint("its bytes are not what was written")
@@ -198,7 +212,10 @@ def verified(path: Path) -> Checkpoint:
 
 
 def _look(path: Path, read: Callable[[Path], Checkpoint]) -> Checkpoint | None:
-    """None: it is gone, or no file of ours."""
+    """The summary of the checkpoint at `path`, with its problem if it is damaged.
+
+    None if the checkpoint is gone, or if this is not a file of ours.
+    """
     try:
         status = path.stat()
         if not _NAME.match(path.name.removesuffix(SUFFIX)) or not stat.S_ISREG(status.st_mode):
@@ -211,10 +228,10 @@ def _look(path: Path, read: Callable[[Path], Checkpoint]) -> Checkpoint | None:
 
 
 def _checksum(path: Path, size: int) -> int:
-    """Of the first `size` bytes of a file."""
+    """The checksum of the first `size` bytes of a file, or of all bytes of a shorter file."""
     checksum = xxh3_64()
     with path.open("rb") as file:
-        while size and (block := file.read(min(size, _BLOCK))):
+        while block := file.read(min(size, _BLOCK)):
             checksum.update(block)
             size -= len(block)
     return checksum.intdigest()

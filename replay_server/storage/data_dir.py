@@ -1,10 +1,10 @@
 """Data directory: locks the folder of an LMDB file, and verifies every page of the file before LMDB opens it.
 
-* py-lmdb's own verifier (`lmdb.verify`) checks pages one node at a time. Large databases are checked here, thousands of
-  nodes at once and by the same rules.
-* One rule is added: no two nodes overlap. Without it a file with a damaged size passes, and the next delete moves bytes
-  over a neighbour: flips in page headers then crash the process ("free(): invalid size"). That is why the public
-  function alone is not enough.
+* py-lmdb's own verifier (`lmdb.verify`) checks pages one node at a time. This module checks the large databases by the
+  same rules, thousands of nodes at once.
+* This module adds one rule: no two nodes overlap. Without this rule a file with a damaged size passes, and the next
+  delete moves bytes over a neighbour. Flips in page headers then crash the process ("free(): invalid size"). Therefore
+  the public function of py-lmdb alone is not enough.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ KEY = struct.Struct(">Q")
 CHUNK_KEY = struct.Struct(">QQ")
 COMMIT = b"commit"
 COMMIT_RECORD = struct.Struct("<QQ")
-"""FORMAT, number of the transaction."""
+"""The layout of the record of a commit: FORMAT, and the number of the transaction."""
 
 
 class UnusableDirectory(ValueError):
@@ -48,6 +48,7 @@ class DamagedDirectory(UnusableDirectory):
 
 
 def lock(directory: Path) -> int:
+    """Locks the directory, and returns the file descriptor of the lock. Raises UnusableDirectory, or OSError."""
     file = os.open(directory / "server.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -60,6 +61,7 @@ def lock(directory: Path) -> int:
 
 
 def put_aside(directory: Path) -> None:
+    """Renames the file of the directory, if there is one."""
     path = directory / "data.mdb"
     if path.exists():
         aside = directory / f"replaced-{time.time_ns()}.mdb"
@@ -68,7 +70,7 @@ def put_aside(directory: Path) -> None:
 
 
 def why_not_openable(path: Path) -> str:
-    """Why LMDB could crash on the file, or open another commit than the last one; "": it can open it."""
+    """The reason why LMDB could crash on the file, or open another commit than the last one; "" if there is none."""
     with path.open("rb") as file:
         check = LmdbCheck(file, path.stat().st_size)
         try:
@@ -89,7 +91,7 @@ def sync_directory(path: Path) -> None:
         os.close(folder)
 
 
-# The class has no public name, so pyproject.toml holds on to the version; and py-lmdb has no types for it.
+# The class has no public name, so pyproject.toml pins the version of py-lmdb. py-lmdb has no types for the class.
 _Verifier: Any = vars(lmdb_verify)["_Verifier"]
 Words = npt.NDArray[np.int64]
 
@@ -98,21 +100,23 @@ _HEADER = 16
 _NODE = 8
 """Bytes before the key of a node: size of the value (4), flags (2), size of the key (2)."""
 _BIG = 1
-"""Flag of a node whose value has pages of its own."""
+"""The flag of a node whose value lies on overflow pages."""
 _OVERFLOW = 4
-"""Flag of such pages."""
+"""The flag of an overflow page."""
 _PAGES_AT_ONCE = 4096
 _KEY_SIZES = {"main/items": KEY.size, "main/payloads": CHUNK_KEY.size}
-"""The large databases, with the bytes of their keys, whose order is that of the bytes."""
+"""The large databases, with the number of bytes of their keys. LMDB orders these keys by their bytes."""
 
 
-class LmdbCheck(_Verifier):  # type: ignore[misc]  # its type is not known
+class LmdbCheck(_Verifier):  # type: ignore[misc]  # the type of the base class is not known
+    """A verifier of one LMDB file that checks the leaf pages of the large databases with numpy."""
+
     def __init__(self, file: BinaryIO, size: int) -> None:
         super().__init__(file, size)
         self._unchecked: dict[int, bytes] = {}
-        """Leaf pages of the database that is being walked, in order, by their numbers."""
+        """The next leaf pages to check, by their numbers, in the order in which the walk found them."""
         self._last = np.empty(0, np.bytes_)
-        """The last key of the pages that were checked; empty: none was."""
+        """The last key of the pages that were checked; empty: no page was checked yet."""
 
     def err(self, msg: str) -> None:
         raise lmdb_verify.VerifyError(msg)  # one problem is enough to refuse a file
@@ -121,8 +125,9 @@ class LmdbCheck(_Verifier):  # type: ignore[misc]  # its type is not known
         return os.pread(self.f.fileno(), n, off)  # half the time of seek and read, for each page of the file
 
     def _verify_tree(self, name: str, db: Any, *rest: Any, is_free: bool) -> Any:
-        # With other ones LMDB orders keys otherwise, or fails an assertion, which ends the process.
-        if db.flags != (lmdb_verify.MDB_INTEGERKEY if is_free else 0):
+        # With other flags LMDB orders keys in another way, or fails an assertion, which ends the process.
+        flags = lmdb_verify.MDB_INTEGERKEY if is_free else 0
+        if db.flags != flags:
             self.err(f"{name} DB: unknown flags {db.flags}")
         return super()._verify_tree(name, db, *rest, is_free=is_free)
 
@@ -141,12 +146,16 @@ class LmdbCheck(_Verifier):  # type: ignore[misc]  # its type is not known
         super()._check_counts(name, db, ctx)
 
     def _check_cover(self) -> None:
-        live, free = np.frombuffer(self.live, np.uint8)[2:], np.frombuffer(self.free, np.uint8)[2:]
+        live = np.frombuffer(self.live, np.uint8)[2:]
+        free = np.frombuffer(self.free, np.uint8)[2:]
         if not (live ^ free == 1).all():
             super()._check_cover()
 
     def check_version(self, directory: Path) -> None:
-        """Before `verify`, which knows the keys of this version. Raises UnusableDirectory."""
+        """Raises UnusableDirectory if another version wrote the file.
+
+        Call this before `verify`, which knows only the keys of this version.
+        """
         self.detect_engine()
         self.load_metas()
         commit = self._commit(self.meta.main.root)
@@ -154,23 +163,37 @@ class LmdbCheck(_Verifier):  # type: ignore[misc]  # its type is not known
             raise UnusableDirectory(f"data_dir {directory} {of_another_version(f'format {commit[0]}')}")
 
     def check_roots(self) -> None:
-        """LMDB keeps the roots of its last two commits, and opens the one with the higher number. With a damaged number
-        it opens the older state and does not notice. So each of our commits records its own number. After `verify`."""
+        """Checks that the roots of the last two commits have the numbers that these commits recorded.
+
+        LMDB keeps the roots of its last two commits, and opens the root with the higher number. If a number is damaged,
+        LMDB opens the older state and does not notice. So each of our commits records its own number. Call this after
+        `verify`.
+        """
         roots = [self._read_meta(0, 1), self._read_meta(1, self.psize)]
         old, new = sorted(roots, key=lambda root: int(root.txnid))
-        known_old, known_new = [(self._commit(root.main.root) or (FORMAT, None))[1] for root in (old, new)]
-        if known_new is None:
-            return  # no commit yet, or what the start refuses
+        recorded_old = self._recorded_number(old)
+        recorded_new = self._recorded_number(new)
+        if recorded_new is None:
+            return  # there is no commit yet; or there is another file, which the start refuses
         is_new_file = not old.txnid and old.main.root == lmdb_verify.P_INVALID
-        if known_old is None and old.txnid != new.txnid - 1 and not is_new_file:
+        if recorded_old is None and old.txnid != new.txnid - 1 and not is_new_file:
             self.err(f"commits {old.txnid} and {new.txnid} follow each other")
-        for known, root in ((known_new, new), (known_old, old)):
-            if known is not None and known != root.txnid:
-                self.err(f"commit {known} says that it is {root.txnid}")
+        for recorded, root in ((recorded_new, new), (recorded_old, old)):
+            if recorded is not None and recorded != root.txnid:
+                self.err(f"commit {recorded} says that it is {root.txnid}")
+
+    def _recorded_number(self, meta: Any) -> int | None:
+        """The number that the commit with this meta page recorded; None if it has no readable record."""
+        commit = self._commit(meta.main.root)
+        return None if commit is None else commit[1]
 
     def _commit(self, root: int) -> tuple[int, int] | None:
-        """Format and number in our own record in the main database, whose only page is `root`."""
-        if (page := self.read_page(root)) is None:
+        """The format and the number in our record in the main database, whose only page is `root`.
+
+        None if there is no readable record.
+        """
+        page = self.read_page(root)
+        if page is None:
             return None
         try:
             (lower,) = struct.unpack_from("<H", page, 12)
@@ -185,60 +208,90 @@ class LmdbCheck(_Verifier):  # type: ignore[misc]  # its type is not known
         return None
 
     def _check_leaves(self, ctx: dict[str, Any]) -> None:
-        """Checks the leaf pages that were walked since the last time, and that their keys follow the last one."""
-        pages, self._unchecked = self._unchecked, {}
+        """Checks the unchecked leaf pages, and that their keys follow the last key of the pages before.
+
+        The arrays of pages have one entry for each page. All later arrays have one entry for each node of any page.
+        """
+        pages = self._unchecked
+        self._unchecked = {}
         numbers = list(pages)
-        name, psize, key_size = ctx["name"], self.psize, _KEY_SIZES[ctx["name"]]
+        name = ctx["name"]
+        key_size = _KEY_SIZES[name]
+        page_size = self.psize
 
         def refuse(bad: npt.NDArray[np.bool_], page: Words, what: str) -> None:
             if bad.any():
                 self.err(f"{name} DB: {what} on page {numbers[int(page[bad][0])]}")
 
-        every = np.frombuffer(b"".join(pages.values()), "<u2").reshape(len(numbers), -1)
-        each = np.arange(len(numbers))
-        lower, upper = every[:, 6].astype(np.int64), every[:, 7].astype(np.int64)
-        refuse((lower < _HEADER) | (lower > upper) | (upper > psize) | (lower % 2 == 1), each, "bad bounds")
+        words_of_pages = np.frombuffer(b"".join(pages.values()), "<u2").reshape(len(numbers), -1)
+        page_indexes = np.arange(len(numbers))
+        lower = words_of_pages[:, 6].astype(np.int64)
+        upper = words_of_pages[:, 7].astype(np.int64)
+        bad_bounds = (lower < _HEADER) | (lower > upper) | (upper > page_size) | (lower % 2 == 1)
+        refuse(bad_bounds, page_indexes, "bad bounds")
+
         counts = (lower - _HEADER) // 2
-        page = np.repeat(each, counts)
-        place = np.arange(page.size) - np.repeat(np.cumsum(counts) - counts, counts)
-        node = every[page, _HEADER // 2 + place].astype(np.int64)
-        outside = (node < upper[page]) | (node + _NODE + key_size > psize) | (node % 2 == 1)
+        page = np.repeat(page_indexes, counts)
+        first_of_page = np.cumsum(counts) - counts
+        position = np.arange(page.size) - np.repeat(first_of_page, counts)
+        node = words_of_pages[page, _HEADER // 2 + position].astype(np.int64)
+        outside = (node < upper[page]) | (node + _NODE + key_size > page_size) | (node % 2 == 1)
         refuse(outside, page, "a node out of bounds")
-        words = every.reshape(-1)
-        at = (page * psize + node) // 2
+
+        words = words_of_pages.reshape(-1)
+        at = (page * page_size + node) // 2
         size = words[at] | words[at + 1].astype(np.int64) << 16
-        flags, start = words[at + 2], node + _NODE + key_size
+        flags = words[at + 2]
         big = flags == _BIG
-        end = start + np.where(big, 8, size)
-        refuse((flags > _BIG) | (words[at + 3] != key_size) | (end > psize), page, "a damaged node")
+        # A big node holds the number of its first overflow page, in 8 bytes, in the place of its value.
+        end = node + _NODE + key_size + np.where(big, 8, size)
+        damaged = (flags > _BIG) | (words[at + 3] != key_size) | (end > page_size)
+        refuse(damaged, page, "a damaged node")
+
         order = np.lexsort((node, page))
-        page_by, start_by, end_by = page[order], node[order], end[order]
-        refuse((page_by[1:] == page_by[:-1]) & (start_by[1:] < end_by[:-1]), page_by[1:], "nodes that overlap")
-        found = words[(at + _NODE // 2)[:, None] + np.arange(key_size // 2)].view(f"S{key_size}")[:, 0]
+        sorted_page = page[order]
+        sorted_node = node[order]
+        sorted_end = end[order]
+        overlapping = (sorted_page[1:] == sorted_page[:-1]) & (sorted_node[1:] < sorted_end[:-1])
+        refuse(overlapping, sorted_page[1:], "nodes that overlap")
+
+        key_words = words[(at + _NODE // 2)[:, None] + np.arange(key_size // 2)]
+        found = key_words.view(f"S{key_size}")[:, 0]
         keys = np.concatenate([self._last.astype(found.dtype), found])
         refuse(keys[1:] <= keys[:-1], page[found.size + 1 - keys.size :], "keys out of order")
+
         self._last = keys[-1:]
         ctx["entries"] += page.size
         if big.any():
             self._check_overflow(ctx, words, at[big] + (_NODE + key_size) // 2, size[big])
 
     def _check_overflow(self, ctx: dict[str, Any], words: npt.NDArray[np.uint16], at: Words, size: Words) -> None:
-        """Checks the overflow pages of large values; `at` is where the nodes name the first page."""
-        name, in_file = ctx["name"], self.filesize // self.psize
-        first = (words[at] | words[at + 1].astype(np.int64) << 16) | (
-            words[at + 2] | words[at + 3].astype(np.int64) << 16
-        ) << 32
+        """Checks the overflow pages of large values.
+
+        `at` (n,) are the indexes in `words` at which the nodes name their first overflow page. `size` (n,) are the
+        bytes of the values.
+        """
+        name = ctx["name"]
+        pages_in_file = self.filesize // self.psize
+        low = words[at] | words[at + 1].astype(np.int64) << 16
+        high = words[at + 2] | words[at + 3].astype(np.int64) << 16
+        first = low | high << 32
         pages = (_HEADER - 1 + size) // self.psize + 1
-        if ((first < 2) | (first + pages > min(self.next_pgno, in_file))).any():
+        if ((first < 2) | (first + pages > min(self.next_pgno, pages_in_file))).any():
             self.err(f"{name} DB: overflow pages out of range")
-        heads = np.memmap(self.f, dtype="<u2", mode="r", shape=(in_file, self.psize // 2))[first, :8]
+
+        words_of_file = np.memmap(self.f, dtype="<u2", mode="r", shape=(pages_in_file, self.psize // 2))
+        heads = words_of_file[first, :8]
         number = heads[:, :4].copy().view("<u8")[:, 0]
         length = heads[:, 6:8].copy().view("<u4")[:, 0]
-        if (bad := (number != first) | (heads[:, 5] != _OVERFLOW) | (length != pages)).any():
+        bad = (number != first) | (heads[:, 5] != _OVERFLOW) | (length != pages)
+        if bad.any():
             self.err(f"{name} DB: overflow page {first[bad][0]} is damaged")
-        runs = np.repeat(first - (np.cumsum(pages) - pages), pages) + np.arange(int(pages.sum()))
+
+        run_starts = first - (np.cumsum(pages) - pages)
+        page_numbers = np.repeat(run_starts, pages) + np.arange(int(pages.sum()))
         live = np.frombuffer(self.live, np.uint8)
-        if live[runs].any() or np.unique(runs).size < runs.size:
+        if live[page_numbers].any() or np.unique(page_numbers).size < page_numbers.size:
             self.err(f"{name} DB: overflow pages are reachable more than once")
-        live[runs] = 1
-        ctx["overflow"] += runs.size
+        live[page_numbers] = 1
+        ctx["overflow"] += page_numbers.size

@@ -1,23 +1,24 @@
-"""Journal: group commit. One transaction writes the changes of all clients since the last one.
+"""Journal: group commit. One transaction writes the changes of all clients since the transaction before it.
 
-    record changes ──▶ collect, as of now ──▶ commit (in a thread) ──▶ wake all requests that wait
+    record changes ──▶ collect, as of now ──▶ commit (on a thread) ──▶ wake all requests that wait
           ▲                                           │
           └───────── the server goes on ──────────────┘
 
 A request that has changed something asks the journal for a ticket: the future of the next commit. The commit before
-it may still be under way on the journal's thread. When that one has ended, the journal collects all changes since
-then, as of one moment of the event loop, and writes them in one transaction. Clients go on meanwhile, and their
-changes belong to the transaction after it. So a sync of the disk costs a thousand clients as much as one, and a busy
-server commits more at once instead of more often. A transaction always leads from one state of the server to a later
-one, never to half of a request: that is why a killed server finds counters, items and scopes that fit each other.
+it may still be under way on the journal's thread. When the running commit has ended, the journal collects all changes
+since then, as of one moment of the event loop, and writes them in one transaction. Clients go on meanwhile, and their
+changes belong to the transaction after that. So one sync of the disk serves a thousand clients at the cost of one, and
+a busy server commits more at once instead of more often. A transaction always leads from one state of the server to a
+later state, and never to half of a request. Therefore a killed server finds counters, items and scopes that agree.
 
-Where very many items have changed, for example all priorities, their records are collected in slices, and other
-requests run in between. What these requests change is collected again, at the end. So the transaction as a whole still
-is the state of one moment, that of the last slice.
+If very many items have changed, for example all priorities, their records are collected in slices, and other requests
+run in between. The changes that these requests make are collected again at the end. So the transaction as a whole
+still is the state of one moment: the moment of the last slice.
 
 * No client is told of a change before the change is written.
-* When a commit fails, the journal rolls back its inserts that were never drawn, and refuses them. It writes everything
-  else again with the next commit. Requests that wait for it fail with the reason; repeated, they wait for that commit.
+* When a commit fails, the journal rolls back the inserts in it that were never drawn, and refuses them. It writes
+  everything else again with the next commit. Requests that wait for the failed commit fail with the reason. A request
+  that is repeated waits for the next commit.
 * A response can be waiting on a later commit than the one that failed with its insert. The journal therefore remembers
   the keys of inserts that it has rolled back, and each insert asks for them before it responds.
 """
@@ -45,12 +46,12 @@ from replay_server.tables.remembered import Remembered
 log = logging.getLogger("replay_server")
 
 _TICK = 0.1
-"""Seconds after which changes are written that no request waits for."""
+"""Seconds after which changes are written for which no request waits."""
 _RETRY = 0.2
 """Seconds between two attempts of a commit."""
 
 Fsync = Literal["always", "never"]
-"""Whether a commit ends when it is on the disk, or when the operating system has it."""
+"""The end of a commit: "always" waits until it is on the disk, "never" until the operating system has it."""
 
 
 class Journal:
@@ -62,16 +63,19 @@ class Journal:
         self._wanted = asyncio.Event()
         self._next: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._rolled_back: Remembered[None] = Remembered("rolled back", MAX_KNOWN_KEYS)
-        """Keys of the last inserts that could not be written."""
+        """The keys of the last inserts that could not be written."""
         self._stopping = False
         self._task = asyncio.create_task(self._run())
 
     @classmethod
     def start(cls, buffer: ReplayBuffer, storage: LmdbStorage) -> Journal:
-        """Fills the buffer from its storage, and keeps that up to date from then on. Raises UnusableDirectory."""
+        """Fills the buffer from its storage, and from then on keeps the storage up to date.
+
+        Raises UnusableDirectory.
+        """
         began = time.monotonic()
         state = storage.load()
-        # Without this a killed restore would be followed by an empty server.
+        # Without this check the server would start empty after a restore was killed.
         if storage.was_written and not state.state_records:
             raise DamagedDirectory(storage.directory, "a checkpoint was not restored into it to the end")
         try:
@@ -80,12 +84,20 @@ class Journal:
             restore(buffer, state)
         except ValueError as error:
             raise DamagedDirectory(storage.directory, str(error)) from error
-        seconds, of = time.monotonic() - began, storage.directory
+        seconds = time.monotonic() - began
+        directory = storage.directory
         items = counted(len(buffer.items), "item")
-        log.info("%s: %s with %d bytes, loaded in %.2f s", of, items, buffer.items.bytes, seconds)
+        log.info("%s: %s with %d bytes, loaded in %.2f s", directory, items, buffer.items.bytes, seconds)
         if state.skipped or state.damaged:
-            lost = f"{counted(len(state.skipped), 'item')} and {counted(len(state.damaged), 'other record')}"
-            log.error("%s: left out as damaged: %s; the first items are %s", of, lost, state.skipped[:10])
+            lost_items = counted(len(state.skipped), "item")
+            lost_records = counted(len(state.damaged), "other record")
+            log.error(
+                "%s: left out as damaged: %s and %s; the first items are %s",
+                directory,
+                lost_items,
+                lost_records,
+                state.skipped[:10],
+            )
         return cls(buffer, storage, collector)
 
     @property
@@ -94,25 +106,26 @@ class Journal:
         return self._storage.unwritten
 
     def ticket(self) -> asyncio.Future[None]:
-        """Done when all changes until now are written or rolled back.
+        """A future that is done when all changes until now are written or rolled back.
 
-        Fails with Refused if the commit fails. What is not rolled back is then written with a later one, if any.
+        It fails with Refused if the commit fails. The changes that are not rolled back are then written with a later
+        commit, if there is one.
         """
         self._wanted.set()
         assert not self._next.done() or self._storage.error, "a change would wait for a commit that has ended"
         return self._next
 
     async def durable(self) -> None:
-        """Returns when all changes until now are written. Raises Refused as a ticket fails."""
+        """Returns when all changes until now are written. Raises Refused if the commit fails."""
         await asyncio.shield(self.ticket())
 
     async def copy_to(self, path: Path) -> None:
-        """Makes a file with all changes until now, and perhaps later ones. Raises Refused as a ticket fails."""
+        """Makes a file with all changes until now, and perhaps later changes. Raises Refused if the commit fails."""
         await self.durable()
         await asyncio.to_thread(self._storage.copy_to, path)
 
     def rolled_back(self, keys: Collection[int]) -> set[int]:
-        """The keys among `keys` whose insert was rolled back, and not repeated with success since."""
+        """The keys among `keys` whose insert was rolled back, and was not repeated with success since."""
         if not len(self._rolled_back):
             return set()
         return {key for key in keys if key in self._rolled_back and key not in self._buffer.known_keys}
@@ -137,26 +150,28 @@ class Journal:
             await self._commit_and_wake()
 
     async def _commit_and_wake(self) -> None:
-        """Commits once, and wakes the requests that wait for it."""
-        done, self._next = self._next, asyncio.get_running_loop().create_future()
+        """Commits once, and wakes the requests that wait for this commit."""
+        ticket = self._next
+        self._next = asyncio.get_running_loop().create_future()
         try:
             await self._commit()
-            done.set_result(None)
-        except Refused as refusal:  # the next commit writes it all again
-            _fail(done, refusal)
+            ticket.set_result(None)
+        except Refused as refusal:  # the next commit writes all of it again
+            _fail(ticket, refusal)
             await asyncio.sleep(_RETRY)
         except Exception as error:
             log.exception("what has changed cannot be written any more: restart the server")
             self._storage.error = f"writing failed ({error!r}); restart the server"
-            for ticket in (done, self._next):
-                _fail(ticket, broken(self._storage.error))
+            _fail(ticket, broken(self._storage.error))
+            _fail(self._next, broken(self._storage.error))
 
     async def _commit(self) -> None:
-        """Writes all changes. Raises Refused if the disk fails; inserts that can be rolled back are then."""
-        loop, storage = asyncio.get_running_loop(), self._storage
+        """Writes all changes. Raises Refused if the disk fails, after it has rolled back the inserts that can be."""
+        loop = asyncio.get_running_loop()
+        storage = self._storage
         slices = []
-        for some in self._collector.slices():
-            slices.append(some)
+        for changes in self._collector.slices():
+            slices.append(changes)
             await asyncio.sleep(0)
         delta = self._collector.collect()
         if not delta and not slices and not storage.changed:
@@ -167,13 +182,10 @@ class Journal:
         except lmdb.Error as error:
             if not storage.error:
                 log.error("cannot write to %s, inserts are refused until it can be: %s", storage.directory, error)
-            for some in (*slices, delta):
-                self._collector.not_written(some)
-            gone = self._buffer.roll_back(storage.end_commit(error))
-            assert gone.isdisjoint(self._buffer.items.keys()), "an insert is rolled back, and its item is there"
-            for key in gone:
-                self._rolled_back.forget(key)  # to the end
-            self._rolled_back.remember(gone)
+            for changes in (*slices, delta):
+                self._collector.not_written(changes)
+            new_keys = storage.end_commit(error)
+            self._remember_as_rolled_back(self._buffer.roll_back(new_keys))
             remedy = "" if isinstance(error, FileGone) else "; make room, and ask again"
             why = f"data_dir {storage.directory} cannot be written: {error}{remedy}"
             raise try_again(why) from error
@@ -185,7 +197,13 @@ class Journal:
             slices.pop()
             await asyncio.sleep(0)
 
+    def _remember_as_rolled_back(self, keys: Collection[int]) -> None:
+        assert self._buffer.items.keys().isdisjoint(keys), "an insert is rolled back, and its item is there"
+        for key in keys:
+            self._rolled_back.forget(key)  # so that `remember` puts the key at the end, as the newest
+        self._rolled_back.remember(keys)
+
 
 def _fail(ticket: asyncio.Future[None], error: Exception) -> None:
     ticket.set_exception(error)
-    ticket.exception()  # or asyncio would complain where nobody waits
+    ticket.exception()  # otherwise asyncio complains about a failed ticket for which nobody waits

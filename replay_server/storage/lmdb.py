@@ -6,9 +6,10 @@
 * Each transaction leads from one consistent state of the server to the next.
 * LMDB syncs the pages of a transaction before it writes the root that names them, and then the root. So the file is
   whole after a crash of the machine, and has every transaction that has ended. Without these syncs (`fsync=False`) only
-  the death of the process is harmless: the file `unsynced` then names the boot of the machine in which it was written,
-  and a start in a later boot refuses the directory.
-* LMDB trusts its file, and a damaged page can crash it. So every page is verified before it opens (data_dir.py).
+  the death of the process is harmless. The file `unsynced` then names the boot of the machine in which the server
+  wrote, and a start in a later boot refuses the directory.
+* LMDB trusts its file, and a damaged page can crash it. So every page is verified before LMDB opens the file
+  (data_dir.py).
 * Payloads and records have checksums of their own, which are verified when they are read.
 
     payloads   key (8 bytes, big-endian), first byte of the chunk (8 bytes) -> checksum, at most CHUNK_BYTES
@@ -75,23 +76,27 @@ from replay_server.tables.table import Payload
 log = logging.getLogger("replay_server")
 
 BYTES_PER_TRANSACTION = 16 << 20
-"""Payload bytes in one transaction, about: LMDB keeps all of it in memory."""
+"""Payload bytes in one transaction, about. LMDB keeps a whole transaction in memory."""
 RESERVE = 64 << 20
-"""Bytes of the disk that inserts leave free (an eighth, if that is less). Deletes and samples still need room."""
+"""Bytes of the disk that inserts leave free for deletes and samples; an eighth of the disk, if that is less."""
 _LOOK_EVERY = 0.2
 """Seconds between two looks at the free space of the disk."""
 _SYNC_EVERY = 0.1
 """Seconds between two syncs of a copy."""
 MAP_SIZE = 1 << 42
-"""Of the address space only: the file grows with what it holds."""
+"""Bytes of the map of the file. They are bytes of the address space only: the file grows with its contents."""
 LOCK_BYTES = 8192
-"""Of LMDB's lock file with its default of 126 readers."""
+"""Bytes of LMDB's lock file with its default of 126 readers."""
 _RECORDS_AT_ONCE = 1 << 16
 CHUNK_BYTES = 256 * 1024 - 16 - 8
-"""Payload bytes in one value. With LMDB's page header and the checksum it fills its pages to the last byte. Small
-chunks reuse the space of deleted ones: whole values of up to 5 MB would need half as much space again."""
-NBYTES, NBYTES_AT = struct.Struct("<q"), ITEM.fields["nbytes"][1]  # type: ignore[index]
-"""The field of an item's record."""
+"""Payload bytes in one value. With LMDB's page header and the checksum a value fills its pages to the last byte.
+
+Small chunks reuse the space of deleted chunks. Whole values of up to 5 MB would need half as much space again.
+"""
+NBYTES = struct.Struct("<q")
+"""The layout of the field `nbytes` in the record of an item."""
+NBYTES_AT = ITEM.fields["nbytes"][1]  # type: ignore[index]
+"""The first byte of the field `nbytes` in the record of an item."""
 CHUNK_NAME = np.dtype([("key", ">u8"), ("start", ">u8")])
 
 
@@ -99,12 +104,13 @@ class Part(NamedTuple):
     """The bytes of a payload that no commit has written yet."""
 
     start: int
-    """Bytes before them."""
+    """The number of bytes of the payload before this part."""
     pieces: Payload
     is_new: bool
-    """Whether nothing of the payload is written. Otherwise it was extended."""
+    """True if no part of the payload is written yet. False if the payload was extended."""
 
     def extended(self, pieces: Payload) -> Part:
+        """This part with more pieces behind it."""
         return self._replace(pieces=(*self.pieces, *pieces))
 
     @property
@@ -114,23 +120,23 @@ class Part(NamedTuple):
 
 @dataclass
 class Unwritten:
-    """What belongs to one commit of payloads."""
+    """The changes of payloads that one commit writes."""
 
     parts: dict[int, Part] = field(default_factory=dict)
-    """By key."""
+    """The parts to write, by the keys of their payloads."""
     gone: list[int] = field(default_factory=list)
-    """Keys of payloads to delete from the file."""
+    """The keys of payloads to delete from the file."""
     nbytes: int = 0
-    """Of the parts."""
+    """The bytes of all parts."""
 
     def check(self) -> None:
-        """Asserts that the bytes are those of the parts."""
+        """Asserts that `nbytes` is the sum of the bytes of the parts."""
         nbytes = sum(part.size for part in self.parts.values())
         assert self.nbytes == nbytes, (self.nbytes, nbytes)
 
 
 def _identity(directory: Path) -> tuple[int, int] | None:
-    """Which file data.mdb is; None: there is none."""
+    """The device and the inode of data.mdb; None if there is no such file."""
     try:
         status = (directory / "data.mdb").stat()
     except OSError:
@@ -139,7 +145,7 @@ def _identity(directory: Path) -> tuple[int, int] | None:
 
 
 def _address_space_remedy() -> str:
-    """What to do about a limit of the address space that LMDB's map does not fit into; "": there is none."""
+    """The remedy for a limit of the address space that is too low for LMDB's map; "" if the limit is not too low."""
     limit, _ = resource.getrlimit(resource.RLIMIT_AS)
     if limit == resource.RLIM_INFINITY or limit > MAP_SIZE:
         return ""
@@ -150,57 +156,65 @@ def _address_space_remedy() -> str:
 
 
 class FileGone(lmdb.Error):
-    """The file of the data directory has no name any more: what is written into it, nobody finds again."""
+    """The file of the data directory has no name any more, so that nobody finds again what is written into it."""
 
 
 class LmdbFile:
-    """Reads what a server wrote into one LMDB file."""
+    """Reads the state that a server wrote into one LMDB file."""
 
     def __init__(self, path: Path, **options: Any) -> None:
-        """`options` of lmdb.open. Raises lmdb.Error."""
+        """`options` are those of lmdb.open. Raises lmdb.Error."""
         self._env = lmdb.open(str(path), map_size=MAP_SIZE, max_dbs=8, readahead=False, **options)
         create = not options.get("readonly", False)
-        self._databases = [self._env.open_db(name, create=create) for name in (b"payloads", b"items", b"pieces")]
-        self._payloads, self._items, self._pieces = self._databases
+        self._payloads = self._env.open_db(b"payloads", create=create)
+        self._items = self._env.open_db(b"items", create=create)
+        self._pieces = self._env.open_db(b"pieces", create=create)
+        self._databases = [self._payloads, self._items, self._pieces]
         self._strays: list[bytes] = []
-        """Names of chunks that no item needs."""
+        """The names of chunks that no item needs."""
 
     def load(self) -> State:
-        """The committed state, without payloads. What a payload lacks is found when it is read."""
+        """The committed state, without payloads. A damaged payload is found only when it is read."""
         with self._env.begin() as txn:
             pieces = dict(txn.cursor(self._pieces))
             parts: list[ItemRecords] = []
             skipped: list[int] = []
             entries = iter(txn.cursor(self._items))
             while portion := list(islice(entries, _RECORDS_AT_ONCE)):
-                keys_there = np.frombuffer(b"".join(key for key, _ in portion), dtype=">u8")
-                part = unpack_items(keys_there.tolist(), [record for _, record in portion])
+                keys = np.frombuffer(b"".join([key for key, _ in portion]), dtype=">u8")
+                part = unpack_items(keys.tolist(), [record for _, record in portion])
                 if len(part) < len(portion):
-                    skipped += np.setdiff1d(keys_there, part.items["key"]).tolist()
+                    skipped += np.setdiff1d(keys, part.items["key"]).tolist()
                 parts.append(part)
-            chunks = [np.empty(0, CHUNK_NAME)]
+            chunk_names = [np.empty(0, CHUNK_NAME)]
             names = txn.cursor(self._payloads).iternext(values=False)
-            while some := list(islice(names, _RECORDS_AT_ONCE)):
-                chunks.append(np.frombuffer(b"".join(some), dtype=CHUNK_NAME))
+            while some_names := list(islice(names, _RECORDS_AT_ONCE)):
+                chunk_names.append(np.frombuffer(b"".join(some_names), dtype=CHUNK_NAME))
         items = join_items(parts)
-        self._strays = unneeded(items, np.concatenate(chunks))
+        self._strays = unneeded(items, np.concatenate(chunk_names))
         return State(pieces, items, skipped)
 
     def totals(self) -> tuple[int, int, int]:
-        """The items, the bytes of their payloads, and the policy version."""
+        """The number of items, the bytes of their payloads, and the policy version."""
         with self._env.begin() as txn:
+            items: int = txn.stat(self._items)["entries"]
             records = txn.cursor(self._items).iternext(keys=False)
             nbytes = sum(NBYTES.unpack_from(record, NBYTES_AT)[0] for record in records)
-            return txn.stat(self._items)["entries"], nbytes, unpack(txn.get(POLICY, b"", db=self._pieces))[0]
+            policy = unpack(txn.get(POLICY, b"", db=self._pieces))
+            return items, nbytes, policy[0]
 
     def sizes(self, keys: Sequence[int]) -> dict[int, int]:
-        """The bytes of the payloads of those items that are there, by key."""
+        """The bytes of the payloads of those items that are in the file, by key."""
+        sizes: dict[int, int] = {}
         with self._env.begin() as txn:
             found = txn.cursor(self._items).getmulti([KEY.pack(key) for key in keys])
-        return {KEY.unpack(key)[0]: NBYTES.unpack_from(record, NBYTES_AT)[0] for key, record in found}
+        for packed_key, record in found:
+            (key,) = KEY.unpack(packed_key)
+            (sizes[key],) = NBYTES.unpack_from(record, NBYTES_AT)
+        return sizes
 
     def read(self, keys: Sequence[int], sizes: Sequence[int]) -> list[Payload | None]:
-        """The first bytes of payloads, as many as `sizes` says; None for each that is damaged."""
+        """The first bytes of payloads, as many as `sizes` says; None for each damaged payload."""
         with self._env.begin(db=self._payloads, buffers=True) as txn:
             return [_read(txn, key, size) for key, size in zip(keys, sizes, strict=True)]
 
@@ -210,10 +224,12 @@ class LmdbFile:
 
 class LmdbStorage(LmdbFile):
     def __init__(self, directory: Path, *, fsync: bool = False, replace: bool = False) -> None:
-        """Opens or creates the directory. `fsync`: a commit returns when it is on the disk. `replace`: the old file is
-        renamed and kept.
+        """Opens or creates the directory.
 
-        Raises UnusableDirectory, also if it cannot be made or written, and DamagedDirectory if its file is damaged.
+        With `fsync` a commit returns when it is on the disk. With `replace` an old file is renamed and kept.
+
+        Raises UnusableDirectory, also if the directory cannot be made or written, and DamagedDirectory if its file is
+        damaged.
         """
         self.directory = directory
         self._fsync = fsync
@@ -234,42 +250,45 @@ class LmdbStorage(LmdbFile):
             os.close(self._lock)
             raise
         self.fell_back = ""
-        """How the server started in spite of a damaged directory, in words; "": it was whole."""
+        """A sentence about the older state from which the server started; "" if the directory was not damaged."""
         self._next = Unwritten()
-        """What the next commit writes."""
-        self._taken = Unwritten()
-        """What the running commit writes."""
+        """The changes that the next commit writes."""
+        self._committing = Unwritten()
+        """The changes that the running commit writes."""
         self.commits = 0
         self.error = ""
-        """Why the last commit failed, if it did."""
+        """The reason why the last commit failed; "" if it did not fail."""
         self._room = 0
-        self._lacking = 0
-        """Bytes for which there was no room; 0: there is room."""
+        """Bytes that new payloads can use, as of the last look."""
+        self._refused_bytes = 0
+        """Bytes of the last insert that found no room; 0 while there is room."""
         self._looked_at = -_LOOK_EVERY
 
     @property
     def was_written(self) -> bool:
-        """Whether a commit has ended in this directory, now or in a file that was put aside since."""
+        """True if a commit has ended in this directory, also if its file was put aside since."""
         return os.fstat(self._lock).st_size > 0
 
     @property
     def unwritten(self) -> int:
         """Payload bytes that no commit has written yet."""
-        return self._taken.nbytes + self._next.nbytes
+        return self._committing.nbytes + self._next.nbytes
 
     def _check_openable(self) -> None:
         path = self.directory / "data.mdb"
         if not path.exists() or not path.stat().st_size:
             if self.was_written:
                 raise DamagedDirectory(self.directory, "data.mdb is gone or empty")
-        elif self._unsynced.exists() and self._unsynced.read_text() != boot_id():
+            return
+        if self._unsynced.exists() and self._unsynced.read_text() != boot_id():
             raise DamagedDirectory(self.directory, 'the machine stopped while a server with fsync = "never" wrote')
-        elif problem := why_not_openable(path):
+        problem = why_not_openable(path)
+        if problem:
             raise DamagedDirectory(self.directory, problem)
 
     def _open(self) -> None:
         lock_file = self.directory / "lock.mdb"
-        lock_file.unlink(missing_ok=True)  # we hold server.lock, so its last owner is gone
+        lock_file.unlink(missing_ok=True)  # we hold server.lock, so the last owner of lock.mdb is gone
         try:
             # LMDB maps a file with a hole, and a full disk would end the process (SIGBUS) when it writes there.
             lock_file.write_bytes(bytes(LOCK_BYTES))
@@ -286,51 +305,68 @@ class LmdbStorage(LmdbFile):
     # ------------------------------------------------------------------------------------------------ payloads
 
     def put(self, keys: Sequence[int], payloads: Sequence[Payload]) -> None:
-        parts = [Part(0, payload, True) for payload in payloads]
+        parts = [Part(start=0, pieces=payload, is_new=True) for payload in payloads]
         self._next.parts.update(zip(keys, parts, strict=True))
         self._next.nbytes += sum(part.size for part in parts)
 
     def extend(self, key: int, size: int, segment: Payload) -> None:
-        self._next.parts[key] = self._next.parts.get(key, Part(size, (), False)).extended(segment)
+        part = self._next.parts.get(key)
+        if part is None:
+            part = Part(start=size, pieces=(), is_new=False)
+        self._next.parts[key] = part.extended(segment)
         self._next.nbytes += sum(map(len, segment))
 
     def get(self, keys: Sequence[int], sizes: Sequence[int]) -> list[Payload]:
-        if self._next.parts or self._taken.parts:
-            places = list(map(self._place, keys, sizes))
-            in_file = self.read(keys, [written for written, _ in places])
-            found = [
-                None if first is None else (*first, *rest) for first, (_, rest) in zip(in_file, places, strict=True)
-            ]
+        if self._next.parts or self._committing.parts:
+            found = self._read_with_unwritten(keys, sizes)
         else:
             found = self.read(keys, sizes)
-        if damaged := [key for key, payload in zip(keys, found, strict=True) if payload is None]:
+        damaged = [key for key, payload in zip(keys, found, strict=True) if payload is None]
+        if damaged:
             raise DamagedPayloads(damaged)
         return [payload for payload in found if payload is not None]
 
-    def _place(self, key: int, size: int) -> tuple[int, Payload]:
-        """How many of the first `size` bytes of a payload are in the file, and those after them."""
+    def _read_with_unwritten(self, keys: Sequence[int], sizes: Sequence[int]) -> list[Payload | None]:
+        """The result of `read`, with the bytes that no commit has written yet."""
+        written_sizes: list[int] = []
+        unwritten: list[Payload] = []
+        for key, size in zip(keys, sizes, strict=True):
+            written_size, pieces = self._split(key, size)
+            written_sizes.append(written_size)
+            unwritten.append(pieces)
+        written = self.read(keys, written_sizes)
+        return [None if first is None else (*first, *rest) for first, rest in zip(written, unwritten, strict=True)]
+
+    def _split(self, key: int, size: int) -> tuple[int, Payload]:
+        """Splits the first `size` bytes of a payload: the number of bytes in the file, and the bytes after them."""
         written = size
         pieces: Payload = ()
-        for unwritten in (self._taken, self._next):
-            if (part := unwritten.parts.get(key)) is None:
+        for unwritten in (self._committing, self._next):
+            part = unwritten.parts.get(key)
+            if part is None:
                 continue
-            if part.is_new:  # also where an older item with this key is in the file, or on its way there
-                written, pieces = 0, part.pieces
+            if part.is_new:
+                # The file may have an older item with this key, or the running commit may write one.
+                written = 0
+                pieces = part.pieces
             else:
-                written, pieces = min(written, part.start), (*pieces, *part.pieces)
+                written = min(written, part.start)
+                pieces = (*pieces, *part.pieces)
         return written, first_bytes(pieces, size - written)
 
     def delete(self, keys: Sequence[int]) -> None:
         following = self._next
         for key in keys:
-            if (part := following.parts.pop(key, None)) is not None:
+            part = following.parts.pop(key, None)
+            if part is not None:
                 following.nbytes -= part.size
                 assert following.nbytes >= 0, following.nbytes
-            following.gone.append(key)  # also a new one: a commit that failed may have left chunks of it in the file
+            # Also the key of a new payload: a commit that failed may have left chunks of the payload in the file.
+            following.gone.append(key)
 
     def check(self, sizes: Mapping[int, int]) -> None:
-        """As Storage: a part that no commit has written yet ends where its item does."""
-        self._taken.check()
+        """Asserts, as Storage says, that a part that no commit has written yet ends where its item does."""
+        self._committing.check()
         self._next.check()
         assert self._next.parts.keys() <= sizes.keys(), self._next.parts.keys() - sizes.keys()
         for key, part in self._next.parts.items():
@@ -339,87 +375,105 @@ class LmdbStorage(LmdbFile):
 
     def why_full(self, nbytes: int) -> str | None:
         if self.error:
-            return f"data_dir {self.directory}: {self.error}; {self._free_bytes()[0]} bytes are free"
-        if (now := time.monotonic()) - self._looked_at >= _LOOK_EVERY:
+            free, _ = self._free_bytes()
+            return f"data_dir {self.directory}: {self.error}; {free} bytes are free"
+        now = time.monotonic()
+        if now - self._looked_at >= _LOOK_EVERY:
             free, reserve = self._free_bytes()
-            self._looked_at, self._room = now, free + self._free_pages() - reserve
+            self._looked_at = now
+            self._room = free + self._free_pages() - reserve
         if nbytes + self.unwritten > self._room:
             free, reserve = self._free_bytes()
             why = (
                 f"data_dir {self.directory} has no room for {nbytes} bytes: {free} bytes are free on its disk, and "
                 f"{reserve} stay so"
             )
-            if not self._lacking:
+            if not self._refused_bytes:
                 log.error("%s: such inserts are refused until there is room", why)
-            self._lacking = nbytes
+            self._refused_bytes = nbytes
             return why
-        if self._lacking and nbytes >= self._lacking:
+        if self._refused_bytes and nbytes >= self._refused_bytes:
             log.warning("data_dir %s has room again", self.directory)
-            self._lacking = 0
+            self._refused_bytes = 0
         return None
 
     def _free_bytes(self) -> tuple[int, int]:
-        """The free bytes of the disk, and how many of them are reserved."""
-        disk = os.fstatvfs(self._lock)  # the directory may be renamed
-        return disk.f_bavail * disk.f_frsize, min(RESERVE, disk.f_blocks * disk.f_frsize // 8)
+        """The free bytes of the disk, and the bytes that inserts must leave free."""
+        disk = os.fstatvfs(self._lock)  # not by its path: the directory may be renamed
+        free = disk.f_bavail * disk.f_frsize
+        reserve = min(RESERVE, disk.f_blocks * disk.f_frsize // 8)
+        return free, reserve
 
     def _free_pages(self) -> int:
-        """Free bytes within the file that new payloads can use, about: half is counted as lost to fragmentation."""
+        """Free bytes within the file that new payloads can use, about. Half are counted as lost to fragmentation."""
         with self._env.begin() as txn:
             stats = [txn.stat(db) for db in self._databases]
-        used = sum(stat["branch_pages"] + stat["leaf_pages"] + stat["overflow_pages"] for stat in stats)
-        free = (self._env.info()["last_pgno"] - used) * stats[0]["psize"]
-        return free // 2
+        used_pages = sum(stat["branch_pages"] + stat["leaf_pages"] + stat["overflow_pages"] for stat in stats)
+        free_pages = self._env.info()["last_pgno"] - used_pages
+        return free_pages * stats[0]["psize"] // 2
 
     def facts(self) -> StorageFacts:
         error = self.error
         try:
             blocks = (self.directory / "data.mdb").stat().st_blocks
-        except OSError:  # it was removed, and `commit` says so
+        except OSError:  # the file was removed, and `commit` says so
             blocks = 0
-        if not error and self._lacking:  # nobody may insert any more, so look whether there is room now
-            error = self.why_full(self._lacking) or ""
-        return StorageFacts("lmdb", blocks * 512, self.commits, error, self.fell_back)
+        # Perhaps no client inserts any more, so look here if there is room again.
+        if not error and self._refused_bytes:
+            error = self.why_full(self._refused_bytes) or ""
+        return StorageFacts(
+            storage="lmdb",
+            disk_bytes=blocks * 512,
+            commits=self.commits,
+            commit_error=error,
+            fell_back=self.fell_back,
+        )
 
     # ------------------------------------------------------------------------------------------------ commits
 
     def begin_commit(self) -> Unwritten:
-        """The payloads to write and to delete in the next commit. They can be read until it has ended."""
-        assert not self._taken.parts, "a commit begins before the one before it has ended"
-        self._taken, self._next = self._next, Unwritten()
-        return self._taken
+        """The payloads to write and to delete in the next commit. They can be read until that commit has ended."""
+        assert not self._committing.parts, "a commit begins before the one before it has ended"
+        self._committing = self._next
+        self._next = Unwritten()
+        return self._committing
 
     def commit(self, delta: Delta, payloads: Unwritten, slices: Sequence[Delta] = ()) -> None:
-        """Writes everything: the slices, and `delta` over them. If it raises lmdb.Error, nothing has an effect.
+        """Writes everything: first the slices, and then `delta`. If it raises lmdb.Error, nothing has an effect.
 
-        The only method for another thread. Raises FileGone if data.mdb was removed or replaced.
+        This is the only method that may run on another thread. Raises FileGone if data.mdb was removed or replaced.
         """
         self._check_file()
-        # The chunks of a new payload would overwrite those of an older item with its key, which must be there until the
-        # last transaction.
-        portion = BYTES_PER_TRANSACTION if payloads.parts.keys().isdisjoint(payloads.gone) else math.inf
+        portion: float = BYTES_PER_TRANSACTION
+        if not payloads.parts.keys().isdisjoint(payloads.gone):
+            # The chunks of a new payload overwrite those of an older item with its key. The older item must be whole
+            # until the last transaction, so there may be only one.
+            portion = math.inf
         parts = payloads.parts.items()
         chunks = chain.from_iterable(chunks_of(key, part.pieces, part.start) for key, part in parts)
-        changes = [(some, pack_items(some.items)) for some in (*slices, delta)]
-        first = next(chunks, None)
-        whole = False
-        while not whole:
+        changes = [(changed, pack_items(changed.items)) for changed in (*slices, delta)]
+        next_chunk = next(chunks, None)
+        is_last = False
+        while not is_last:
             with self._env.begin(write=True) as txn:
                 for stray in self._strays:
                     txn.delete(stray, db=self._payloads)
-                if first is not None:
-                    txn.cursor(self._payloads).putmulti(first_chunks(chain([first], chunks), portion))
-                if whole := (first := next(chunks, None)) is None:
-                    # Records go with the last payloads: without them the payloads have no effect.
+                if next_chunk is not None:
+                    remaining_chunks = chain([next_chunk], chunks)
+                    txn.cursor(self._payloads).putmulti(first_chunks(remaining_chunks, portion))
+                next_chunk = next(chunks, None)
+                is_last = next_chunk is None
+                if is_last:
+                    # Records go with the last payloads: without their records payloads have no effect.
                     self._delete_payloads(txn, payloads)
-                    for some, records in changes:
-                        self._write_records(txn, some, records)
+                    for changed, records in changes:
+                        self._write_records(txn, changed, records)
                 txn.put(COMMIT, seal(COMMIT_RECORD.pack(FORMAT, txn.id())))
-                self._check_file()  # once more, after all that takes long: an error here undoes the transaction
+                self._check_file()  # again, after the long part: an error here undoes the transaction
             self._strays = []
 
     def _check_file(self) -> None:
-        """Raises FileGone if what is written now could not be found again."""
+        """Raises FileGone if the file has lost its name, so that nobody could find again what is written now."""
         if _identity(self.directory) != self._file:
             raise FileGone(
                 "data.mdb was removed or replaced while the server runs: put that file back, or stop the server and "
@@ -430,8 +484,9 @@ class LmdbStorage(LmdbFile):
         cursor = txn.cursor(self._payloads)
         for key in payloads.gone:
             if key not in payloads.parts:
-                cursor.set_range(name := KEY.pack(key))
-                while cursor.key()[: KEY.size] == name:
+                packed_key = KEY.pack(key)
+                cursor.set_range(packed_key)
+                while cursor.key()[: KEY.size] == packed_key:
                     cursor.delete()
 
     def _write_records(self, txn: lmdb.Transaction, delta: Delta, records: list[tuple[int, bytes]]) -> None:
@@ -446,17 +501,18 @@ class LmdbStorage(LmdbFile):
 
     @property
     def changed(self) -> bool:
-        """Whether payloads have to be written or deleted."""
+        """True while there are payloads to write or to delete."""
         following = self._next
         return bool(following.parts or following.gone or self._strays)
 
     def end_commit(self, error: lmdb.Error | None) -> list[int]:
-        """The commit has ended. Returns the keys of new payloads that it could not write.
+        """Notes that the commit has ended. Returns the keys of new payloads that it could not write.
 
-        The next commit writes them, and what was appended to others.
+        The next commit writes these payloads, and the bytes that were appended to other payloads.
         """
-        taken, following = self._taken, self._next
-        self._taken = Unwritten()
+        ended = self._committing
+        following = self._next
+        self._committing = Unwritten()
         self._looked_at = -_LOOK_EVERY
         if error is None:
             self._mark_used()
@@ -465,25 +521,25 @@ class LmdbStorage(LmdbFile):
             return []
         self.error = f"the last commit failed ({error})"
         deleted = set(following.gone)
-        following.gone = taken.gone + following.gone
-        kept = {key: part for key, part in taken.parts.items() if key not in deleted}
-        for key, part in kept.items():
+        following.gone = ended.gone + following.gone
+        remaining = {key: part for key, part in ended.parts.items() if key not in deleted}
+        for key, part in remaining.items():
             following.nbytes += part.size
             later = following.parts.get(key)
             following.parts[key] = part if later is None else part.extended(later.pieces)
-        return [key for key, part in kept.items() if part.is_new]
+        return [key for key, part in remaining.items() if part.is_new]
 
     def sync(self) -> None:
-        """Returns when all commits so far are on the disk. May be called from any thread."""
+        """Returns when all commits so far are on the disk. Any thread may call this."""
         self._env.sync(True)
         self._unsynced.unlink(missing_ok=True)
         sync_directory(self.directory)
 
     def copy_to(self, path: Path) -> None:
-        """Copies the last commit into a new file, without free pages. May be called from any thread; raises OSError."""
+        """Copies the last commit into a new file, without free pages. Raises OSError. Any thread may call this."""
         with path.open("xb") as file, ThreadPoolExecutor(1) as thread:
             copying = thread.submit(self._env.copyfd, file.fileno(), compact=True)
-            # Without regular syncs the system keeps a GB and more in memory, and writes it all at the end.
+            # Without regular syncs the system keeps a GB and more in memory, and writes all of it at the end.
             while wait([copying], _SYNC_EVERY).not_done:
                 os.fdatasync(file.fileno())
             copying.result()
@@ -496,9 +552,13 @@ class LmdbStorage(LmdbFile):
     # ------------------------------------------------------------------------------------------------ start
 
     def load(self) -> State:
-        """As LmdbFile. Raises DamagedDirectory, and UnusableDirectory for what this version did not write."""
+        """The committed state, as LmdbFile loads it.
+
+        Raises DamagedDirectory, and UnusableDirectory if the file is not one of this version.
+        """
         with self._env.begin() as txn:
-            if (commit := txn.get(COMMIT)) is not None:
+            commit = txn.get(COMMIT)
+            if commit is not None:
                 try:
                     unseal(commit)
                 except Damaged:
@@ -508,15 +568,16 @@ class LmdbStorage(LmdbFile):
         return super().load()
 
     def adopt(self, path: Path, size: int) -> None:
-        """Takes the first `size` bytes of a checkpoint in the place of its own file.
+        """Replaces the file by the first `size` bytes of a checkpoint.
 
-        A start in a directory that was left meanwhile finds it damaged. Raises ValueError if it holds items, and as
-        `load`.
+        If the server dies before the end of this, the next start finds the directory damaged. Raises ValueError if the
+        directory holds items, and the errors of `load`.
         """
         state = self.load()
-        if held := len(state.items) + len(state.skipped):
+        items = len(state.items) + len(state.skipped)
+        if items:
             raise ValueError(
-                f"data_dir {self.directory} holds {counted(held, 'item')}, and a checkpoint is to be restored: start "
+                f"data_dir {self.directory} holds {counted(items, 'item')}, and a checkpoint is to be restored: start "
                 f"without --restore to go on with them, or with --replace to put them aside"
             )
         self._mark_used()
@@ -527,7 +588,8 @@ class LmdbStorage(LmdbFile):
             os.truncate(partial, size)
             partial.rename(self.directory / "data.mdb")
             self._open()
-            for _ in range(2):  # a copy does not know the number of its commit, and a start compares the last two
+            # The copy has no record of the number of its commit, and a start compares the numbers of the last two.
+            for _ in range(2):
                 self.commit(Delta(), self.begin_commit())
                 self.end_commit(None)
         except (OSError, lmdb.Error) as error:
@@ -543,7 +605,7 @@ class LmdbStorage(LmdbFile):
 
 
 def _read(txn: lmdb.Transaction, key: int, size: int) -> Payload | None:
-    """The first `size` bytes of the payload in its chunks; None if it is damaged."""
+    """The first `size` bytes of the payload, from its chunks; None if it is damaged."""
     pieces: list[bytes] = []
     start = 0
     while start < size:
@@ -553,15 +615,18 @@ def _read(txn: lmdb.Transaction, key: int, size: int) -> Payload | None:
             return None
         pieces.append(piece)
         start += len(piece)
-    return tuple(pieces) if start == size else first_bytes(tuple(pieces), size)
+    payload = tuple(pieces)
+    return payload if start == size else first_bytes(payload, size)
 
 
 def chunks_of(key: int, payload: Payload, start: int = 0) -> Iterator[tuple[bytes, bytes]]:
     """(name, value) of each chunk of a payload, or of its rest from the byte `start` on."""
-    if len(payload) == 1 and isinstance(whole := payload[0], bytes) and 0 < len(whole) <= CHUNK_BYTES:
-        # The most frequent case takes half the time so.
-        yield CHUNK_KEY.pack(key, start), xxh3_64_digest(whole, _seed(key, start)) + whole
-        return
+    if len(payload) == 1:
+        # A short cut: the most frequent case takes half the time.
+        whole = payload[0]
+        if isinstance(whole, bytes) and 0 < len(whole) <= CHUNK_BYTES:
+            yield CHUNK_KEY.pack(key, start), xxh3_64_digest(whole, _seed(key, start)) + whole
+            return
     for parts in cut(payload, CHUNK_BYTES):
         checksum = xxh3_64(seed=_seed(key, start))
         for part in parts:
@@ -571,7 +636,7 @@ def chunks_of(key: int, payload: Payload, start: int = 0) -> Iterator[tuple[byte
 
 
 def first_chunks(chunks: Iterator[tuple[bytes, bytes]], nbytes: float) -> Iterator[tuple[bytes, bytes]]:
-    """The first of these chunks, with `nbytes` together or a few more."""
+    """The first chunks, with `nbytes` or a few more in all."""
     for name, value in chunks:
         yield name, value
         nbytes -= len(value)
@@ -580,15 +645,16 @@ def first_chunks(chunks: Iterator[tuple[bytes, bytes]], nbytes: float) -> Iterat
 
 
 def _seed(key: int, start: int) -> int:
-    """The seed of a checksum. With it the checksum also proves that the chunk is in its place in this payload."""
+    """The seed of a checksum. It makes the checksum prove that the chunk is at its place in this payload."""
     return (key + start * 0x9E3779B97F4A7C15) % (1 << 64)
 
 
-def unneeded(items: ItemRecords, there: npt.NDArray[np.void]) -> list[bytes]:
-    """Those of `there`, the names of chunks, that no payload of `items` needs."""
-    keys, sizes = items.items["key"], items.items["nbytes"]
-    needed = np.zeros(there.size, dtype=np.bool_)
+def unneeded(items: ItemRecords, names: npt.NDArray[np.void]) -> list[bytes]:
+    """The names of chunks (n,), among `names`, that no payload of `items` needs."""
+    keys = items.items["key"]
+    sizes = items.items["nbytes"]
+    needed = np.zeros(names.size, dtype=np.bool_)
     if keys.size:
-        owner = np.searchsorted(keys, there["key"]).clip(max=keys.size - 1)
-        needed = (keys[owner] == there["key"]) & (there["start"] < sizes[owner])
-    return [CHUNK_KEY.pack(key, start) for key, start in there[~needed].tolist()]
+        owner = np.searchsorted(keys, names["key"]).clip(max=keys.size - 1)
+        needed = (keys[owner] == names["key"]) & (names["start"] < sizes[owner])
+    return [CHUNK_KEY.pack(key, start) for key, start in names[~needed].tolist()]

@@ -1,4 +1,4 @@
-"""Keeps payloads in the process, where a server has no disk; and reads them from any storage, a part at a time."""
+"""Memory: keeps the payloads of a server without a disk, and reads payloads from any storage, a part at a time."""
 
 from __future__ import annotations
 
@@ -15,28 +15,28 @@ BYTES_PER_READ = 8 << 20
 class MemoryStorage:
     """Keeps payloads in the process, as the bytes objects that came from the wire.
 
-    The chunks of a payload have as many bytes as its item says, whatever was appended.
+    `get` returns as many bytes of a payload as its item says, even if more were appended.
     """
 
     def __init__(self) -> None:
         self._payloads: dict[int, Payload] = {}
         self._extended: set[int] = set()
-        """Keys of payloads that may have more bytes than somebody asks for."""
+        """The keys of payloads that may have more bytes than a reader asks for."""
 
     def put(self, keys: Sequence[int], payloads: Sequence[Payload]) -> None:
         assert self._payloads.keys().isdisjoint(keys), "a payload would replace another one"
         self._payloads.update(zip(keys, payloads, strict=True))
 
     def extend(self, key: int, size: int, segment: Payload) -> None:
-        # Whoever has the chunks of before keeps them: a payload is never changed in place.
+        # A reader may still hold the older chunks, so a payload is never changed in place.
         self._payloads[key] = (*self._payloads[key], *segment)
         self._extended.add(key)
 
     def get(self, keys: Sequence[int], sizes: Sequence[int]) -> list[Payload]:
-        found = list(map(self._payloads.__getitem__, keys))
+        payloads = list(map(self._payloads.__getitem__, keys))  # faster than a comprehension
         if self._extended.isdisjoint(keys):
-            return found
-        return [first_bytes(payload, size) for payload, size in zip(found, sizes, strict=True)]
+            return payloads
+        return [first_bytes(payload, size) for payload, size in zip(payloads, sizes, strict=True)]
 
     def delete(self, keys: Sequence[int]) -> None:
         for key in keys:
@@ -60,26 +60,34 @@ class MemoryStorage:
 
 def first_bytes(payload: Payload, size: int) -> Payload:
     """The first `size` bytes of a payload that has at least so many, without a copy."""
-    kept: list[bytes | memoryview] = []
+    chunks: list[bytes | memoryview] = []
     for chunk in payload:
         if size < len(chunk):
             if size:
-                kept.append(memoryview(chunk)[:size])
+                chunks.append(memoryview(chunk)[:size])
             break
-        kept.append(chunk)
+        chunks.append(chunk)
         size -= len(chunk)
-    return tuple(kept)
+    return tuple(chunks)
 
 
 def read_payloads(storage: Storage, keys: Sequence[int], sizes: Sequence[int]) -> Iterator[Payload]:
-    """The payloads of `keys`, as `Storage.get` gives them: the first BYTES_PER_READ now, the rest as they are iterated.
+    """The payloads of `keys`, as `Storage.get` gives them.
 
-    Raises DamagedPayloads, now or while they are iterated. The items must be held until then.
+    The first BYTES_PER_READ are read now, and the rest during the iteration. Raises DamagedPayloads, now or during the
+    iteration. The items must be held until the iteration has ended.
     """
     parts = read_slices(sizes)
     first = next(parts, slice(0))
-    later = (payload for part in parts for payload in storage.get(keys[part], sizes[part]))
-    return chain(storage.get(keys[first], sizes[first]), later)
+    first_payloads = storage.get(keys[first], sizes[first])
+    return chain(first_payloads, _read_parts(storage, keys, sizes, parts))
+
+
+def _read_parts(
+    storage: Storage, keys: Sequence[int], sizes: Sequence[int], parts: Iterator[slice]
+) -> Iterator[Payload]:
+    for part in parts:
+        yield from storage.get(keys[part], sizes[part])
 
 
 def read_slices(sizes: Sequence[int]) -> Iterator[slice]:
@@ -87,11 +95,13 @@ def read_slices(sizes: Sequence[int]) -> Iterator[slice]:
     if sizes and sum(sizes) <= BYTES_PER_READ:
         yield slice(0, len(sizes))
         return
-    start = nbytes = 0
-    for place, size in enumerate(sizes):
-        if place > start and nbytes + size > BYTES_PER_READ:
-            yield slice(start, place)
-            start, nbytes = place, 0
+    start = 0
+    nbytes = 0
+    for position, size in enumerate(sizes):
+        if position > start and nbytes + size > BYTES_PER_READ:
+            yield slice(start, position)
+            start = position
+            nbytes = 0
         nbytes += size
     if start < len(sizes):
         yield slice(start, len(sizes))

@@ -1,7 +1,8 @@
 """Records: the layout of a server's state in bytes, for data directories and checkpoints.
 
-* Every record has a checksum, so damage is found, and costs only the record that it hits.
-* Times are wall-clock seconds, as the wall clock was when the first server of this boot started: see `time_offset`.
+* Every record has a checksum. So damage is found, and costs only the damaged record.
+* Times are wall-clock seconds, by the wall clock of the moment when the first server of this boot started: see
+  `time_offset`.
 """
 
 from __future__ import annotations
@@ -22,46 +23,58 @@ from replay_protos.labels import NO_LABELS, Labels, unpack_labels
 from replay_server.tables.columns import IntArray
 
 FORMAT = 5
-"""Version of this layout. A server reads its own version only. When it may change: docs/reference/compatibility.md."""
+"""Version of this layout. A server reads its own version only.
+
+docs/reference/compatibility.md says when the version may change.
+"""
 
 ITEM = np.dtype(
     [
-        ("checksum", "<u8"),  # of all that follows, rows and labels included; its seed is the key
+        ("checksum", "<u8"),  # of everything after it, rows and labels included; its seed is the key
         ("key", "<u8"),
         ("policy_version", "<i8"),
         ("nbytes", "<i8"),
         ("inserted_at", "<f8"),
-        ("permit", "<u4"),  # the mark of an extension; 0: it has none
+        ("permit", "<u4"),  # the mark of an extension; 0: the item has none
         ("labels", "<u4"),  # bytes
     ]
 )
-"""What all tables share of an item. Its rows follow, and then its labels."""
+"""The part of an item that all its tables share. The rows of the item follow, and then its labels."""
 
 ROW = np.dtype(
     [
         ("table", "<u4"),  # number of the table, from its TableState
         ("kind", "<u4"),  # one of the four below
         ("order", "<i8"),
-        ("times_sampled", "<i8"),  # of a retained row: the number of its consumption
+        ("times_sampled", "<i8"),  # in a retained row: the number of its consumption
         ("priority", "<f8"),
         ("inserted_at", "<f8"),
     ]
 )
-IN_TABLE, FORWARDED, RETAINED = range(3)
-"""The item is in the table; or the table has passed it on, and then the other columns are 0; or the table has consumed
-it and retains it for a rollback; RETAINED + 1: with the permit that it used."""
+IN_TABLE = 0
+"""The kind of a row whose item is in the table."""
+FORWARDED = 1
+"""The kind of a row whose table has passed the item on. The columns after `kind` are 0."""
+RETAINED = 2
+"""The kind of a row that its table has consumed and retains for a rollback. The kinds above it are retained too."""
+RETAINED_WITH_PERMIT = 3
+"""The kind of a retained row whose item used a permit."""
 
 _CHECKSUM = 8
 
-TABLE, SCOPE, LEASE, REMEMBERED = b"table/", b"scope/", b"lease/", b"remembered/"
-POLICY, CLOCK = b"policy", b"clock"
-"""Names of state records, or how they begin. Extensions name theirs themselves. Scopes and remembered ids end with a
-number of NUMBER, in the order in which they have to be restored."""
+# Names of state records, or the first bytes of their names. Extensions choose the names of their own records.
+TABLE = b"table/"
+SCOPE = b"scope/"
+LEASE = b"lease/"
+REMEMBERED = b"remembered/"
+POLICY = b"policy"
+CLOCK = b"clock"
 NUMBER = b"%020d"
+"""The end of the name of a scope or of remembered ids. The numbers give the order in which to restore these records."""
 
 
 def of_another_version(written: str) -> str:
-    """How to use a file that a version with other records wrote. `written`: the format of the file, in words."""
+    """The problem of a file that another version wrote, and the remedy. `written`: the format of the file, in words."""
     return (
         f"has {written}, and this version reads format {FORMAT}: go on with the version that wrote it, or bring its "
         f"tables here with the `replay table export` of that version and the `replay table import` of this one"
@@ -69,12 +82,15 @@ def of_another_version(written: str) -> str:
 
 
 class Damaged(Exception):
-    """The bytes of a record are not what was written."""
+    """The bytes of a record are not the bytes that were written."""
 
 
 @dataclass
 class ItemRecords:
-    """Records of items (n,) and of their rows in tables (m,). `owners` (m,), ascending: the index of its item."""
+    """Records of items (n,) and of their rows in tables (m,).
+
+    `owners` (m,) are the indexes of the items of the rows, in ascending order.
+    """
 
     items: npt.NDArray[np.void] = field(default_factory=lambda: np.empty(0, ITEM))
     rows: npt.NDArray[np.void] = field(default_factory=lambda: np.empty(0, ROW))
@@ -86,33 +102,39 @@ class ItemRecords:
         return int(self.items.size)
 
     def labels_of_items(self) -> list[Labels] | None:
-        """The labels of each item; None: no item has any."""
+        """The labels of each item; None if no item has labels."""
         if not self.labels.size:
             return None
-        data, ends = self.labels.tobytes(), np.cumsum(self.items["labels"].astype(np.int64))
+        data = self.labels.tobytes()
         sizes: list[int] = self.items["labels"].tolist()
-        return [
-            unpack_labels(data[end - size : end]) if size else NO_LABELS
-            for end, size in zip(ends.tolist(), sizes, strict=True)
-        ]
+        labels: list[Labels] = []
+        start = 0
+        for size in sizes:
+            end = start + size
+            labels.append(unpack_labels(data[start:end]) if size else NO_LABELS)
+            start = end
+        return labels
 
 
 class RememberedIds(NamedTuple):
     """Ids that one commit writes into one record, from the oldest to the newest."""
 
     name: bytes
-    """Of the record."""
+    """The name of the record."""
     kind: str
-    """Of Remembered."""
+    """The kind of the Remembered that has these ids."""
     ids: list[int]
     answers: list[Any] | None
-    """Of each id, where answers are durable."""
+    """The answer to each id; None if the answers are not durable."""
 
     @classmethod
     def all_of(cls, state: State) -> list[RememberedIds]:
-        """Everything that a state remembers, in order."""
-        found = state.named(REMEMBERED).items()
-        return [cls(name, kind, np.frombuffer(ids, "<u8").tolist(), answers) for name, (kind, ids, answers) in found]
+        """All remembered ids of a state, in order."""
+        entries = []
+        for name, (kind, packed_ids, answers) in state.named(REMEMBERED).items():
+            ids = np.frombuffer(packed_ids, "<u8").tolist()
+            entries.append(cls(name, kind, ids, answers))
+        return entries
 
     def record(self) -> bytes:
         return pack([self.kind, np.array(self.ids, "<u8").tobytes(), self.answers])
@@ -121,90 +143,113 @@ class RememberedIds(NamedTuple):
 def pack_items(items: ItemRecords) -> list[tuple[int, bytes]]:
     """(key, record) of each item, by ascending key."""
     # A loop: an array of structured records costs more, for one item (20 us) and for thousands.
-    heads, rows, labels = items.items.tobytes(), items.rows.tobytes(), items.labels.tobytes()
-    row_ends: list[int] = (ROW.itemsize * np.cumsum(np.bincount(items.owners, minlength=len(items)))).tolist()
+    heads = items.items.tobytes()
+    rows = items.rows.tobytes()
+    labels = items.labels.tobytes()
+    rows_of_items = np.bincount(items.owners, minlength=len(items))
+    row_ends: list[int] = (ROW.itemsize * np.cumsum(rows_of_items)).tolist()
     label_sizes: list[int] = items.items["labels"].tolist()
     packed: list[tuple[int, bytes]] = []
-    head, row, label = 0, 0, 0
+    head_start = 0
+    row_start = 0
+    label_start = 0
     for key, row_end, label_size in zip(items.items["key"].tolist(), row_ends, label_sizes, strict=True):
-        plain = heads[head + _CHECKSUM : head + ITEM.itemsize] + rows[row:row_end]
+        head_end = head_start + ITEM.itemsize
+        data = heads[head_start + _CHECKSUM : head_end] + rows[row_start:row_end]
         if label_size:
-            plain += labels[label : label + label_size]
-            label += label_size
-        packed.append((key, xxh3_64_digest(plain, key) + plain))
-        head, row = head + ITEM.itemsize, row_end
+            data += labels[label_start : label_start + label_size]
+            label_start += label_size
+        packed.append((key, xxh3_64_digest(data, key) + data))
+        head_start = head_end
+        row_start = row_end
     packed.sort()
     return packed
 
 
 def unpack_items(keys: Sequence[int], records: Sequence[bytes]) -> ItemRecords:
     """Unpacks the records found under `keys`, in their order. Damaged records are left out."""
-    size = ITEM.itemsize
+    head_size = ITEM.itemsize
     intact = [
         record
         for key, record in zip(keys, records, strict=True)
-        if len(record) >= size and record[:_CHECKSUM] == xxh3_64_digest(record[_CHECKSUM:], key)
+        if len(record) >= head_size and record[:_CHECKSUM] == xxh3_64_digest(record[_CHECKSUM:], key)
     ]
-    items = np.frombuffer(b"".join([record[:size] for record in intact]), ITEM)
-    ends = np.fromiter(map(len, intact), np.int64, len(intact)) - items["labels"]
-    rows = b"".join([record[size:end] for record, end in zip(intact, ends.tolist(), strict=True)])
+    items = np.frombuffer(b"".join([record[:head_size] for record in intact]), ITEM)
+    sizes = np.fromiter(map(len, intact), np.int64, len(intact))
+    row_ends = sizes - items["labels"]
+    rows = b"".join([record[head_size:end] for record, end in zip(intact, row_ends.tolist(), strict=True)])
     labels = b""
     if items["labels"].any():
-        labels = b"".join([record[end:] for record, end in zip(intact, ends.tolist(), strict=True)])
-    owners = np.repeat(np.arange(len(intact)), (ends - size) // ROW.itemsize)
-    return ItemRecords(items, np.frombuffer(rows, ROW), owners, np.frombuffer(labels, np.uint8))
+        labels = b"".join([record[end:] for record, end in zip(intact, row_ends.tolist(), strict=True)])
+    rows_of_items = (row_ends - head_size) // ROW.itemsize
+    return ItemRecords(
+        items=items,
+        rows=np.frombuffer(rows, ROW),
+        owners=np.repeat(np.arange(len(intact)), rows_of_items),
+        labels=np.frombuffer(labels, np.uint8),
+    )
 
 
 def join_items(parts: Iterable[ItemRecords]) -> ItemRecords:
     """Joins the records of different items."""
     parts = [ItemRecords(), *parts]
-    ends = np.cumsum(list(map(len, parts)))
+    owners: list[IntArray] = []
+    items_before = 0
+    for part in parts:
+        owners.append(part.owners + items_before)
+        items_before += len(part)
     return ItemRecords(
-        np.concatenate([part.items for part in parts]),
-        np.concatenate([part.rows for part in parts]),
-        np.concatenate([part.owners + end - len(part) for part, end in zip(parts, ends, strict=True)]),
-        np.concatenate([part.labels for part in parts]),
+        items=np.concatenate([part.items for part in parts]),
+        rows=np.concatenate([part.rows for part in parts]),
+        owners=np.concatenate(owners),
+        labels=np.concatenate([part.labels for part in parts]),
     )
 
 
 def pack(value: Any) -> bytes:
-    """A msgpack value with its checksum before it."""
+    """A record of a value: its checksum, and then the value in msgpack."""
     return seal(msgpack.packb(value))
 
 
 def unpack(record: bytes | memoryview) -> Any:
+    """The value of a record. Raises Damaged."""
     return msgpack.unpackb(unseal(record), strict_map_key=False)
 
 
 def seal(data: bytes) -> bytes:
+    """A record of bytes: their checksum, and then the bytes."""
     return xxh3_64_digest(data) + data
 
 
 def unseal(record: bytes | memoryview) -> bytes | memoryview:
+    """The bytes of a record. Raises Damaged."""
+    if len(record) < _CHECKSUM:
+        raise Damaged
     data = record[_CHECKSUM:]
-    if len(record) < _CHECKSUM or xxh3_64_digest(data) != bytes(record[:_CHECKSUM]):
+    if xxh3_64_digest(data) != bytes(record[:_CHECKSUM]):
         raise Damaged
     return data
 
 
 @dataclass
 class Delta:
-    """All changes since the Delta before."""
+    """All changes since the previous Delta."""
 
     items: ItemRecords = field(default_factory=ItemRecords)
-    """By ascending key."""
+    """The records of items that have changed, by ascending key."""
     removed: list[int] = field(default_factory=list)
-    """Keys of items that are gone. Some were perhaps never written."""
+    """The keys of items that are gone. Some of these items were perhaps never written."""
     state_records: dict[bytes, bytes | None] = field(default_factory=dict)
-    """Of tables, scopes, leases, the policy and extensions, by name; None: delete it."""
+    """The records of tables, scopes, leases, the policy and extensions, by name; None deletes the record."""
     remembered: list[RememberedIds] = field(default_factory=list)
 
     def __bool__(self) -> bool:
         return bool(len(self.items) or self.removed or self.state_records or self.remembered)
 
     def named_records(self) -> dict[bytes, bytes | None]:
-        """All but those of items."""
-        return self.state_records | {entry.name: entry.record() for entry in self.remembered}
+        """All records except those of items, by name."""
+        remembered = {entry.name: entry.record() for entry in self.remembered}
+        return self.state_records | remembered
 
 
 @dataclass
@@ -214,13 +259,16 @@ class State:
     state_records: dict[bytes, bytes] = field(default_factory=dict)
     items: ItemRecords = field(default_factory=ItemRecords)
     skipped: list[int] = field(default_factory=list)
-    """Keys of items that are left out because they are damaged."""
+    """The keys of items that are left out because they are damaged."""
     damaged: list[bytes] = field(default_factory=list)
-    """Names of other records that are left out because they are damaged."""
+    """The names of other records that are left out because they are damaged."""
 
     @cached_property
     def values(self) -> dict[bytes, Any]:
-        """What the records hold, in the order of their names. Raises ValueError if one that is needed is damaged."""
+        """The values of the state records, by name and in the order of their names.
+
+        Raises ValueError if a record is damaged that no restart can do without.
+        """
         values = {}
         for name, record in sorted(self.state_records.items()):
             try:
@@ -232,17 +280,17 @@ class State:
         return values
 
     def named(self, start: bytes) -> dict[bytes, Any]:
-        """Those of the values whose names begin so."""
+        """The values whose names begin with `start`."""
         return {name: value for name, value in self.values.items() if name.startswith(start)}
 
     @property
     def tables(self) -> dict[int, str]:
-        """Their names by the numbers that rows use."""
-        return {int(name.removeprefix(TABLE)): value["name"] for name, value in self.named(TABLE).items()}
+        """The names of the tables, by the numbers that rows use."""
+        return {int(record.removeprefix(TABLE)): value["name"] for record, value in self.named(TABLE).items()}
 
 
 def boot_id() -> str:
-    """Names this boot of the machine; "" where that is unknown."""
+    """The id of this boot of the machine; "" where that is unknown."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
@@ -250,14 +298,16 @@ def boot_id() -> str:
 
 
 def time_offset(values: Mapping[bytes, Any], clock: float) -> float:
-    """What has to be added to the server's clock, which now shows `clock`, for the times of these values of a State.
+    """The seconds to add to the server's clock, which now shows `clock`, to get the times in the values of a State.
 
     The server's clock is monotonic, and the same for all processes of one boot. A server that is started again in the
-    same boot keeps the offset of the one before, so that setting the wall clock changes no age and no lease. Only after
-    a reboot does the wall clock say how much time has passed.
+    same boot keeps the offset of the server before it. So a change of the wall clock changes no age and no lease. Only
+    after a reboot the wall clock tells how much time has passed.
     """
-    booted, offset = values.get(CLOCK, ("", 0.0))
-    return float(offset) if booted and booted == boot_id() else wall_offset(clock)
+    written_boot, offset = values.get(CLOCK, ("", 0.0))
+    if written_boot and written_boot == boot_id():
+        return float(offset)
+    return wall_offset(clock)
 
 
 def wall_offset(clock: float) -> float:

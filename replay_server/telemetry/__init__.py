@@ -1,1 +1,1 @@
-"""What operators see of a running server: metrics, traces and log lines."""
+"""Telemetry: the metrics, traces and log lines that operators see of a running server."""

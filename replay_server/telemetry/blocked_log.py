@@ -1,4 +1,4 @@
-"""BlockedLog: logs a line in which requests have waited long and none was served, and when it moves again."""
+"""BlockedLog: logs which lines of waiting requests stand still for long, and when they move again."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class BlockedLog:
     def __init__(self, buffer: ReplayBuffer) -> None:
         self._buffer = buffer
         self._logged: dict[str, float] = {}
-        """The lines that were logged: since when they stand still."""
+        """For each line that was logged, by name: the time since when it stands still."""
 
     async def run(self) -> None:
         """Looks every few seconds. Runs until it is cancelled."""
@@ -36,23 +36,29 @@ class BlockedLog:
             since = line.still_since
             logged = self._logged.get(name)
             if logged is not None and since != logged:
-                became = "moves again" if line.moved_at > logged else "has nothing that waits any more"
-                log.info("%s %s after %.0f s", name, became, now - logged)
+                change = "moves again" if line.moved_at > logged else "has nothing that waits any more"
+                log.info("%s %s after %.0f s", name, change, now - logged)
                 del self._logged[name]
                 logged = None
-            # A line without a head is between two attempts of its client.
+            # A line that stands still without a first request waits for the next attempt of its client.
             if since is not None and logged is None and reason is not None and now - since >= LOG_AFTER:
                 log.warning("blocked for %.0f s: %s", now - since, reason)
                 self._logged[name] = since
 
     def _lines(self) -> Iterator[tuple[str, Line[Any], str | None]]:
-        """Every line, what it is for, and why its first request waits; None: there is none."""
-        buffer, admission = self._buffer, Admission.of(self._buffer)
+        """The name of each line, the line, and the reason why its first request waits; None: no request waits."""
+        buffer = self._buffer
         for name, lines in buffer.lines.items():
-            inserts, samples = lines.inserts, lines.samples
-            yield f"{name}: inserting", inserts, buffer.why_waiting(inserts.head) if inserts.head else None
-            if name not in buffer.items.copies:  # their reader waits for the next item all the time
-                yield f"{name}: sampling", samples, buffer.why_waiting(samples.head) if samples.head else None
+            yield f"{name}: inserting", lines.inserts, self._why_waiting(lines.inserts)
+            if name not in buffer.items.copies:  # the reader of copies waits for the next item all the time
+                yield f"{name}: sampling", lines.samples, self._why_waiting(lines.samples)
+        admission = Admission.of(buffer)
         if admission is not None:
-            line, head = admission.line, admission.line.head
-            yield "permits: acquiring", line, f"permits: {admission.why_no_permits(head.count)}" if head else None
+            head = admission.line.head
+            reason = None
+            if head is not None:
+                reason = f"permits: {admission.why_no_permits(head.count)}"
+            yield "permits: acquiring", admission.line, reason
+
+    def _why_waiting(self, line: Line[Any]) -> str | None:
+        return None if line.head is None else self._buffer.why_waiting(line.head)

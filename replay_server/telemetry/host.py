@@ -1,6 +1,6 @@
-"""Host: the memory and disk that this process uses and has left. Linux only; elsewhere 0, which means unknown.
+"""Host: the memory and disk that this process uses and has left. Linux only. On other systems 0, which means unknown.
 
-`MemoryGuard` says when too little memory is left for more items, before the system kills the server.
+`MemoryGuard` notices that too little memory is left for more items, before the system kills the server.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ log = logging.getLogger("replay_server")
 
 _CGROUP = Path("/sys/fs/cgroup")
 _NO_LIMIT = 1 << 60
-"""Version 1 of control groups gives a number above this if there is no limit."""
+"""Version 1 of control groups gives a limit above this number if there is no limit."""
 
 
 def resident_bytes() -> int:
-    """Memory of this process that is in RAM."""
+    """Bytes of the memory of this process that are in RAM."""
     try:
         return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     except (OSError, ValueError, IndexError):
@@ -44,7 +44,7 @@ class Memory:
 
 
 def memories() -> list[Memory]:
-    """Everything that bounds the memory of this process."""
+    """The machine and all control groups that bound the memory of this process."""
     machine = _machine()
     found = [] if machine is None else [machine]
     for folder in _control_groups():
@@ -53,7 +53,7 @@ def memories() -> list[Memory]:
 
 
 def memory_available() -> int:
-    """Bytes that the machine has left; of a container's control group, if that is less."""
+    """Bytes that the machine has left, or the control group of a container if that is less."""
     return min((memory.available for memory in memories()), default=0)
 
 
@@ -81,17 +81,19 @@ def _control_groups() -> tuple[Path, ...]:
     except OSError:
         return ()
     found: list[Path] = []
-    for _, controllers, path in (line.split(":", 2) for line in lines):
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
         if controllers in ("", "memory"):
             root = _CGROUP / controllers
-            folder = root / path.lstrip("/")
-            found += [each for each in (folder, *folder.parents) if each.is_relative_to(root)]
+            group = root / path.lstrip("/")
+            found += [folder for folder in (group, *group.parents) if folder.is_relative_to(root)]
     return tuple(found)
 
 
 def _version_2(folder: Path) -> list[Memory]:
     try:
-        limit, used = ((folder / name).read_text().strip() for name in ("memory.max", "memory.current"))
+        limit = (folder / "memory.max").read_text().strip()
+        used = (folder / "memory.current").read_text().strip()
         if limit == "max":
             return []
         facts = _facts(folder / "memory.stat")
@@ -102,7 +104,8 @@ def _version_2(folder: Path) -> list[Memory]:
 
 def _version_1(folder: Path) -> list[Memory]:
     try:
-        limit, used = (int((folder / f"memory.{name}_in_bytes").read_text()) for name in ("limit", "usage"))
+        limit = int((folder / "memory.limit_in_bytes").read_text())
+        used = int((folder / "memory.usage_in_bytes").read_text())
         if limit > _NO_LIMIT:
             return []
         facts = _facts(folder / "memory.stat")
@@ -111,29 +114,36 @@ def _version_1(folder: Path) -> list[Memory]:
         return []
 
 
-def _memory(folder: Path, limit: int, used: int, files: int) -> Memory:
-    return Memory(f"control group {folder}", limit, max(0, limit - used + max(0, files)))
+def _memory(folder: Path, limit: int, used: int, cached_files: int) -> Memory:
+    available = limit - used + max(0, cached_files)
+    return Memory(f"control group {folder}", limit, max(0, available))
 
 
 def _facts(path: Path) -> dict[str, int]:
-    """A file with a name and a number on each line."""
-    return {name: int(number) for name, number, *_ in (line.split() for line in path.read_text().splitlines())}
+    """The numbers in a file that has a name and a number on each line, by name."""
+    facts: dict[str, int] = {}
+    for line in path.read_text().splitlines():
+        name, number, *_ = line.split()
+        facts[name] = int(number)
+    return facts
 
 
 _MACHINE_RESERVE = 512 << 20
-"""Bytes of the machine that stay free at most. Others use the machine too."""
+"""The most bytes of the machine that the guard reserves. Other processes use the machine too."""
 _LOOK_EVERY = 0.05
+"""Seconds between two looks at the memory."""
 _TRIM_EVERY = 1.0
-"""Seconds between two looks, and between two requests to give freed memory back to the system."""
+"""Seconds between two requests to give freed memory back to the system."""
 _SHARE_BETWEEN_LOOKS = 0.25
 """The guard looks again once the server has received this share of the room above the reserve. A fast client fills the
 reserve of a small container within _LOOK_EVERY."""
 
 
 class MemoryGuard:
-    """Looks at the machine and at the control groups of the process. What is there is kept.
+    """Watches the memory of the machine and of the control groups of this process.
 
-    Inserts are refused until items have left, or others have freed memory.
+    If too little is left, the guard refuses inserts until items have left, or other processes have freed memory. It
+    removes no items itself.
     """
 
     def __init__(
@@ -142,7 +152,10 @@ class MemoryGuard:
         release_copies: Callable[[], object] = lambda: None,
         look: Callable[[], Sequence[Memory]] = memories,
     ) -> None:
-        """`share` of each memory may be in use; 1: all of it. `release_copies` drops what only copies hold."""
+        """`share` of each memory may be in use; 1: all of it.
+
+        `release_copies` drops the items that only copies hold.
+        """
         self._share = share
         self._release_copies = release_copies
         self._look = look
@@ -152,24 +165,34 @@ class MemoryGuard:
         """Bytes that may still be received before the next look."""
 
     def why_full(self, received: int) -> str | None:
-        """Why no more items can be kept; None: they can. `received`: bytes that have come into memory
-        since the last question. If a caller names the same bytes twice, the guard only looks sooner."""
+        """The reason why no more items fit into memory; None if they fit.
+
+        `received` are the bytes that have come into memory since the last call. If a caller names the same bytes twice,
+        the guard only looks sooner.
+        """
         now = time.monotonic()
         self._until_next_look -= received
-        due = now - self._looked_at >= _LOOK_EVERY or (self._until_next_look < 0 and self._why is None)
-        if self._share < 1 and due:
-            self._looked_at, before = now, self._why
-            self._why = self._find()
-            if self._why and now - self._trimmed_at >= _TRIM_EVERY:
-                self._trimmed_at = now
-                self._release_copies()
-                return_freed_memory()
-                self._why = self._find()
-            if bool(before) != bool(self._why):
-                log.warning("%s", self._why or "there is memory again: inserts are accepted")
+        too_much_received = self._until_next_look < 0 and self._why is None
+        is_due = now - self._looked_at >= _LOOK_EVERY or too_much_received
+        if self._share < 1 and is_due:
+            self._looked_at = now
+            self._look_again(now)
         return self._why
 
-    def _find(self) -> str | None:
+    def _look_again(self, now: float) -> None:
+        before = self._why
+        self._why = self._find_reason()
+        if self._why is not None and now - self._trimmed_at >= _TRIM_EVERY:
+            self._trimmed_at = now
+            self._release_copies()
+            return_freed_memory()
+            self._why = self._find_reason()
+        if before is None and self._why is not None:
+            log.warning("%s", self._why)
+        elif before is not None and self._why is None:
+            log.warning("there is memory again: inserts are accepted")
+
+    def _find_reason(self) -> str | None:
         self._until_next_look = float("inf")
         for memory in self._look():
             reserve = int(memory.limit * (1 - self._share))
@@ -180,12 +203,17 @@ class MemoryGuard:
                     f"{memory.name} has {memory.available} of {memory.limit} bytes of memory left, and {reserve} stay "
                     f"free ([limits] memory_share): give it more memory, or let tables evict with a lower max_bytes"
                 )
-            self._until_next_look = min(self._until_next_look, _SHARE_BETWEEN_LOOKS * (memory.available - reserve))
+            room = memory.available - reserve
+            self._until_next_look = min(self._until_next_look, _SHARE_BETWEEN_LOOKS * room)
         return None
 
 
 def return_freed_memory() -> None:
-    """Without this the memory of items that have left waits for others, and the guard would stay as it is."""
+    """Gives memory that the process has freed back to the system.
+
+    Otherwise the process keeps the memory of items that have left for later items, and the guard would not see it as
+    free.
+    """
     give_back_idle()
     if sys.platform == "linux":
         try:

@@ -1,9 +1,10 @@
 """Prometheus: gives metrics to Prometheus, and health to containers, over the HTTP server of prometheus_client.
 
-* A field of ServerInfo declares its metric in replay.proto. The few metrics that several fields make up stand here.
+* A field of ServerInfo declares its metric in replay.proto. This module adds the few metrics that combine several
+  fields.
 * A scrape asks the event loop once, for the server info. It formats the metrics on a thread of its own.
 * /health is "ok" if the event loop responds. It needs neither token nor TLS, because it tells nothing else.
-* A connection that says or reads nothing for ten seconds is cut, so that its thread ends.
+* A connection that sends or reads nothing for ten seconds is cut, so that its thread ends.
 """
 
 from __future__ import annotations
@@ -44,13 +45,17 @@ HEALTH = "/health"
 BOUNDS = (0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 """Upper ends of the buckets of durations, in seconds. One more bucket counts longer times."""
 _LOOP_SECONDS = 5.0
-"""How long a scrape or a look at the health waits for the event loop."""
+"""The most seconds that a scrape or a health check waits for the event loop."""
 Families = dict[str, CounterMetricFamily | GaugeMetricFamily]
-disable_created_metrics()  # type: ignore[no-untyped-call]  # the library would add when each of its series began
+# Otherwise the library would add a series with the start time of each series.
+disable_created_metrics()  # type: ignore[no-untyped-call]
 
 
 class MetricsEndpoint:
-    """Listens from construction on, and responds from `start` on. Raises OSError if the address cannot be had."""
+    """An HTTP server that listens from its construction on, and responds from `start` on.
+
+    Raises OSError if it cannot listen on the address.
+    """
 
     def __init__(self, address: str) -> None:
         host, _, port = address.rpartition(":")
@@ -99,7 +104,10 @@ class MetricsEndpoint:
         return [body.encode()]
 
     def _on_loop(self, function: Callable[[], T]) -> T:
-        """What `function` returns on the event loop. Raises TimeoutError if that is busy, RuntimeError without one."""
+        """Calls `function` on the event loop, and returns its result.
+
+        Raises TimeoutError if the event loop is busy, and RuntimeError if there is none.
+        """
         if self._loop is None:
             raise RuntimeError("the server is not started")
         answer: Future[T] = Future()
@@ -135,7 +143,7 @@ class ServerCollector(Collector):
         self._ask = ask
 
     def describe(self) -> list[Metric]:
-        return []  # otherwise the registry would collect when this is registered
+        return []  # otherwise the registry would collect the metrics at the registration
 
     def collect(self) -> Iterator[Metric]:
         yield from server_metrics(self._ask())
@@ -143,61 +151,69 @@ class ServerCollector(Collector):
 
 def server_metrics(info: pb.ServerInfo) -> Iterator[Metric]:
     """The metrics of one server and its tables."""
-    about = {"version": info.version, "storage": info.storage, "server_id": str(info.server_id)}
-    yield InfoMetricFamily("replay_server", "Version, storage, and an id that is new at each start.", about)
+    labels = {"version": info.version, "storage": info.storage, "server_id": str(info.server_id)}
+    yield InfoMetricFamily("replay_server", "Version, storage, and an id that is new at each start.", labels)
     families: Families = {}
     _add_fields(families, info, "", "", {})
     yield from families.values()
-    yield from _bounds(info)
-    yield from _people(info)
+    yield _bound(info, "replay_table_max_items", "The most items that it holds.", "max_size")
+    yield _bound(info, "replay_table_max_bytes", "Bound of replay_table_bytes, where there is one.", "max_bytes")
+    yield from _clients(info)
 
 
 @cache
 def _with_metrics(message: Descriptor) -> tuple[tuple[FieldDescriptor, pb.Field], ...]:
-    """The fields of a message that have a metric, or messages with some; and what is declared about them."""
-    return tuple(
-        (field, option)
-        for field, option in declared(message)
-        if not option.no_metric
-        and (option.metric or option.label or (field.message_type and _with_metrics(field.message_type)))
-    )
+    """The fields of a message that have a metric, or whose own fields have one; each with its declaration."""
+    fields = []
+    for field, option in declared(message):
+        if option.no_metric:
+            continue
+        has_metric = bool(option.metric or option.label)
+        if not has_metric and field.message_type is not None:
+            has_metric = bool(_with_metrics(field.message_type))
+        if has_metric:
+            fields.append((field, option))
+    return tuple(fields)
 
 
 def _add_fields(families: Families, message: Message, name: str, text: str, labels: dict[str, str]) -> None:
     """Adds the samples of a message. `name`, `text` and `labels` are those that the fields around it declare."""
     for field, option in _with_metrics(message.DESCRIPTOR):
-        own, value = name + option.metric, getattr(message, field.name)
+        metric = name + option.metric
+        value = getattr(message, field.name)
         if field.is_repeated:
-            for each in value:
-                _add_fields(families, each, own, option.help, labels | {option.label: each.name})
+            for entry in value:
+                _add_fields(families, entry, metric, option.help, labels | {option.label: entry.name})
             continue
-        label, _, of_field = option.label.partition("=")
-        around = labels | {label: of_field} if label else labels
-        if field.message_type is None:
-            if value or not option.zero_is_unknown:
-                if (family := families.get(own)) is None:
-                    kind = CounterMetricFamily if option.counter else GaugeMetricFamily
-                    family = families[own] = kind(own, option.help or text, labels=list(around))
-                family.add_metric(list(around.values()), float(bool(value)) if isinstance(value, str) else value)
-        elif message.HasField(field.name):
-            _add_fields(families, value, own, option.help, around)
+        label, _, label_value = option.label.partition("=")
+        field_labels = labels | {label: label_value} if label else labels
+        if field.message_type is not None:
+            if message.HasField(field.name):
+                _add_fields(families, value, metric, option.help, field_labels)
+            continue
+        if not value and option.zero_is_unknown:
+            continue
+        family = families.get(metric)
+        if family is None:
+            kind = CounterMetricFamily if option.counter else GaugeMetricFamily
+            family = kind(metric, option.help or text, labels=list(field_labels))
+            families[metric] = family
+        sample = float(bool(value)) if isinstance(value, str) else value
+        family.add_metric(list(field_labels.values()), sample)
 
 
-def _bounds(info: pb.ServerInfo) -> Iterator[Metric]:
-    """The bounds of each table that has them, which its configuration tells."""
-    for name, text, setting in (
-        ("replay_table_max_items", "The most items that it holds.", "max_size"),
-        ("replay_table_max_bytes", "Bound of replay_table_bytes, where there is one.", "max_bytes"),
-    ):
-        gauge = GaugeMetricFamily(name, text, labels=["table"])
-        for table in info.tables:
-            if (bound := json.loads(table.config)[setting]) is not None:
-                gauge.add_metric([table.name], bound)
-        yield gauge
+def _bound(info: pb.ServerInfo, name: str, text: str, setting: str) -> Metric:
+    """A bound of each table whose configuration has it under the name `setting`."""
+    gauge = GaugeMetricFamily(name, text, labels=["table"])
+    for table in info.tables:
+        bound = json.loads(table.config)[setting]
+        if bound is not None:
+            gauge.add_metric([table.name], bound)
+    return gauge
 
 
-def _people(info: pb.ServerInfo) -> Iterator[Metric]:
-    """Who is gone, and who is there."""
+def _clients(info: pb.ServerInfo) -> Iterator[Metric]:
+    """The roles that are overdue, and the clients that are connected."""
     overdue = GaugeMetricFamily(
         "replay_overdue_seconds",
         "Since when the trainer, or all generators, are overdue: three usual intervals without a sign, "
@@ -206,16 +222,18 @@ def _people(info: pb.ServerInfo) -> Iterator[Metric]:
         labels=["role"],
     )
     for role in ("trainer", "generator"):
-        overdue.add_metric([role], max((each.age for each in info.overdue if each.role == role), default=0.0))
+        ages = [entry.age for entry in info.overdue if entry.role == role]
+        overdue.add_metric([role], max(ages, default=0.0))
     yield overdue
-    there = GaugeMetricFamily("replay_clients", "Named clients that have a call or stream open.", labels=["role"])
+    connected = GaugeMetricFamily("replay_clients", "Named clients that have a call or stream open.", labels=["role"])
     for role in ("trainer", "generator", "teacher"):
-        there.add_metric([role], sum(role in each.role and each.open > 0 for each in info.clients))
-    yield there
+        clients = [client for client in info.clients if role in client.role and client.open > 0]
+        connected.add_metric([role], len(clients))
+    yield connected
 
 
 class Latencies:
-    """How long each gRPC method takes, and how its calls end.
+    """The durations of the calls of each gRPC method, and the status codes of their ends.
 
     * A call with one request is timed from its request to its end, waiting included.
     * In a stream, each message of the client is timed to the next message of the server.
@@ -235,19 +253,20 @@ class Latencies:
         )
 
     def expect(self, method: str) -> None:
-        """The method is timed: before its first call it has taken no time."""
+        """Adds the series of a method that is timed, so that it is there before the first call."""
         self._seconds.labels(method)
 
     def ended(self, method: str, code: str, seconds: float | None) -> None:
-        """A call has ended, so many seconds after its request. None: it was a stream."""
+        """Notes that a call has ended, `seconds` after its request. `seconds` is None for a stream."""
         if seconds is not None:
             self._seconds.labels(method).observe(seconds)
         self._ended.labels(method, code).inc()
 
     def responded(self, method: str, response: Any, seconds: float | None) -> None:
-        """A response is sent, so many seconds after the last message of the client. None: that had a response before.
+        """Notes that a response is sent, `seconds` after the last message of the client.
 
-        A draw that is refused counts as a call that failed: its stream goes on.
+        `seconds` is None if that message had a response before. A refused draw counts as a call that failed, because
+        its stream goes on.
         """
         if seconds is not None:
             self._seconds.labels(method).observe(seconds)

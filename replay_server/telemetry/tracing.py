@@ -20,26 +20,36 @@ _NAMES = {code.value[0]: code.name for code in grpc.StatusCode}
 
 
 def available() -> bool:
+    """True if the program has loaded the OpenTelemetry SDK."""
     return "opentelemetry.sdk.trace" in sys.modules
 
 
 def traced(name: str, method: Method) -> Method:
-    """Wraps `method`, a coroutine with one request, in a span below the client's span, if the client has one."""
+    """Wraps `method`, a coroutine with one request, in a span. A call without a span of the client gets no span."""
     from opentelemetry import trace
     from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-    tracer, propagator = trace.get_tracer("replay_server"), TraceContextTextMapPropagator()
+    tracer = trace.get_tracer("replay_server")
+    propagator = TraceContextTextMapPropagator()
 
     @functools.wraps(method)
     async def call(request: Any, context: Context) -> Any:
         headers = {key: value for key, value in context.invocation_metadata() or () if key == "traceparent"}
         if not headers:
             return await method(request, context)
-        attributes = {"rpc.system": "grpc", "rpc.service": SERVICE, "rpc.method": name, "replay.table": _table(request)}
-        parent = propagator.extract(headers)
-        kind = trace.SpanKind.SERVER
+        attributes = {
+            "rpc.system": "grpc",
+            "rpc.service": SERVICE,
+            "rpc.method": name,
+            "replay.table": _tables(request),
+        }
         with tracer.start_as_current_span(
-            f"{SERVICE}/{name}", parent, kind, attributes, record_exception=False, set_status_on_exception=False
+            name=f"{SERVICE}/{name}",
+            context=propagator.extract(headers),
+            kind=trace.SpanKind.SERVER,
+            attributes=attributes,
+            record_exception=False,
+            set_status_on_exception=False,
         ) as span:
             try:
                 return await method(request, context)
@@ -51,12 +61,16 @@ def traced(name: str, method: Method) -> Method:
 
 
 def code_name(code: Any) -> str:
-    """The name of a status code. gRPC gives it as a number, or as a member of its enum."""
-    return code.name if isinstance(code, grpc.StatusCode) else _NAMES.get(code, "UNKNOWN")
+    """The name of a status code, which gRPC gives as a number or as a member of its enum."""
+    if isinstance(code, grpc.StatusCode):
+        return code.name
+    return _NAMES.get(code, "UNKNOWN")
 
 
-def _table(request: Any) -> str:
+def _tables(request: Any) -> str:
     """The tables that a request names, separated by commas."""
     message = getattr(request, "head", request)
     targets = getattr(message, "targets", ())
-    return ", ".join(target.table for target in targets) if targets else getattr(message, "table", "")
+    if targets:
+        return ", ".join(target.table for target in targets)
+    return getattr(message, "table", "")
