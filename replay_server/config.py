@@ -244,7 +244,7 @@ def changed(settings: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, An
     for name in settings.keys() & own.keys():
         before = settings[name]
         after = own[name]
-        if name == "tables" and all(isinstance(table, Mapping) for table in before) and isinstance(after, list):
+        if name == "tables" and isinstance(after, list) and all(isinstance(table, Mapping) for table in before):
             result[name] = _changed_tables(before, after)
         elif isinstance(before, Mapping) and isinstance(after, Mapping):
             result[name] = {**before, **after}

@@ -83,7 +83,7 @@ class ShardActor:
 
     @property
     def _mark(self) -> str:
-        """The key of the mark that this shard drains."""
+        """The key in Ray's store of the mark of this actor. While the mark is there, the shard drains."""
         import ray
 
         return f"replay-draining-{ray.get_runtime_context().get_actor_id()}"
@@ -217,7 +217,8 @@ class Shards:
         except self._ray.exceptions.RayError as error:
             raise ShardError(f"a shard could not start: {str(error).strip().splitlines()[-1]}") from None
         if late:
-            waiting = ", ".join(name for name, answer in zip(started, answers, strict=True) if answer in late)
+            names = [name for name, answer in zip(started, answers, strict=True) if answer in late]
+            waiting = ", ".join(names)
             raise ShardError(
                 f"{waiting} did not start within {timeout:g} s: the cluster has {self._ray.available_resources()} left"
             )
@@ -226,7 +227,8 @@ class Shards:
     def drain(self, names: list[str], draining: bool) -> None:
         """Makes these shards refuse inserts, or accept them again."""
         actors = self.actors()
-        self._ray.get([actors[name].drain.remote(draining) for name in names], timeout=_ANSWER_SECONDS)
+        calls = [actors[name].drain.remote(draining) for name in names]
+        self._ray.get(calls, timeout=_ANSWER_SECONDS)
 
     def hand_over(self, leaving: list[str], heir: str) -> None:
         """Makes the groups that these shards have accepted count at `heir`. All together grant as many as before."""
@@ -249,6 +251,7 @@ class Shards:
             self._ray.kill(actor, no_restart=True)
 
     def _answer(self, name: str, reference: Any) -> ShardStatus:
+        """The status that a shard has answered; without an address if there is no answer yet."""
         try:
             status: ShardStatus = self._ray.get(reference, timeout=0)
             return status
@@ -341,7 +344,10 @@ def resize(
     if not leaving:
         return service.start(configs, _options(config, memory), pin, timeout)
     service.drain(leaving, True)
-    held = [shard for shard in service.status() if shard.name in leaving and (shard.items or not shard.is_up)]
+    held = []
+    for shard in service.status():
+        if shard.name in leaving and (shard.items or not shard.is_up):
+            held.append(shard)
     if held:
         rest = ", ".join(f"{shard.name} holds {counted(shard.items, 'item')}" for shard in held)
         raise ShardError(f"resize is refused for now: {rest}, and takes no more; try again when it is empty")
@@ -364,7 +370,8 @@ def shard_configs(config: Config, shards: int, data_dir: str | Path | None, name
         }
         if data_dir is not None:
             section["data_dir"] = Path(data_dir) / f"{name}-{number}"
-        parts.append(config.model_copy(update={"server": config.server.model_copy(update=section)}))
+        server = config.server.model_copy(update=section)
+        parts.append(config.model_copy(update={"server": server}))
     return parts
 
 

@@ -195,7 +195,8 @@ class Balanced(Selector):
     def select(self, n: int, rng: np.random.Generator, excluded: IntArray = NONE) -> tuple[IntArray, FloatArray]:
         left_out = self._positions_by_code(excluded)
         left = self._left_without(left_out)
-        codes = choose(self._weights, left, min(n, int(left.sum())), rng)
+        n = min(n, int(left.sum()))
+        codes = choose(self._weights, left, n, rng)
         return self._select_each(codes, self._shares(left), rng, left_out)
 
     def select_repeated(self, n: int, rng: np.random.Generator) -> tuple[IntArray, FloatArray]:
@@ -234,7 +235,12 @@ class Balanced(Selector):
         """
         found = []
         for code, part in self._parts.items():
-            found.append({"name": self.tag.values[code], "items": part.size, "weight": float(self._weights[code])})
+            info = {
+                "name": self.tag.values[code],
+                "items": part.size,
+                "weight": float(self._weights[code]),
+            }
+            found.append(info)
         return sorted(found, key=itemgetter("name"))
 
     def one_too_many(self, labels: Sequence[Labels] | None) -> str | None:
@@ -359,9 +365,11 @@ def _draw(weights: FloatArray, n: int, rng: np.random.Generator) -> IntArray:
     """n independent draws (n,) in proportion to `weights` (v,). At least one weight is above 0."""
     possible = np.flatnonzero(weights)
     ends = np.cumsum(weights[possible])
+    targets = rng.random(n) * ends[-1]
+    found = np.searchsorted(ends, targets, side="right")
     # With rounding, a target can reach the end of the last stretch.
-    found = np.searchsorted(ends, rng.random(n) * ends[-1], side="right")
-    return np.asarray(possible[np.minimum(found, possible.size - 1)])
+    found = np.minimum(found, possible.size - 1)
+    return np.asarray(possible[found])
 
 
 def _groups(values: IntArray) -> Iterator[tuple[int, IntArray]]:

@@ -465,7 +465,9 @@ class ReplayBuffer:
         while dirty or self.items.freed:
             if self.items.freed:  # inserts into any table may have waited for the bytes
                 self.items.freed = False
-                dirty.update(dict.fromkeys(name for name, lines in self.lines.items() if lines.inserts))
+                for name, lines in self.lines.items():
+                    if lines.inserts:
+                        dirty[name] = None
                 continue
             name = next(iter(dirty))
             del dirty[name]
@@ -684,7 +686,12 @@ class ReplayBuffer:
     # ------------------------------------------------------------------------------------------------ policy
 
     def set_policy_version(
-        self, version: int, weights: str, rollback: bool = False, shard_index: ShardIndex | None = None, state: str = ""
+        self,
+        version: int,
+        weights: str,
+        rollback: bool = False,
+        shard_index: ShardIndex | None = None,
+        state: str = "",
     ) -> Policy:
         """Sets the current version, drops items that have become too stale, and lets waiting generators go on.
 

@@ -47,6 +47,11 @@ _FEW = 16
 """Fewer keys than this are faster to look up one by one."""
 
 
+def power_of_two(least: int) -> int:
+    """The smallest power of two that is at least `least`, a number from 1."""
+    return 1 << (least - 1).bit_length()
+
+
 def total(values: IntArray) -> int:
     """The sum of `values` (n,)."""
     if values.size == 1:  # most changes are of one row, for which numpy's sum takes ten times as long
@@ -92,7 +97,7 @@ class RowFacts:
     def _grow(self, least: int) -> None:
         """Adds `least` free slots or more."""
         old = self.order.size
-        new = max(64, 1 << (old + max(least, old) - 1).bit_length())
+        new = max(64, power_of_two(old + max(least, old)))
         self._lengthen(new)
         self._free.extend(range(new - 1, old - 1, -1))
 
@@ -198,7 +203,8 @@ class TagColumn:
 
     def lengthen(self, slots: int) -> None:
         """Makes room for `slots` slots."""
-        self.codes = np.concatenate([self.codes, np.zeros(slots - self.codes.size, dtype=np.int32)])
+        more = np.zeros(slots - self.codes.size, dtype=np.int32)
+        self.codes = np.concatenate([self.codes, more])
 
     def check(self, state: npt.NDArray[np.uint8]) -> None:
         """Asserts that the counts are those of the codes, and that all known values are in use. `state`: by slot."""
@@ -420,9 +426,8 @@ class Columns(RowFacts):
         return slots[np.argsort(self.order[slots], kind="stable")]
 
     def _grow(self, least: int) -> None:
-        self._guess = np.zeros(
-            0, dtype=np.int32
-        )  # made anew below: `_lengthen` cannot copy it, which is longer than the columns
+        # Made anew below. `_lengthen` must not copy it, because it is longer than the columns.
+        self._guess = np.zeros(0, dtype=np.int32)
         super()._grow(least)
         new = self.key.size
         for tag in self.tags.values():
@@ -484,6 +489,7 @@ class WaitingRows:
         """
         if labels is None:
             labels = [NO_LABELS] * slots.size
+        # Most items have the same columns, so this has few entries.
         bits_of = {of_item.columns: self._lacks(of_item) for of_item in labels}
         lacks = np.array([bits_of[of_item.columns] for of_item in labels], dtype=np.uint16)
         waits = lacks > 0

@@ -54,6 +54,8 @@ def parse_bytes(value: Any) -> Any:
 
 
 TagName = Annotated[str, Field(min_length=1, max_length=MAX_TAG_NAME)]
+TagText = Annotated[str, Field(max_length=MAX_TAG_TEXT)]
+Weight = Annotated[float, Field(ge=0, le=1e9)]
 ColumnName = Annotated[str, Field(min_length=1, max_length=MOST_COLUMN_BYTES)]
 Bytes = Annotated[int, BeforeValidator(parse_bytes), Field(ge=1, le=2**53)]
 
@@ -177,9 +179,7 @@ class BalanceConfig(Model):
 
     tag: TagName
     """The name of the tag. It is indexed without being named in `index`."""
-    weights: dict[Annotated[str, Field(max_length=MAX_TAG_TEXT)], Annotated[float, Field(ge=0, le=1e9)]] = Field(
-        default_factory=dict, max_length=MAX_BALANCED
-    )
+    weights: dict[TagText, Weight] = Field(default_factory=dict, max_length=MAX_BALANCED)
     """The weight of each value, relative to the others. A value that is not named has weight 1. Items of a value with
     weight 0 are never drawn. An integer is named by its digits. The empty name `""` stands for items without the tag,
     which are one value together. If no item of a value can be drawn, its share goes to the other values."""

@@ -205,6 +205,7 @@ class Items(dict[int, Item]):
         if item is None:
             return True
         copies = sum(table.has_or_may_return(key) for table in self.copies.values())
+        # Any other holder is a row of a table or batch, or a retained row: then a trainer may still get the item.
         return item.holders == copies + self.leaving.holds_of(key)
 
     def clear_left(self, nbytes: int) -> None:

@@ -88,10 +88,16 @@ class Remembered(Generic[A]):
                 self._bytes += _bytes_of(answer) - _bytes_of(self._answers.get(id))
         self._answers.update(dict.fromkeys(ids, answer))
         # A dict that has lost its first entries takes long to find the next entry, so many entries go at once.
-        while len(self._answers) > self._most or (self._bytes > self._most_bytes and len(self._answers) > 1):
+        while self._has_too_many():
             some = 1 + (len(self._answers) >> 8)
             for oldest in list(islice(self._answers, some)):
                 self.forget(oldest)
+
+    def _has_too_many(self) -> bool:
+        if len(self._answers) > self._most:
+            return True
+        # The newest answer stays, however large it is.
+        return self._bytes > self._most_bytes and len(self._answers) > 1
 
     def forget(self, id: int) -> None:
         """Forgets an id, for example because its change was undone."""

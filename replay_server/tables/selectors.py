@@ -21,7 +21,7 @@ from typing import Any, ClassVar, Generic, TypeVar, cast
 import numpy as np
 import numpy.typing as npt
 
-from replay_server.tables.columns import FloatArray, IntArray, RowFacts
+from replay_server.tables.columns import FloatArray, IntArray, RowFacts, power_of_two
 
 NONE = np.zeros(0, dtype=np.int64)
 _STRIDE = 50.0
@@ -101,7 +101,8 @@ class Placed(Selector):
         """Writes `slots` (n,) at [start, start + n)."""
         lacking = self._columns.order.size - self._position.size
         if lacking > 0:
-            self._position = np.concatenate([self._position, np.full(lacking, -1, dtype=np.int64)])
+            more = np.full(lacking, -1, dtype=np.int64)
+            self._position = np.concatenate([self._position, more])
         self._slots[start : start + slots.size] = slots
         self._position[slots] = np.arange(start, start + slots.size)
 
@@ -166,7 +167,7 @@ class Fifo(Placed):
     def _make_room(self, n: int) -> None:
         """Moves all slots to the middle of an array with room for n more behind them."""
         held = self._held()
-        capacity = max(64, 1 << (2 * (held.size + n) - 1).bit_length())
+        capacity = max(64, power_of_two(2 * (held.size + n)))
         self._slots = np.full(capacity, -1, dtype=np.int64)
         self._start = (capacity - held.size - n) // 4
         self._stop = self._start + held.size
@@ -509,7 +510,7 @@ class Tree(Generic[S]):
     """The value of a position that is not in use; of type S."""
 
     def __init__(self, capacity: int = 64) -> None:
-        self._allocate(1 << max(1, capacity - 1).bit_length())
+        self._allocate(power_of_two(max(2, capacity)))
 
     def _allocate(self, capacity: int) -> None:
         self.capacity = capacity
@@ -559,7 +560,8 @@ class Tree(Generic[S]):
         while width > 1:
             children = self._nodes[width : 2 * width]
             width >>= 1
-            self._combine(children[0::2], children[1::2], out=self._nodes[width : 2 * width])
+            parents = self._nodes[width : 2 * width]
+            self._combine(children[0::2], children[1::2], out=parents)
 
     def check(self) -> None:
         """Asserts that each node is computed from its children: to the last bit, because no node is ever adjusted."""
@@ -569,7 +571,7 @@ class Tree(Generic[S]):
 
     def _grow(self, needed: int) -> None:
         old = self._nodes[self.capacity :]
-        self._allocate(1 << (needed - 1).bit_length())
+        self._allocate(power_of_two(needed))
         self._nodes[self.capacity : self.capacity + old.size] = old
         self._recompute_above(self.capacity)
 

@@ -199,6 +199,7 @@ class Table:
         self._clear(current_version=0)
 
     def _clear(self, current_version: int) -> None:
+        """Makes the table empty, with a new limiter and new scopes, and starts a new epoch."""
         self.columns = Columns(current_version, self.config.indexed)
         self.tag_counts = {name: TagCounts(name) for name in self.columns.tags}
         self.limiter = self.config.rate_limiter.build()
@@ -289,7 +290,16 @@ class Table:
         now = self.clock()
         orders = np.arange(self._order + 1, self._order + n + 1)
         self._order += n
-        self.add_rows(batch.keys, priorities, batch.policy_versions, batch.sizes, orders, now, 0, batch.labels)
+        self.add_rows(
+            keys=batch.keys,
+            priorities=priorities,
+            policy_versions=batch.policy_versions,
+            sizes=batch.sizes,
+            orders=orders,
+            inserted_at=now,
+            times_sampled=0,
+            labels=batch.labels,
+        )
         self.limiter.inserts += n
         self.counters.inserts += n
         self.inserted.add(n, now)
@@ -472,7 +482,8 @@ class Table:
     def most_available(self, request: SampleRequest) -> int:
         """The largest batch that could be drawn for `request` now, at most what it asks for."""
         allowed = self.limiter.most_samples(self.waiting.count)
-        return int(max(0, min(request.num_samples, allowed, self.available(request))))
+        most = min(request.num_samples, allowed, self.available(request))
+        return int(max(0, most))
 
     def weigh(self, request: SampleRequest) -> dict[str, Any]:
         """The weight of all items that `request` could draw now. One pass of O(size).
@@ -519,7 +530,7 @@ class Table:
         return self.draw_slots(slots, probabilities, request.scope)
 
     def draw_slots(self, slots: IntArray, probabilities: FloatArray, scope: str = "") -> SampleBatch:
-        """Draws exactly these rows (n,)."""
+        """Draws exactly these rows (n,). Reserves the rows whose last draw this is."""
         columns = self.columns
         n = slots.size
         np.add.at(columns.times_sampled, slots, 1)
@@ -606,8 +617,14 @@ class Table:
         self._count_drawn(-len(keys), -len(keys))
         self._count_tags("sampled", slots, sign=-1)
         self.counters.restored += len(keys)
-        self._show(slots, self.labels_of(keys) if self.config.requires else None)
+        self._show(slots, self._labels_where_required(keys))
         assert self.limiter.size == self.size, (self.limiter, self.size)
+
+    def _labels_where_required(self, keys: Sequence[int]) -> Sequence[Labels] | None:
+        """The labels of each of `keys` if the table requires columns, else None: then nobody looks at labels."""
+        if not self.config.requires:
+            return None
+        return self.labels_of(keys)
 
     def requeue(self, batch: SampleBatch) -> list[int]:
         """Undoes the draw. Returns the keys of its reserved rows, which are selectable again."""
@@ -621,7 +638,7 @@ class Table:
         if batch.scope:
             self.scopes.requeue(batch.scope, batch.keys.tolist())
         if back:
-            self._show(columns.return_rows(back), self.labels_of(back) if self.config.requires else None)
+            self._show(columns.return_rows(back), self._labels_where_required(back))
         slots = columns.find_with_reserved(batch.keys)  # another batch may have reserved a row, or the row is gone
         np.subtract.at(columns.times_sampled, slots[slots >= 0], 1)
         assert self.limiter.size == self.size, (self.limiter, self.size)

@@ -36,7 +36,9 @@ class Forwarding(Extension):
         if batch.epoch != table.epoch:
             return ()
         target = self.kernel.tables[table.config.forward_to]
-        for key, priority in zip(batch.keys.tolist(), batch.priorities.tolist(), strict=True):
+        keys = batch.keys.tolist()
+        priorities = batch.priorities.tolist()
+        for key, priority in zip(keys, priorities, strict=True):
             item = self.kernel.items[key]
             if not priority or table.name in item.forwarded:
                 continue

@@ -252,7 +252,8 @@ class History(Extension):
             self.rows[table.name, key] = Consumed(number, permit)
 
     def reconcile(self) -> None:
-        self.rows = dict(sorted(self.rows.items(), key=lambda row: row[1].number))
+        in_order = sorted(self.rows.items(), key=lambda entry: entry[1].number)
+        self.rows = dict(in_order)
         self._trim()
 
     def check(self) -> None:
