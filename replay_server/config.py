@@ -1,10 +1,10 @@
-"""Config: every setting of a server, from a TOML file or from Python. Each value is checked once, here."""
+"""Config has every setting of a server, from a TOML file or from Python. Each value is checked once, here."""
 
 from __future__ import annotations
 
 import tomllib
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -71,9 +71,9 @@ class ServerConfig(Model):
     data_dir: Path | None = None
     """Folder in which items are stored durably; absent: items are kept in memory only."""
     fsync: Literal["always", "never"] = "always"
-    """Whether the server forces data to the disk before it acknowledges them. A killed server process loses nothing in
-    either case. If the machine fails, "always" loses nothing that was acknowledged, and "never" goes back to the newest
-    checkpoint."""
+    """With "always" the server forces data to the disk before it acknowledges the data. With "never" the system decides
+    when. A killed server process loses nothing in either case. If the machine fails, "always" loses no acknowledged
+    data, and "never" goes back to the newest checkpoint."""
     max_bytes: Bytes | None = None
     """Bytes of payloads and labels (tags, names of columns) that all tables together may hold; absent: no bound."""
     max_payload_bytes: Bytes = 1 << 30
@@ -105,8 +105,8 @@ class SecurityConfig(Model):
     """Clients must send a token from this file. Absent: REPLAY_TOKENS_FILE or REPLAY_TOKENS in the environment
     counts; without these, no token is needed."""
     insecure: bool = False
-    """Listen where other machines reach it although no token is needed: then whoever reaches it can read and change
-    everything."""
+    """Listen where other machines reach the server, although no token is needed: then everybody who reaches the server
+    can read and change everything."""
 
     @model_validator(mode="after")
     def _checked(self) -> Self:
@@ -149,9 +149,9 @@ class CheckpointsConfig(Model):
     every_minutes: float | None = Field(None, gt=0, le=1e6)
     """Minutes between two checkpoints; absent: only when a client asks for one."""
     keep: int = Field(3, ge=1)
-    """How many checkpoints to keep. The server removes older ones, except those that a client named."""
+    """The number of checkpoints to keep. The server removes older checkpoints, except those that a client named."""
     on_stop: bool = False
-    """Whether the server writes a checkpoint when it stops."""
+    """True: the server writes a checkpoint when it stops."""
 
 
 class Config(Model):
@@ -180,23 +180,14 @@ class Config(Model):
     def _checked(self) -> Self:
         by_name = {table.name: table for table in self.tables}
         if len(by_name) < len(self.tables):
-            (name, count), *_ = Counter(table.name for table in self.tables).most_common(1)
+            [(name, count)] = Counter(table.name for table in self.tables).most_common(1)
             raise ValueError(f"table names must differ: {count} tables are called {name!r}")
         for table in self.tables:
-            path, step = [table.name], table
-            while step.forward_to is not None:
-                if step.forward_to not in by_name:
-                    raise ValueError(
-                        f"table {step.name!r} forwards to {step.forward_to!r}, which does not exist; "
-                        f"{listed_tables(by_name, step.forward_to)}"
-                    )
-                if step.forward_to in path:
-                    raise ValueError(f"forward_to goes round in a circle: {' -> '.join([*path, step.forward_to])}")
-                step = by_name[step.forward_to]
-                path.append(step.name)
+            _check_forwarding(table, by_name)
         if self.admission is not None:
             admitted_table(self.admission, self.tables)
-        if self.checkpoint_dir is None and (self.checkpoints.every_minutes or self.checkpoints.on_stop):
+        writes_checkpoints = self.checkpoints.every_minutes or self.checkpoints.on_stop
+        if writes_checkpoints and self.checkpoint_dir is None:
             raise ValueError("checkpoints need a place: set dir in [checkpoints], or data_dir in [server]")
         return self
 
@@ -209,17 +200,18 @@ class Config(Model):
 
     @classmethod
     def load(cls, path: str | Path, defaults: Mapping[str, Any] | None = None) -> Config:
-        """Reads a TOML file. `defaults` are settings as in a file, which those of the file change: see `changed`.
+        """Reads a TOML file. `defaults` are settings as in a file. The settings of the file change them: see `changed`.
 
-        Without them, a file without [[tables]] has the usual ones.
+        Without `defaults`, a file without [[tables]] has the usual tables.
 
         Raises ValueError that names the file, the place in it and the remedy.
         """
         try:
             data = parse_toml(Path(path).read_text())
-        except (OSError, UnicodeDecodeError) as error:
-            reason = error.strerror if isinstance(error, OSError) else "it is not text"
-            raise ValueError(f"{path} cannot be read: {reason}") from None
+        except OSError as error:
+            raise ValueError(f"{path} cannot be read: {error.strerror}") from None
+        except UnicodeDecodeError:
+            raise ValueError(f"{path} cannot be read: it is not text") from None
         except tomllib.TOMLDecodeError as error:
             raise ValueError(f"{path}: {error}") from error
         try:
@@ -228,21 +220,48 @@ class Config(Model):
             raise ValueError(f"{path}: {explain(error, sections='')}") from error
 
 
+def _check_forwarding(table: TableConfig, by_name: Mapping[str, TableConfig]) -> None:
+    """Raises ValueError if a table that items of `table` are forwarded to is missing, or forwards in a circle."""
+    path = [table.name]
+    while table.forward_to is not None:
+        if table.forward_to not in by_name:
+            raise ValueError(
+                f"table {table.name!r} forwards to {table.forward_to!r}, which does not exist; "
+                f"{listed_tables(by_name, table.forward_to)}"
+            )
+        if table.forward_to in path:
+            raise ValueError(f"forward_to goes round in a circle: {' -> '.join([*path, table.forward_to])}")
+        table = by_name[table.forward_to]
+        path.append(table.name)
+
+
 def changed(settings: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings as in a file with those in `own` in their place: field by field of each section, and of each table.
+    """Settings as in a file, changed by the settings in `own`: field by field of each section, and of each table.
 
     A choice that is a table of fields, such as a sampler, is replaced as a whole.
     """
     result = {**settings, **own}
     for name in settings.keys() & own.keys():
-        before, after = settings[name], own[name]
-        if name == "tables" and all(isinstance(table, Mapping) for table in before) and isinstance(after, list):
-            own_tables = {table.get("name"): table for table in after if isinstance(table, dict)}
-            names = [table["name"] for table in before]
-            others = [table for table in after if not isinstance(table, dict) or table.get("name") not in names]
-            result[name] = [{**table, **own_tables.get(table["name"], {})} for table in before] + others
+        before = settings[name]
+        after = own[name]
+        if name == "tables" and isinstance(after, list) and all(isinstance(table, Mapping) for table in before):
+            result[name] = _changed_tables(before, after)
         elif isinstance(before, Mapping) and isinstance(after, Mapping):
             result[name] = {**before, **after}
+    return result
+
+
+def _changed_tables(tables: Iterable[Mapping[str, Any]], own: list[Any]) -> list[Any]:
+    """The tables, changed by tables of the same names in `own`. The other entries of `own`, also wrong ones, follow."""
+    own_tables = {table.get("name"): table for table in own if isinstance(table, dict)}
+    result: list[Any] = []
+    names = []
+    for table in tables:
+        result.append({**table, **own_tables.get(table["name"], {})})
+        names.append(table["name"])
+    for table in own:
+        if not isinstance(table, dict) or table.get("name") not in names:
+            result.append(table)
     return result
 
 
@@ -258,4 +277,4 @@ DEFAULT_TABLES = (
 )
 """The tables of `replay serve` whose file names none: a queue of new groups, and the pool that it feeds."""
 USUAL: Mapping[str, Any] = {"tables": DEFAULT_TABLES}
-"""What a file changes. Its [[tables]], if it has any, stand in the place of both."""
+"""The settings that a file changes. If the file has [[tables]], they replace both of these tables."""

@@ -1,4 +1,4 @@
-"""Refused: the server refuses a request, and has changed nothing for it. The client gets code, message and reason."""
+"""Refused: the error of a request that the server refuses, and for which it has changed nothing."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Code(IntEnum):
 
 
 class Reason(StrEnum):
-    """Tells causes apart that share a code. The client chooses its exception by it."""
+    """Distinguishes causes that share a code. The client chooses its exception by the reason."""
 
     NONE = ""
     """The code alone says what failed."""
@@ -41,11 +41,11 @@ class Reason(StrEnum):
     DRAINING = "draining"
     """The shard is being emptied and takes no new keys. The client inserts into another shard."""
     LEASE_ENDED = "lease-ended"
-    """The item was to close a batch that its reader does not have any more."""
+    """The item should close a batch that its reader does not have any more."""
     STORAGE_FAILED = "storage-failed"
     """The disk is full or fails, or a checkpoint could not be written."""
     TRY_AGAIN = "try-again"
-    """The server answers, and cannot do it at this moment."""
+    """The server answers, but cannot serve the request at this moment."""
     CLOSING = "closing"
     """The server stops, and ends its streams."""
 
@@ -107,7 +107,7 @@ def draining(key: int) -> Refused:
 
 
 def lease_ended(message: str) -> Refused:
-    """A batch that an item was to close is not its reader's any more."""
+    """The reader does not have the batch any more that its item should close."""
     return Refused(Code.ABORTED, message, Reason.LEASE_ENDED)
 
 
@@ -122,13 +122,15 @@ def broken(message: str) -> Refused:
 
 
 def try_again(message: str) -> Refused:
-    """The server cannot do it at this moment. Clients try again by themselves."""
+    """The server cannot serve the request at this moment. Clients try again by themselves."""
     return Refused(Code.UNAVAILABLE, message, Reason.TRY_AGAIN)
 
 
 def listed_tables(tables: Collection[str], near: str = "") -> str:
-    """All names if there are few; of many, those that are nearest to `near`."""
+    """The names of `tables` in words: all names if there are few, else only the names nearest to `near`."""
     if len(tables) <= FEW_TABLES:
         return f"tables: {', '.join(tables)}"
     names = difflib.get_close_matches(near[:100], tables, n=FEW_TABLES, cutoff=0.5)
-    return f"there are {len(tables)} tables" + (f", such as {', '.join(names)}" if names else "")
+    if names:
+        return f"there are {len(tables)} tables, such as {', '.join(names)}"
+    return f"there are {len(tables)} tables"

@@ -1,4 +1,4 @@
-"""ReplayServer: builds storage, tables and service from a configuration, starts them, and stops them."""
+"""ReplayServer builds storage, tables and service from a configuration, starts them, and stops them."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class ReplayServer:
             client = ReplayClient(server.address)
 
     `port=0` takes a free port. Raises ValueError if a file of `security` cannot be used. `start` raises OSError if the
-    address cannot be had.
+    server cannot listen on the address.
     """
 
     def __init__(
@@ -107,11 +107,12 @@ class ReplayServer:
         self._draining = False
 
     def restore(self, checkpoint: str, *, replace: bool = False) -> Self:
-        """Restores this checkpoint at the start ("latest": the newest). If it is damaged: the newest one that is not.
+        """Restores this checkpoint at the start ("latest": the newest). If it is damaged: the newest whole checkpoint.
 
-        The start fails if `data_dir` holds items already; with `replace` they are put aside.
+        The start fails if `data_dir` holds items already. With `replace` these items are put aside.
         """
-        self._restore, self._replace = checkpoint, replace
+        self._restore = checkpoint
+        self._replace = replace
         return self
 
     @property
@@ -128,12 +129,14 @@ class ReplayServer:
 
     @property
     def items(self) -> int:
-        """Payloads held; after the start."""
-        return 0 if self._service is None else len(self._service.backend.buffer.items)
+        """The number of payloads that the server holds; 0 before the start."""
+        if self._service is None:
+            return 0
+        return len(self._service.backend.buffer.items)
 
     @property
     def draining(self) -> bool:
-        """Whether items with new keys are refused, so that the server becomes empty.
+        """True if items with new keys are refused, so that the server becomes empty.
 
         Any thread may set it. A server for which it is set before the start never accepts a new key.
         """
@@ -147,7 +150,6 @@ class ReplayServer:
 
     def on_loop(self, work: Callable[[ReplayBuffer], T]) -> T:
         """The result of `work`, which runs on the server's event loop. Call it from another thread, after the start."""
-
         assert self._loop is not None
         assert self._service is not None
         buffer = self._service.backend.buffer
@@ -173,7 +175,7 @@ class ReplayServer:
 
         self._thread = threading.Thread(target=lambda: event_loop.run(main()), name="replay-server", daemon=True)
         self._thread.start()
-        # Waits in slices: in one without an end, Python may miss a signal that came in the moment before it.
+        # Waits in slices: in a wait without an end, Python may miss a signal that came in the moment before the wait.
         while not ready.wait(1.0):
             pass
         if failure:
@@ -202,7 +204,8 @@ class ReplayServer:
         keep_freed_memory()
         checkpoint = None
         if self._restore is not None:
-            if (directory := self.config.checkpoint_dir) is None:
+            directory = self.config.checkpoint_dir
+            if directory is None:
                 raise ValueError("nothing to restore from: set dir in [checkpoints], or data_dir in [server]")
             checkpoint = CheckpointDirectory(directory).open(self._restore)
         try:
@@ -227,13 +230,19 @@ class ReplayServer:
     async def _serve(
         self, checkpoint: Checkpoint | None, replace: bool, fell_back: str, on_started: Callable[[], None]
     ) -> None:
-        section, checkpoints, directory = self.config.server, self.config.checkpoints, self.config.checkpoint_dir
+        section = self.config.server
+        checkpoints = self.config.checkpoints
+        directory = self.config.checkpoint_dir
         # Without a schedule the folder may be read-only: a server that only restores from it writes nothing there.
-        if (checkpoints.every_minutes is not None or checkpoints.on_stop) and directory is not None:
+        writes_checkpoints = checkpoints.every_minutes is not None or checkpoints.on_stop
+        if writes_checkpoints and directory is not None:
             CheckpointDirectory(directory).check_writable()
-        self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
-        storage = journal = checkpointer = None
-        async with AsyncExitStack() as ends:  # in the opposite order
+        self._loop = asyncio.get_running_loop()
+        self._stop = asyncio.Event()
+        storage: LmdbStorage | None = None
+        journal: Journal | None = None
+        checkpointer: Checkpointer | None = None
+        async with AsyncExitStack() as ends:  # closes them in the opposite order
             if section.data_dir is not None:
                 storage = LmdbStorage(section.data_dir, fsync=section.fsync == "always", replace=replace)
                 storage.fell_back = fell_back
@@ -267,7 +276,7 @@ class ReplayServer:
             await self._listen(buffer, journal, checkpointer, ends, on_started)
 
     def _log_end(self) -> None:
-        if self._address is not None:  # otherwise it never started
+        if self._address is not None:  # otherwise the server never started
             log.info("stopped")
 
     async def _listen(
@@ -278,13 +287,17 @@ class ReplayServer:
         ends: AsyncExitStack,
         on_started: Callable[[], None],
     ) -> None:
-        config, section, checkpoints = self.config, self.config.server, self.config.checkpoints
+        config = self.config
+        section = config.server
+        checkpoints = config.checkpoints
         _check_open_address(section.listen, config.security, tokens=self._authorizer.tokens is not None)
         metrics = None
+        latencies = None
         if section.metrics_listen is not None:
             from replay_server.telemetry.prometheus import MetricsEndpoint  # imports packages that nothing else needs
 
             metrics = MetricsEndpoint(section.metrics_listen)
+            latencies = metrics.latencies
             ends.push_async_callback(asyncio.to_thread, metrics.close)
         self._service = ReplayService(
             buffer,
@@ -293,7 +306,7 @@ class ReplayServer:
             journal,
             checkpointer,
             section.shared_memory or None,
-            None if metrics is None else metrics.latencies,
+            latencies,
         )
         self._service.backend.draining = self._draining
         listener = Listener(self._service, section.listen, config.limits, self._authorizer, self._certificates)
@@ -306,8 +319,10 @@ class ReplayServer:
             log.info("metrics at http://%s/metrics", metrics.address)
             _warn_of_open_metrics(metrics.address)
         log.info("serving the tables %s", ", ".join(buffer.tables))  # `replay serve` prints the address
-        tasks = [asyncio.create_task(BlockedLog(buffer).run())]
-        tasks.append(asyncio.create_task(buffer.items.leaving.run()))
+        tasks = [
+            asyncio.create_task(BlockedLog(buffer).run()),
+            asyncio.create_task(buffer.items.leaving.run()),
+        ]
         if self._authorizer.tokens is not None:
             tasks.append(asyncio.create_task(self._authorizer.end_revoked()))
         if checkpointer is not None and checkpoints.every_minutes is not None:
@@ -338,10 +353,15 @@ class ReplayServer:
 
 
 def _check_open_address(address: str, section: SecurityConfig, *, tokens: bool) -> None:
-    """Raises ValueError if other machines can reach the address, no call needs a token or a certificate, and nobody has
-    said that this is meant."""
-    host = address.rpartition(":")[0]
-    if tokens or section.insecure or section.tls_client_ca is not None or is_loopback(host):
+    """Raises ValueError if other machines can reach the address without a token or a certificate.
+
+    `insecure` in [security] allows that. `tokens`: calls need a token.
+    """
+    if tokens or section.tls_client_ca is not None:
+        return
+    if section.insecure:
+        return
+    if is_loopback(address.rpartition(":")[0]):
         return
     raise ValueError(
         f"refusing to listen on {address} without tokens: whoever reaches it could read and change everything. Set "
@@ -351,7 +371,7 @@ def _check_open_address(address: str, section: SecurityConfig, *, tokens: bool) 
 
 
 def _warn_of_open_address(address: str, section: SecurityConfig, *, tokens: bool) -> None:
-    """Warns if other machines can reach the address and tokens or TLS are missing; `tokens`: calls need one."""
+    """Warns if other machines can reach the address and tokens or TLS are missing. `tokens`: calls need a token."""
     if is_loopback(address.rpartition(":")[0]):
         return
     if not tokens and section.tls_client_ca is None:

@@ -1,13 +1,13 @@
-"""Shards: several complete servers as actors of a Ray cluster, which places, restarts and names them.
+"""Shards are complete servers, as actors of a Ray cluster. Ray places, restarts and names them.
 
 Each shard is a named, detached actor with a ReplayServer of its own. Ray restarts it for ever, on a new port, and
 spreads the shards over the nodes. Clients find them as "ray://NAMESPACE/NAME".
 
 A shard that drains writes a mark into Ray's store of keys, where Ray also keeps the names of its actors. So the mark
-outlives the process: a shard that Ray restarts reads it before it serves. The mark is that of one actor, whose id Ray
-keeps when it restarts the actor, and never uses again. So a new shard with the same name does not drain. The mark of a
-shard that went stays in the store, as some bytes: without it, a shard that dies while it is stopped would come back and
-take inserts.
+outlives the process: a shard that Ray restarts reads its mark before it serves. The mark names the id of the actor. Ray
+keeps the id when it restarts the actor, and never uses it for another actor. So a new shard with the same name does not
+drain. The mark of a shard that was stopped stays in the store, as some bytes. Without the mark, a shard that dies while
+it is stopped would come back and accept inserts.
 
 Only this module of the server uses Ray (the extra `ray`). It imports Ray when a function is called.
 """
@@ -25,19 +25,22 @@ from typing import Any
 from replay_protos.words import counted
 from replay_server.config import Config
 from replay_server.server import ReplayServer
+from replay_server.tables.buffer import ReplayBuffer
 from replay_server.tables.extensions.admission import Admission
 
-NAME = NAMESPACE = "replay"
-"""Where clients look for shards, unless told otherwise: ray://replay/replay."""
+NAMESPACE = "replay"
+"""The namespace in which clients look for shards by default: ray://replay/replay."""
+NAME = "replay"
+"""The name by which clients look for shards by default."""
 MAX_SHARDS = 1024
 _ANSWER_SECONDS = 10.0
-"""Seconds in which a shard must tell its state."""
+"""Seconds in which a shard must report its state."""
 _CALLS_AT_ONCE = 8
-"""Calls that one actor answers at the same time: none of them must wait for another."""
+"""Calls that one actor answers at the same time, so that no call waits for another."""
 
 
 class ShardError(Exception):
-    """What was asked of the shards cannot be done; the message says why."""
+    """An operation on the shards is not possible. The message says why."""
 
 
 @dataclass(frozen=True)
@@ -53,9 +56,9 @@ class ShardStatus:
     items: int = 0
     """Payloads held."""
     draining: bool = False
-    """It takes no more inserts, and may go when it is empty."""
+    """True if the shard accepts no more inserts, and may be stopped when it is empty."""
     restarted: bool = False
-    """Whether Ray has restarted it since `up`."""
+    """True if Ray has restarted the shard since `up`."""
 
     @property
     def is_up(self) -> bool:
@@ -63,7 +66,7 @@ class ShardStatus:
 
 
 class ShardActor:
-    """What runs in the process of a shard. Ray calls __init__ again after each restart."""
+    """The actor in the process of a shard. Ray calls __init__ again after each restart."""
 
     def __init__(self, name: str, config: Config, environment: Mapping[str, str]) -> None:
         import ray as module
@@ -80,7 +83,7 @@ class ShardActor:
 
     @property
     def _mark(self) -> str:
-        """The key of the mark that this shard drains."""
+        """The key in Ray's store of the mark of this actor. While the mark is there, the shard drains."""
         import ray
 
         return f"replay-draining-{ray.get_runtime_context().get_actor_id()}"
@@ -103,7 +106,7 @@ class ShardActor:
         )
 
     def drain(self, draining: bool) -> None:
-        """Takes no more inserts from now on, or takes them again. A restart changes nothing about it."""
+        """Accepts no more inserts from now on, or accepts them again. That outlives a restart."""
         from ray.experimental import internal_kv
 
         if draining:
@@ -114,11 +117,24 @@ class ShardActor:
 
     def hand_over(self) -> int | None:
         """As `Admission.hand_over`; 0 without [admission]."""
-        return self._server.on_loop(lambda buffer: each.hand_over() if (each := Admission.of(buffer)) else 0)
+
+        def hand_over(buffer: ReplayBuffer) -> int | None:
+            admission = Admission.of(buffer)
+            if admission is None:
+                return 0
+            return admission.hand_over()
+
+        return self._server.on_loop(hand_over)
 
     def take_over(self, groups: int) -> None:
-        """As `Admission.take_over`."""
-        self._server.on_loop(lambda buffer: each.take_over(groups) if (each := Admission.of(buffer)) else None)
+        """As `Admission.take_over`; nothing without [admission]."""
+
+        def take_over(buffer: ReplayBuffer) -> None:
+            admission = Admission.of(buffer)
+            if admission is not None:
+                admission.take_over(groups)
+
+        self._server.on_loop(take_over)
 
     def stop(self) -> None:
         """Ends the server in good order. `ray.kill` alone would be a SIGKILL."""
@@ -134,33 +150,40 @@ class Shards:
         except ImportError:
             raise ShardError("shards need Ray: pip install '.[ray]' in a clone of the repository") from None
         ray: Any = module  # half of its functions have no types
-        self.name, self.namespace, self._ray = name, namespace, ray
+        self.name = name
+        self.namespace = namespace
+        self._ray = ray
         if not ray.is_initialized():
             _check_answers(ray_address)
+            address = ray_address or "auto"
             try:
-                ray.init(
-                    address=ray_address or "auto", namespace=namespace, log_to_driver=False, configure_logging=False
-                )
+                ray.init(address=address, namespace=namespace, log_to_driver=False, configure_logging=False)
             except (ConnectionError, ValueError) as error:
-                raise ShardError(f"no Ray cluster answers at {ray_address or 'auto'}: {error}") from None
+                raise ShardError(f"no Ray cluster answers at {address}: {error}") from None
 
     def actors(self) -> dict[str, Any]:
-        """The actor of each shard by its name, in the order of their numbers; also of those that are away."""
-        numbers = sorted(
-            int(number)
-            for actor in self._ray.util.list_named_actors(all_namespaces=True)
-            if actor["namespace"] == self.namespace
-            and (number := actor["name"].removeprefix(f"{self.name}-")) != actor["name"]
-            and number.isdecimal()
-        )
+        """The actor of each shard by name, in the order of their numbers. Includes shards that do not answer."""
         found = {}
-        for number in numbers:
-            with suppress(ValueError):  # it has just gone
-                found[f"{self.name}-{number}"] = self._ray.get_actor(f"{self.name}-{number}", namespace=self.namespace)
+        for number in self._numbers():
+            name = f"{self.name}-{number}"
+            with suppress(ValueError):  # the actor has just ended
+                found[name] = self._ray.get_actor(name, namespace=self.namespace)
         return found
 
+    def _numbers(self) -> list[int]:
+        """The numbers of the shards, ascending. A shard is an actor named NAME-<number>."""
+        prefix = f"{self.name}-"
+        numbers = []
+        for actor in self._ray.util.list_named_actors(all_namespaces=True):
+            if actor["namespace"] != self.namespace or not actor["name"].startswith(prefix):
+                continue
+            number = actor["name"].removeprefix(prefix)
+            if number.isdecimal():
+                numbers.append(int(number))
+        return sorted(numbers)
+
     def status(self) -> list[ShardStatus]:
-        """Every shard. One that does not answer in time has no address."""
+        """The status of every shard. A shard that does not answer in time has no address."""
         references = {name: actor.status.remote() for name, actor in self.actors().items()}
         if references:
             self._ray.wait(list(references.values()), num_returns=len(references), timeout=_ANSWER_SECONDS)
@@ -169,7 +192,7 @@ class Shards:
     def start(
         self, configs: Sequence[Config], options: Mapping[str, Any], pin: bool, timeout: float
     ) -> list[ShardStatus]:
-        """Starts those that do not run yet, one for each of `configs`, and waits until all serve."""
+        """Starts the shards that do not run yet, one for each of `configs`, and waits until all serve."""
         actor_class: Any = self._ray.remote(ShardActor)
         nodes = sorted(node["NodeID"] for node in self._ray.nodes() if node["Alive"])
         environment = {name: value for name, value in os.environ.items() if name.startswith("REPLAY_TOKENS")}
@@ -194,18 +217,21 @@ class Shards:
         except self._ray.exceptions.RayError as error:
             raise ShardError(f"a shard could not start: {str(error).strip().splitlines()[-1]}") from None
         if late:
-            waiting = ", ".join(name for name, answer in zip(started, answers, strict=True) if answer in late)
+            names = [name for name, answer in zip(started, answers, strict=True) if answer in late]
+            waiting = ", ".join(names)
             raise ShardError(
                 f"{waiting} did not start within {timeout:g} s: the cluster has {self._ray.available_resources()} left"
             )
         return self.status()
 
     def drain(self, names: list[str], draining: bool) -> None:
+        """Makes these shards refuse inserts, or accept them again."""
         actors = self.actors()
-        self._ray.get([actors[name].drain.remote(draining) for name in names], timeout=_ANSWER_SECONDS)
+        calls = [actors[name].drain.remote(draining) for name in names]
+        self._ray.get(calls, timeout=_ANSWER_SECONDS)
 
     def hand_over(self, leaving: list[str], heir: str) -> None:
-        """What these shards have granted counts at `heir` from now on: all together grant as many as before."""
+        """Makes the groups that these shards have accepted count at `heir`. All together grant as many as before."""
         actors = self.actors()
         for name in leaving:
             groups = self._ray.get(actors[name].hand_over.remote(), timeout=_ANSWER_SECONDS)
@@ -216,22 +242,24 @@ class Shards:
             self._ray.get(actors[heir].take_over.remote(groups), timeout=_ANSWER_SECONDS)
 
     def stop(self, names: list[str]) -> None:
-        """Stops these shards for good, those that answer in good order."""
+        """Stops these shards for good. A shard that answers ends in good order."""
         actors = [actor for name, actor in self.actors().items() if name in names]
         stopping = [actor.stop.remote() for actor in actors]
-        self._ray.wait(stopping, num_returns=len(stopping), timeout=_ANSWER_SECONDS) if stopping else None
+        if stopping:
+            self._ray.wait(stopping, num_returns=len(stopping), timeout=_ANSWER_SECONDS)
         for actor in actors:
             self._ray.kill(actor, no_restart=True)
 
     def _answer(self, name: str, reference: Any) -> ShardStatus:
+        """The status that a shard has answered; without an address if there is no answer yet."""
         try:
             status: ShardStatus = self._ray.get(reference, timeout=0)
             return status
-        except self._ray.exceptions.RayError:  # away, or too slow
-            return ShardStatus(name, "")
+        except self._ray.exceptions.RayError:  # the shard is away, or too slow
+            return ShardStatus(name, address="")
 
     def _near(self, node: str) -> Any:
-        """On this node as long as it lives, and then on any other one."""
+        """The strategy that places an actor on this node as long as the node lives, and then on any other node."""
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
         return NodeAffinitySchedulingStrategy(node, soft=True)
@@ -250,11 +278,11 @@ def up(
     ray_address: str | None = None,
     timeout: float = 120.0,
 ) -> list[ShardStatus]:
-    """Starts `shards` shards NAME-0, NAME-1, ... and returns when all of them serve. Those that run already stay.
+    """Starts `shards` shards NAME-0, NAME-1, ... and returns when all serve. Shards that run already stay.
 
-    Every shard has `config`. Clients tell them their places, by which they share `fresh_groups_per_step` of
-    [admission]. Other machines reach the address of a shard, unless that of its node is loopback: so a shard starts
-    only with tokens, a `tls_client_ca`, or `insecure` in [security].
+    Every shard has `config`. Clients send each shard its shard index, by which the shards share
+    `fresh_groups_per_step` of [admission]. Other machines reach the address of a shard, unless the address of its node
+    is loopback: so a shard starts only with tokens, a `tls_client_ca`, or `insecure` in [security].
 
     data_dir: each shard keeps its items in a folder NAME-<number> in it; absent: in memory only. The folder must be
     shared by all nodes, unless `pin` is set: then each shard stays on one node as long as that node lives.
@@ -265,18 +293,19 @@ def up(
     """
     configs = shard_configs(config, shards, data_dir, name, port)
     service = Shards(name, namespace, ray_address)
-    if (running := len(service.actors())) > shards:
+    running = len(service.actors())
+    if running > shards:
         raise ShardError(f"{running} of its shards run already: to have {shards}, use resize")
     return service.start(configs, _options(config, memory), pin, timeout)
 
 
 def status(name: str = NAME, namespace: str = NAMESPACE, ray_address: str | None = None) -> list[ShardStatus]:
-    """Every shard; one that is away has no address."""
+    """The status of every shard. A shard that does not answer has no address."""
     return Shards(name, namespace, ray_address).status()
 
 
 def down(name: str = NAME, namespace: str = NAMESPACE, ray_address: str | None = None) -> list[str]:
-    """Stops all shards for good, in good order, and returns their names. What is in `data_dir` stays there."""
+    """Stops all shards for good, in good order, and returns their names. Data in `data_dir` stays there."""
     service = Shards(name, namespace, ray_address)
     names = list(service.actors())
     service.stop(names)
@@ -296,51 +325,58 @@ def resize(
     ray_address: str | None = None,
     timeout: float = 120.0,
 ) -> list[ShardStatus]:
-    """Adds shards, or takes away those with the highest numbers. Arguments as in `up`.
+    """Adds shards, or removes the shards with the highest numbers. Arguments as in `up`.
 
-    A shard that is to go takes no more inserts, from this call on, and goes when it is empty. Until then this raises
-    ShardError that says what it still holds: call again later. With the next policy version the trainer divides
-    `fresh_groups_per_step` of [admission] among those that stay; the shard waits for that too.
+    A shard that is to be removed accepts no more inserts from this call on, and is stopped when it is empty. Until then
+    this raises ShardError that says what the shard still holds: call again later. With the next policy version the
+    trainer divides `fresh_groups_per_step` of [admission] among the shards that stay. The shard waits for that too.
     """
     configs = shard_configs(config, shards, data_dir, name, port)
     service = Shards(name, namespace, ray_address)
     now = service.status()
-    if away := [shard.name for shard in now if not shard.is_up]:
+    away = [shard.name for shard in now if not shard.is_up]
+    if away:
         raise ShardError(f"resize is refused: {', '.join(away)} cannot be reached, and nobody knows what is there")
     names = [shard.name for shard in now]
-    staying, leaving = names[:shards], names[shards:]
+    staying = names[:shards]
+    leaving = names[shards:]
     service.drain(staying, False)
-    if leaving:
-        service.drain(leaving, True)
-        held = [shard for shard in service.status() if shard.name in leaving and (shard.items or not shard.is_up)]
-        if held:
-            rest = ", ".join(f"{shard.name} holds {counted(shard.items, 'item')}" for shard in held)
-            raise ShardError(f"resize is refused for now: {rest}, and takes no more; try again when it is empty")
-        service.hand_over(leaving, staying[0])
-        service.stop(leaving)
-        return service.status()
-    return service.start(configs, _options(config, memory), pin, timeout)
+    if not leaving:
+        return service.start(configs, _options(config, memory), pin, timeout)
+    service.drain(leaving, True)
+    held = []
+    for shard in service.status():
+        if shard.name in leaving and (shard.items or not shard.is_up):
+            held.append(shard)
+    if held:
+        rest = ", ".join(f"{shard.name} holds {counted(shard.items, 'item')}" for shard in held)
+        raise ShardError(f"resize is refused for now: {rest}, and takes no more; try again when it is empty")
+    service.hand_over(leaving, staying[0])
+    service.stop(leaving)
+    return service.status()
 
 
 def shard_configs(config: Config, shards: int, data_dir: str | Path | None, name: str, port: int) -> list[Config]:
-    """The configuration of each shard: the same one, apart from its addresses and its folder."""
+    """The configuration of each shard: `config`, except for the shard's addresses and folder."""
     if not 1 <= shards <= MAX_SHARDS:
         raise ShardError(f"shards must be from 1 to {MAX_SHARDS}, not {shards}")
     parts = []
     for number in range(shards):
+        listen_port = port + number if port else 0  # 0: any free port
         section: dict[str, Any] = {
-            "listen": f"0.0.0.0:{port + number if port else 0}",
+            "listen": f"0.0.0.0:{listen_port}",
             # Several shards may run on one node.
             "metrics_listen": None if config.server.metrics_listen is None else "0.0.0.0:0",
         }
         if data_dir is not None:
             section["data_dir"] = Path(data_dir) / f"{name}-{number}"
-        parts.append(config.model_copy(update={"server": config.server.model_copy(update=section)}))
+        server = config.server.model_copy(update=section)
+        parts.append(config.model_copy(update={"server": server}))
     return parts
 
 
 def _check_answers(ray_address: str | None) -> None:
-    """Ray itself would try for many minutes. Raises ShardError."""
+    """Raises ShardError if nothing listens at the address. Ray itself would try to connect for many minutes."""
     host, _, port = (ray_address or "").removeprefix("ray://").rpartition(":")
     if not host or not port.isdecimal():
         return
@@ -351,6 +387,10 @@ def _check_answers(ray_address: str | None) -> None:
 
 
 def _options(config: Config, memory: int | None) -> dict[str, Any]:
-    """What Ray reserves for a shard: a core, and its memory. Never a GPU."""
-    reserved = memory if memory is not None else int(1.25 * (config.server.max_bytes or 0))
-    return {"num_cpus": 1, **({"memory": reserved} if reserved else {})}
+    """The resources that Ray reserves for a shard: a core, and the memory of the shard. Never a GPU."""
+    if memory is None:
+        memory = int(1.25 * (config.server.max_bytes or 0))
+    options: dict[str, Any] = {"num_cpus": 1}
+    if memory:
+        options["memory"] = memory
+    return options

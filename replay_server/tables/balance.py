@@ -1,21 +1,21 @@
-"""Balance: draws have fixed shares of the values of one tag, whatever the table holds of each.
+"""Balance: draws have fixed shares of the values of one tag, however many items of each value the table holds.
 
-**Why.** A pool that holds 90 % mathematics trains on 90 % mathematics, and whatever is generated faster crowds out the
-rest. A sampler cannot mend that: it weighs items, and the weights would have to change with each insert.
+**Why.** A pool that holds 90 % mathematics trains on 90 % mathematics, and environments that generate faster crowd out
+the rest. A sampler cannot mend that: it weighs items, and the weights would have to change with each insert.
 
-**How.** Every draw chooses twice. It first chooses a value, in proportion to the weights of those values that still
-have an item to give, and then an item by the table's own sampler among the items of that value. So an item's
-probability is the share of its value times its probability within the value. Where a value has nothing to give, it is
-not chosen, and the others share what it would have had in proportion to their weights.
+**How.** Every draw chooses twice. It first chooses a value, in proportion to the weights of the values that still have
+an item to give. Then the table's own sampler chooses an item among the items of that value. So the probability of an
+item is the share of its value times the probability of the item within the value. A value that has nothing to give is
+not chosen: the other values divide its share in proportion to their weights.
 
-The table's sampler is therefore built once for each value. Its trees would be as long as the table, if their positions
-were the table's slots, and a thousand values would need a thousand times the memory. So each value numbers its items
-by itself: a `_Part` has the facts of its items one after the other, without gaps. All parts together are about as
-large as one selector of the table.
+The table's sampler is therefore built once for each value. If its positions were the table's slots, the trees of each
+sampler would be as long as the table, and a thousand values would need a thousand times the memory. So each value
+numbers its own items: a `_Part` has the facts of its items one after the other, without gaps. All parts together are
+about as large as one selector of the table.
 
-Distinct draws of n rows are n draws one after the other, each from the rows that are left. `choose` says which values
-they come from, in one vectorised pass: a value that is used up is not chosen again. Then each value selects its rows at
-once, because what it selects does not depend on the other values.
+Distinct draws of n rows are n draws one after the other, each from the rows that are left. `choose` finds the values of
+all draws in one vectorised pass: a value that is used up is not chosen again. Then each value selects its rows at once,
+because its selection does not depend on the other values.
 
 Items without the tag are one value together, the empty one.
 """
@@ -36,12 +36,12 @@ from replay_server.tables.selectors import NONE, Selector
 
 @dataclass(frozen=True)
 class ValueRows:
-    """How many rows of a batch have a value: the message ValueRows of replay.proto."""
+    """The number of rows of a batch that have a value: the message ValueRows of replay.proto."""
 
     value: str
     rows: int
     share: float
-    """The probability of each of these rows is multiplied by it."""
+    """The factor by which the probability of each of these rows is multiplied."""
 
 
 class Balanced(Selector):
@@ -50,31 +50,38 @@ class Balanced(Selector):
     def __init__(
         self, columns: Columns, tag: str, weights: Mapping[str, float], build: Callable[[RowFacts], Selector]
     ) -> None:
-        """`weights` of values, 1 where one has none. `build` makes a selector over the facts of its items."""
+        """`weights`: by value; a value without a weight has 1. `build` makes a selector over the items of one value."""
         self._columns = columns
         self.tag = columns.tags[tag]
         self._weight_of = weights
         self._build = build
         self._parts: dict[int, _Part] = {}
-        """By code: the values that have an item here."""
+        """By code: a part for each value that has an item here."""
         self._position = np.zeros(0, dtype=np.int64)
-        """By slot: its position in the part of its value."""
+        """By slot: the position of its item in the part of its value."""
         self._left = np.zeros(16, dtype=np.int64)
-        """By code: how many items can be drawn; 0 where the weight is 0."""
+        """By code: the number of items that can be drawn; 0 where the weight is 0."""
         self._weights = np.zeros(16)
-        """By code, where there is a part."""
+        """By code: the weight of the value, where there is a part."""
 
     def insert(self, slots: IntArray) -> None:
-        if slots.size and (top := int(slots.max())) >= self._position.size:
-            longer = np.zeros(2 * top + 64, dtype=np.int64)
-            longer[: self._position.size] = self._position
-            self._position = longer
+        if slots.size:
+            self._reach(int(slots.max()))
         for code, of_value in self._by_value(slots):
-            part = self._parts.get(code) or self._open(code)
+            part = self._parts.get(code)
+            if part is None:
+                part = self._open(code)
             positions = part.add(of_value, self._columns)
             self._position[of_value] = positions
             part.selector.insert(positions)
             self._count(code, part)
+
+    def _reach(self, slot: int) -> None:
+        """Makes room for the position of this slot."""
+        if slot >= self._position.size:
+            longer = np.zeros(2 * slot + 64, dtype=np.int64)
+            longer[: self._position.size] = self._position
+            self._position = longer
 
     def _open(self, code: int) -> _Part:
         """A part for a value that had no item here."""
@@ -82,7 +89,8 @@ class Balanced(Selector):
             self._left = np.concatenate([self._left, np.zeros_like(self._left)])
             self._weights = np.concatenate([self._weights, np.zeros_like(self._weights)])
         self._weights[code] = self._weight_of.get(self.tag.values[code], 1.0)
-        part = self._parts[code] = _Part(self._columns.current_version, self._build)
+        part = _Part(self._columns.current_version, self._build)
+        self._parts[code] = part
         assert not self._left[code], "a value that had no item could be drawn"
         return part
 
@@ -100,7 +108,8 @@ class Balanced(Selector):
 
     def update(self, slots: IntArray) -> None:
         for code, of_value in self._by_value(slots):
-            part, positions = self._parts[code], self._position[of_value]
+            part = self._parts[code]
+            positions = self._position[of_value]
             part.priority[positions] = self._columns.priority[of_value]
             part.selector.update(positions)
             self._count(code, part)
@@ -111,11 +120,13 @@ class Balanced(Selector):
             part.selector.version_moved(before)
 
     def _count(self, code: int, part: _Part) -> None:
+        """Counts the items of a value that can be drawn."""
         self._left[code] = part.selector.selectable() if self._weights[code] else 0
 
     def _by_value(self, slots: IntArray) -> Iterator[tuple[int, IntArray]]:
-        """Each code among `slots` (n,), with its slots in the same order."""
-        for code, rows in _groups(self.tag.codes[slots].astype(np.int64)):
+        """Each code of `slots` (n,), with the slots that have it, in the same order."""
+        codes = self.tag.codes[slots].astype(np.int64)
+        for code, rows in _groups(codes):
             yield code, slots[rows]
 
     def selectable(self) -> int:
@@ -124,26 +135,31 @@ class Balanced(Selector):
     def holds(self, slot: int) -> bool:
         code = self.tag.codes.item(slot)
         part = self._parts.get(code)
-        if part is None or not self._left[code] or slot >= self._position.size:
+        if part is None or not self._left[code]:
             return False
-        # A slot that is not here, because it waits for columns, may have the position of an item before it.
+        if slot >= self._position.size:
+            return False
         position = self._position.item(slot)
-        return position < part.slots.size and part.slots[position] == slot and part.selector.holds(position)
+        # A slot that waits for columns is not here, but may have the position of an item that used the slot before.
+        if position >= part.slots.size or part.slots[position] != slot:
+            return False
+        return part.selector.holds(position)
 
     def check(self, slots: IntArray) -> None:
         of_values = dict(self._by_value(slots))
         assert self._parts.keys() == of_values.keys(), "a value has a part and no item, or an item and no part"
         for code, of_value in of_values.items():
-            part, positions = self._parts[code], self._position[of_value]
+            part = self._parts[code]
+            positions = self._position[of_value]
             assert np.array_equal(part.slots[positions], of_value), "a position belongs to another slot"
             part.check(positions, self._columns)
             left = part.selector.selectable() if self._weights[code] else 0
             assert self._left[code] == left, (self._left[code], left)
-        without = np.delete(self._left, list(of_values))
-        assert not without.any(), "a value can be drawn that no item has"
+        left_of_others = np.delete(self._left, list(of_values))
+        assert not left_of_others.any(), "a value can be drawn that no item has"
 
     def weigh_values(self, excluded: IntArray = NONE) -> list[dict[str, Any]]:
-        """What each value could be drawn for, of those that have something to give; O(size).
+        """The weights of each value that has something to give; O(size).
 
         The fields of the message ValueWeight of replay.proto.
         """
@@ -151,17 +167,26 @@ class Balanced(Selector):
         found = []
         for code, part in self._parts.items():
             without = left_out.get(code, NONE)
-            if (items := int(self._left[code]) - without.size) > 0:
-                total, squares = part.selector.weigh(without)
-                value, weight = self.tag.values[code], float(self._weights[code])
-                found.append({"value": value, "weight": weight, "total": total, "squares": squares, "items": items})
+            items = int(self._left[code]) - without.size
+            if items <= 0:
+                continue
+            total, squares = part.selector.weigh(without)
+            weights = {
+                "value": self.tag.values[code],
+                "weight": float(self._weights[code]),
+                "total": total,
+                "squares": squares,
+                "items": items,
+            }
+            found.append(weights)
         return found
 
     def _positions_by_code(self, slots: IntArray) -> dict[int, IntArray]:
+        """By code: the positions of the `slots` (n,) that have the code."""
         return {code: self._position[of_value] for code, of_value in self._by_value(slots)}
 
     def _left_without(self, left_out: dict[int, IntArray]) -> IntArray:
-        """By code: how many items can be drawn without these positions."""
+        """By code: the number of items that can be drawn without these positions."""
         left = self._left.copy()
         for code, positions in left_out.items():
             left[code] -= positions.size
@@ -170,12 +195,14 @@ class Balanced(Selector):
     def select(self, n: int, rng: np.random.Generator, excluded: IntArray = NONE) -> tuple[IntArray, FloatArray]:
         left_out = self._positions_by_code(excluded)
         left = self._left_without(left_out)
-        codes = choose(self._weights, left, min(n, int(left.sum())), rng)
+        n = min(n, int(left.sum()))
+        codes = choose(self._weights, left, n, rng)
         return self._select_each(codes, self._shares(left), rng, left_out)
 
     def select_repeated(self, n: int, rng: np.random.Generator) -> tuple[IntArray, FloatArray]:
         shares = self._shares(self._left)
-        return self._select_each(_draw(shares, n, rng) if shares.any() else NONE, shares, rng, None)
+        codes = _draw(shares, n, rng) if shares.any() else NONE
+        return self._select_each(codes, shares, rng, None)
 
     def _shares(self, left: IntArray) -> FloatArray:
         """By code: the probability that a draw chooses this value first."""
@@ -185,8 +212,12 @@ class Balanced(Selector):
     def _select_each(
         self, codes: IntArray, shares: FloatArray, rng: np.random.Generator, left_out: dict[int, IntArray] | None
     ) -> tuple[IntArray, FloatArray]:
-        """A slot of each value of `codes` (n,), and its probability. `left_out`: positions by code; None: repeats."""
-        slots, probabilities = np.zeros(codes.size, dtype=np.int64), np.zeros(codes.size)
+        """A slot for each value of `codes` (n,), and the probability of the slot.
+
+        `left_out`: the positions by code that are not selected. None: slots may repeat.
+        """
+        slots = np.zeros(codes.size, dtype=np.int64)
+        probabilities = np.zeros(codes.size)
         for code, rows in _groups(codes):
             part = self._parts[code]
             if left_out is None:
@@ -198,54 +229,72 @@ class Balanced(Selector):
         return slots, probabilities
 
     def values(self) -> list[dict[str, Any]]:
-        """The values by name, with all their items but those that wait for columns.
+        """The values by name, with all their items except items that wait for columns.
 
         The fields of the message ValueInfo of replay.proto.
         """
-        found = [
-            {"name": self.tag.values[code], "items": part.size, "weight": float(self._weights[code])}
-            for code, part in self._parts.items()
-        ]
+        found = []
+        for code, part in self._parts.items():
+            info = {
+                "name": self.tag.values[code],
+                "items": part.size,
+                "weight": float(self._weights[code]),
+            }
+            found.append(info)
         return sorted(found, key=itemgetter("name"))
 
     def one_too_many(self, labels: Sequence[Labels] | None) -> str | None:
-        """Which value of new items (n,) is one more than can be balanced; None: they fit."""
+        """A value of new items (n,) that is one more than can be balanced; None: all values fit."""
         tag = self.tag
         if labels is None or len(tag) + len(labels) <= MAX_BALANCED:
             return None
-        new = {text for of_item in labels if tag.code(text := of_item.text(tag.name)) is None}
-        return max(new) if new and len(tag) + len(new) > MAX_BALANCED else None
+        texts = {of_item.text(tag.name) for of_item in labels}
+        new = [text for text in texts if tag.code(text) is None]
+        if new and len(tag) + len(new) > MAX_BALANCED:
+            return max(new)
+        return None
 
     def rows_of(
         self, wanted: Sequence[ValueRows], excluded: IntArray = NONE, *, distinct: bool
     ) -> tuple[IntArray, FloatArray]:
-        """The codes (n,) of so many rows of each value as there are, one value after the other; and the shares by code.
+        """The code (n,) of each wanted row that is there, one value after the other, and the shares by code.
 
-        Of a value that has too few distinct rows come all of them. The selector holds the excluded slots.
+        If a value has too few distinct rows, it gives all of them. The selector must hold all excluded slots.
         """
         left = self._left_without(self._positions_by_code(excluded))
-        codes, shares = [NONE], np.zeros(left.size)
-        for each in wanted:
-            code = self.tag.code(each.value)
-            if code is not None and code in self._parts and left[code]:
-                codes.append(np.full(min(each.rows, left[code]) if distinct else each.rows, code))
-                shares[code] = each.share
+        codes = [NONE]
+        shares = np.zeros(left.size)
+        for value_rows in wanted:
+            code = self.tag.code(value_rows.value)
+            if code is None or code not in self._parts:
+                continue
+            if not left[code]:
+                continue
+            rows = value_rows.rows
+            if distinct:
+                rows = min(rows, left[code])
+            codes.append(np.full(rows, code))
+            shares[code] = value_rows.share
         return np.concatenate(codes), shares
 
     def select_values(
         self, wanted: Sequence[ValueRows], rng: np.random.Generator, excluded: IntArray = NONE, *, distinct: bool
     ) -> tuple[IntArray, FloatArray]:
-        """As `select` or `select_repeated`, the rows of `rows_of`.
+        """Selects the rows of `rows_of`, as `select` if they are distinct, else as `select_repeated`.
 
-        The probability of a row is that within its value, times the share that is `wanted`.
+        The probability of a row is its probability within its value, times the share in `wanted`.
         """
         codes, shares = self.rows_of(wanted, excluded, distinct=distinct)
-        return self._select_each(codes, shares, rng, self._positions_by_code(excluded) if distinct else None)
+        left_out = self._positions_by_code(excluded) if distinct else None
+        return self._select_each(codes, shares, rng, left_out)
 
 
 class _Part(RowFacts):
-    """The facts of the items of one value, by position. Positions are used again, so they stay below twice the items
-    that the value once had at most. What is there but the priority never changes, so these copies hold."""
+    """The facts of the items of one value, by position.
+
+    Positions are used again, so they stay below twice the most items that the value ever had. The facts are copies of
+    the table's. Only the priority of an item ever changes, and `Balanced.update` copies it again.
+    """
 
     def __init__(self, current_version: int, build: Callable[[RowFacts], Selector]) -> None:
         super().__init__(current_version)
@@ -266,13 +315,14 @@ class _Part(RowFacts):
         return positions
 
     def free(self, positions: IntArray) -> None:
+        """Frees the positions (n,) of items that leave."""
         self.size -= positions.size
         assert self.size >= 0, "more items leave than the value has"
         self.slots[positions] = -1
         self._free.extend(positions.tolist())
 
     def check(self, positions: IntArray, columns: Columns) -> None:
-        """Asserts that its items are at these positions (n,), distinct, with the facts of the table."""
+        """Asserts that the items are at these positions (n,), distinct, with the facts of the table."""
         assert self.size == positions.size, (self.size, positions.size)
         free = np.ones(self.slots.size, dtype=np.bool_)
         free[positions] = False
@@ -290,16 +340,19 @@ def choose(weights: FloatArray, left: IntArray, n: int, rng: np.random.Generator
     Each draw chooses a value in proportion to the weights of those that are not used up. `left` (v,) says how many
     draws use up each value. It must have n draws together, in values whose weight is above 0.
     """
-    # Independent draws, without those that name a value which is used up by then, are distributed as draws from the
-    # values that are not. So draw all at once, leave out what came too late, and draw as many again from the rest.
-    left, parts = left.copy(), [NONE]
+    # Draw independently, and leave out each draw whose value is used up by then. The remaining draws are distributed as
+    # draws from the values that are not used up. So draw all at once, leave out the draws that came too late, and draw
+    # as many again from the rest.
+    left = left.copy()
+    parts = [NONE]
     assert left[weights > 0].sum() >= n, "there are fewer items than draws, which would never end"
     while n:
         drawn = _draw(np.where(left > 0, weights, 0.0), n, rng)
         counts = np.bincount(drawn, minlength=left.size)
         if (counts > left).any():
             for value, rows in _groups(drawn):
-                drawn[rows[left[value] :]] = -1
+                too_late = rows[left[value] :]
+                drawn[too_late] = -1
             drawn = drawn[drawn >= 0]
             counts = np.minimum(counts, left)
         left -= counts
@@ -309,12 +362,14 @@ def choose(weights: FloatArray, left: IntArray, n: int, rng: np.random.Generator
 
 
 def _draw(weights: FloatArray, n: int, rng: np.random.Generator) -> IntArray:
-    """n independent draws (n,) in proportion to `weights` (v,), of which some are above 0."""
+    """n independent draws (n,) in proportion to `weights` (v,). At least one weight is above 0."""
     possible = np.flatnonzero(weights)
     ends = np.cumsum(weights[possible])
-    # By rounding a target can reach the end of the last stretch.
-    found = np.searchsorted(ends, rng.random(n) * ends[-1], side="right")
-    return np.asarray(possible[np.minimum(found, possible.size - 1)])
+    targets = rng.random(n) * ends[-1]
+    found = np.searchsorted(ends, targets, side="right")
+    # With rounding, a target can reach the end of the last stretch.
+    found = np.minimum(found, possible.size - 1)
+    return np.asarray(possible[found])
 
 
 def _groups(values: IntArray) -> Iterator[tuple[int, IntArray]]:

@@ -5,11 +5,11 @@ request first, and then applies all of it. So tables need no locks, and no clien
 
 An insert asks the insert rules whether its rows enter their tables, wait, or are refused. A sample asks its table
 whether it may draw now. A request that has to wait becomes a Pending in the line of each of its tables, and the
-caller gets it at once. Nobody polls: each operation that changes a table ends with `_progress`. That serves the first
-request of each line of the table, then the lines of all tables that this changes, until no first request can go on.
-So a wait ends within the operation that makes its end possible. Requests are served first come, first served,
-whatever the event loop runs next. And a wait can always say why it lasts, because the rule that holds the request
-back has the words.
+caller gets the Pending at once. Nobody polls: each operation that changes a table ends with `_progress`. `_progress`
+serves the first request of each line of the table, then the lines of all tables that this changes, until no first
+request can go on. So a wait ends within the operation that makes its end possible. Requests are served first come,
+first served, whatever the event loop runs next. The rule that holds a request back also says why, so each wait has a
+reason in words.
 
 An operation on a million rows takes some passes over arrays, and no loop over the rows. The objects of rows that have
 left are cleared away afterwards, in slices (`items.py`).
@@ -27,7 +27,6 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import chain
 from typing import Any
 
 from pydantic import ValidationError
@@ -61,12 +60,15 @@ QUIET_SECONDS = 10.0
 
 
 class Lines:
+    """The requests that wait for one table: inserts in one line, samples in another."""
+
     def __init__(self, clock: Callable[[], float]) -> None:
         self.inserts: Line[PendingInsert] = Line(clock)
         self.samples: Line[PendingSample] = Line(clock)
 
 
 def any_insert_waits(tables: Iterable[Table], lines: Mapping[str, Lines]) -> bool:
+    """True if an insert into one of `tables` waits."""
     for table in tables:  # noqa: SIM110  # twice as fast as any() of a generator
         if lines[table.name].inserts:
             return True
@@ -74,35 +76,49 @@ def any_insert_waits(tables: Iterable[Table], lines: Mapping[str, Lines]) -> boo
 
 
 def insertable_at_once(batch: InsertBatch, tables: Sequence[Table], items: Items, lines: Mapping[str, Lines]) -> int:
-    """How many of the first rows to insert together: with the same outcome as one after the other, at least 1.
+    """The number of first rows to insert together, at least 1. The outcome is the same as one after the other.
 
-    This is about order alone: what the rows change for each other. Whether they may enter, the insert rules say.
+    Only the effect of the rows on each other counts here. The insert rules decide which rows may enter.
     """
-    n, nbytes = len(batch), batch.nbytes
-    if items.bytes + nbytes > items.max_bytes or len(set(batch.keys)) < n or any_insert_waits(tables, lines):
+    n = len(batch)
+    nbytes = batch.nbytes
+    if items.bytes + nbytes > items.max_bytes:
+        return 1
+    if len(set(batch.keys)) < n:
+        return 1
+    if any_insert_waits(tables, lines):
         return 1
     for table in tables:
-        # A waiting sample would be drawn between two rows. Only a fifo draws the same items after both rows, as long
-        # as nothing is evicted.
         if lines[table.name].samples:
-            fifo = table.config.sampler.type == "fifo" and table.balanced is None
-            n = min(n, table.config.max_size - table.size if fifo else 1)
+            # A waiting sample would be drawn between two rows. Only a fifo draws the same items after both rows, as
+            # long as nothing is evicted.
+            if table.config.sampler.type == "fifo" and table.balanced is None:
+                n = min(n, table.config.max_size - table.size)
+            else:
+                n = min(n, 1)
         while n > 1 and not table.fits_at_once(n, nbytes):
             n //= 2
     return max(1, n)
 
 
 def quiet_time(pending: PendingInsert | PendingSample, now: float, extensions: Iterable[Extension]) -> str:
-    """How long the side that `pending` waits for has done nothing, and whether generators wait for an extension."""
+    """Words for a quiet other side; "": it is not quiet.
+
+    A sample waits for inserts, and an insert for samples. For example "; nobody sampled for 12 s". For a sample the
+    words also say which extensions generators wait for.
+    """
     table = pending.tables[0]
-    samples = isinstance(pending, PendingSample)
-    seconds = now - (table.inserted if samples else table.sampled).last
+    if not isinstance(pending, PendingSample):
+        seconds = now - table.sampled.last
+        return f"; nobody sampled for {seconds:.0f} s" if seconds >= QUIET_SECONDS else ""
+    seconds = now - table.inserted.last
     if seconds < QUIET_SECONDS:
         return ""
-    words = f"; nobody {'inserted' if samples else 'sampled'} for {seconds:.0f} s"
-    for name, line in chain.from_iterable(each.lines.items() for each in extensions):
-        if samples and len(line):
-            words += f", and generators wait for {name} ({len(line)})"
+    words = f"; nobody inserted for {seconds:.0f} s"
+    for extension in extensions:
+        for name, line in extension.lines.items():
+            if len(line):
+                words += f", and generators wait for {name} ({len(line)})"
     return words
 
 
@@ -111,18 +127,28 @@ log = logging.getLogger("replay_server")
 MAX_KNOWN_KEYS = 1 << 18
 MAX_ANSWERS = 1 << 16
 MAX_ANSWER_BYTES = 64 << 20
-_set_of = lru_cache(1 << 10)(frozenset[str])
-"""One copy of each set of tables for all keys: 200,000 copies would take 50 MB."""
+
+
+@lru_cache(1 << 10)
+def _set_of(names: tuple[str, ...]) -> frozenset[str]:
+    """One copy of each set of tables for all keys: 200,000 copies would take 50 MB."""
+    return frozenset(names)
 
 
 @dataclass
 class Policy:
+    """The trainer's current policy, as the trainer announced it."""
+
     version: int = 0
     weights: str = ""
+    """The location of the weights; empty: the trainer named none."""
     set_at: float = 0.0
+    """Seconds of the server's clock."""
 
 
 class ReplayBuffer:
+    """All tables of a server, with their items, waiting requests and outstanding batches."""
+
     def __init__(
         self,
         tables: Iterable[TableConfig],
@@ -134,7 +160,7 @@ class ReplayBuffer:
         max_payload_bytes: int = 1 << 30,
         rows_per_slice: int = ROWS_PER_SLICE,
     ) -> None:
-        """`rows_per_slice`: of a larger removal, so many rows are cleared away at once."""
+        """`rows_per_slice`: the rows that are cleared away at once after a larger removal."""
         self.clock = clock
         self.storage = storage
         self.max_payload_bytes = max_payload_bytes
@@ -145,18 +171,19 @@ class ReplayBuffer:
         self.trained = [table for name, table in self.tables.items() if name not in copies]
         """The tables that trainers and generators use. The others are copies."""
         self.lines = {name: Lines(clock) for name in self.tables}
-        self.policy, self.versions = Policy(set_at=clock()), StepTimes()
+        self.policy = Policy(set_at=clock())
+        self.versions = StepTimes()
         self.on_policy: set[Callable[[], None]] = set()
         """Called after every change of the policy."""
         self.watchers: list[Watcher] = []
         self.outstanding = OutstandingBatches(self.items, self.watchers)
         self.batches = self.outstanding.by_id
         self.known_keys: Remembered[frozenset[str]] = Remembered("keys", MAX_KNOWN_KEYS, self.watchers)
-        """Of items: for which tables each was inserted. An insert is known as a retry also when its item is gone."""
+        """By key: the tables for which the item was inserted. A retry is recognized even when the item is gone."""
         self.answers: Remembered[tuple[bytes, bytes]] = Remembered(
             "answers", MAX_ANSWERS, self.watchers, most_bytes=MAX_ANSWER_BYTES
         )
-        """Of requests with a number: the digest of the request, and the answer."""
+        """By number of a request: the digest of the request, and the answer."""
         kinds = (self.known_keys, self.outstanding.acknowledged, self.outstanding.requeued, self.answers)
         self.remembered: dict[str, Remembered[Any]] = {kind.kind: kind for kind in kinds}
         self.damaged = 0
@@ -164,29 +191,36 @@ class ReplayBuffer:
         self._rules = InsertRules(self.items, self.known_keys, self.outstanding.why_not_closed, max_payload_bytes)
         self._closed = False
         self.extensions = extensions
-        self._lay_on(extensions)
+        self._attach(extensions)
 
-    def _lay_on(self, extensions: Sequence[Extension]) -> None:
-        """Finds the hooks of extensions; those about a table are called for the tables that they concern."""
+    def _attach(self, extensions: Sequence[Extension]) -> None:
+        """Finds the hooks of extensions. Hooks about a table are called for the tables that the extension concerns."""
         for extension in extensions:
             extension.attach(self)
-        self._why_not, self._on_insert = hooks(extensions, "why_not"), hooks(extensions, "on_insert")
-        self._serve, self.items.on_gone = hooks(extensions, "progress"), hooks(extensions, "on_item_gone")
+        self._why_not = hooks(extensions, "why_not")
+        self._on_insert = hooks(extensions, "on_insert")
+        self._serve = hooks(extensions, "progress")
+        self.items.on_gone = hooks(extensions, "on_item_gone")
         for table in self.tables.values():
-            concerned = [each for each in extensions if each.concerns(table.config)]
-            table.on_acknowledge, table.on_lease = hooks(concerned, "on_acknowledge"), hooks(concerned, "on_lease")
-        items, trained = self.items, [table.config for table in self.trained]
-        sparing = [each for each in extensions if any(map(each.concerns, trained))]
-        items.spares, items.spare_keys = hooks(sparing, "spares"), hooks(sparing, "spare_keys")
-        items.frees = hooks(sparing, "free")
+            concerned = [extension for extension in extensions if extension.concerns(table.config)]
+            table.on_acknowledge = hooks(concerned, "on_acknowledge")
+            table.on_lease = hooks(concerned, "on_lease")
+        sparing = [
+            extension for extension in extensions if any(extension.concerns(table.config) for table in self.trained)
+        ]
+        self.items.spares = hooks(sparing, "spares")
+        self.items.spare_keys = hooks(sparing, "spare_keys")
+        self.items.frees = hooks(sparing, "free")
 
     def table(self, name: str) -> Table:
+        """The table of this name. Raises Refused if there is none."""
         try:
             return self.tables[name]
         except KeyError:
             raise not_found(f"no table {name[:100]!r}; {listed_tables(self.tables, name)}") from None
 
     def check_open(self) -> None:
+        """Raises Refused if the server is shutting down."""
         if self._closed:
             raise closed("the server is shutting down")
 
@@ -203,15 +237,20 @@ class ReplayBuffer:
             raise invalid(f"item {batch.keys[0]} names no table; {listed_tables(self.tables)}")
         tables = [self.table(name) for name in batch.priorities]
         for why_not in self._why_not:
-            if (refusal := why_not(batch)) is not None:
+            refusal = why_not(batch)
+            if refusal is not None:
                 raise refusal
-        n, insert = len(batch), batch
-        if n > 1 and (at_once := insertable_at_once(batch, tables, self.items, self.lines)) < n:
-            n, insert = at_once, batch[:at_once]
+        n = len(batch)
+        insert = batch
+        if n > 1:
+            n = insertable_at_once(batch, tables, self.items, self.lines)
+            if n < len(batch):
+                insert = batch[:n]
         self.items.clear_left(insert.nbytes)
         verdict = self._rules.verdict(insert, tables)
-        if n > 1 and verdict is not None:  # some row is special, so the first one is decided alone
-            n, insert = 1, batch[:1]
+        if n > 1 and verdict is not None:  # some row is special, so the first row is decided alone
+            n = 1
+            insert = batch[:1]
             verdict = self._rules.verdict(insert, tables)
         if verdict is not None and not isinstance(verdict, Blocked):
             self._count(verdict, tables, insert)
@@ -227,6 +266,7 @@ class ReplayBuffer:
         return n, None
 
     def _count(self, verdict: Refused | Known, tables: Iterable[Table], insert: InsertBatch) -> None:
+        """Counts an insert that is a retry, or outdated."""
         if isinstance(verdict, Known):
             for table in tables:
                 table.counters.duplicates += 1
@@ -234,17 +274,18 @@ class ReplayBuffer:
             verdict.count(insert)
 
     def _enter(self, insert: InsertBatch, tables: Sequence[Table]) -> Sequence[Table]:
-        """Inserts rows that the rules allow, and acknowledges the batches that they close. Returns what changed.
+        """Inserts rows that the rules allow, and acknowledges the batches that they close.
 
-        Raises Refused if the server is full, and cannot evict enough.
+        Returns the tables that have changed. Raises Refused if the server is full, and cannot evict enough.
         """
-        if why := self.items.why_full(insert.nbytes, tables):
+        why = self.items.why_full(insert.nbytes, tables)
+        if why:
             names = ", ".join(table.name for table in tables)
             raise busy(f"the server is full: {why}, and {names} has too little to evict")
         self.items.free(insert.nbytes)
-        before = [table.counters.evicted for table in tables]
+        evicted_before = [table.counters.evicted for table in tables]
         self.items.insert(insert, self.clock(), len(tables))
-        changed = [*tables]
+        changed = list(tables)
         for hook in self._on_insert:
             changed += hook(insert)
         for table in tables:
@@ -254,8 +295,8 @@ class ReplayBuffer:
         for watcher in self.watchers:
             watcher.changed(insert.keys)
         self.items.make_room(tables)
-        for table, evicted_before in zip(tables, before, strict=True):
-            if table.counters.evicted > evicted_before:
+        for table, evicted in zip(tables, evicted_before, strict=True):
+            if table.counters.evicted > evicted:
                 gone = table.columns.absent(insert.keys)
                 table.counters.evicted_on_arrival += len(gone)
                 insert.evicted.extend((key, table.name) for key in gone)
@@ -267,8 +308,9 @@ class ReplayBuffer:
     def extend(self, key: int, names: Collection[str], segment: Payload) -> Sequence[str] | None:
         """Appends a segment, which has columns with these names, to the payload of an item.
 
-        The item's rows that waited for these columns can be drawn now. Returns those of the names that the item had
-        already: then nothing was appended; or None if the item is gone. Raises Refused; then nothing has changed.
+        The item's rows that waited for these columns can be drawn now. Returns an empty sequence. Returns the names
+        that the item had already, if there are any; then nothing was appended. Returns None if the item is gone.
+        Raises Refused; then nothing has changed.
         """
         self.check_open()
         if not names:
@@ -277,7 +319,8 @@ class ReplayBuffer:
         if not tables:
             return None
         before = self.items[key].labels
-        if present := before.columns.intersection(names):
+        present = before.columns.intersection(names)
+        if present:
             return sorted(present)
         try:
             labels = labels_of(before.columns.union(names), before.tags)
@@ -286,11 +329,12 @@ class ReplayBuffer:
         nbytes = sum(map(len, segment))
         cost = nbytes + labels.nbytes - before.nbytes
         self.items.clear_left(cost)
-        if (refusal := self._rules.why_cannot_grow(key, cost, tables)) is not None:
+        refusal = self._rules.why_cannot_grow(key, cost, tables)
+        if refusal is not None:
             raise refusal
         self.items.free(cost)
         self.items.extend(key, labels, segment, nbytes)
-        # What is over the bound of copies goes with the next insert.
+        # A table of copies may exceed its bounds now. Its next insert evicts the excess.
         completed = [table for table in self.tables.values() if table.extend(key, nbytes, cost, labels)]
         for watcher in self.watchers:
             watcher.changed([key])
@@ -303,7 +347,8 @@ class ReplayBuffer:
         """Draws a batch, now or as soon as it may be drawn. The result is its id, and the batch."""
         self.check_open()
         table = self.table(table_name)
-        if (refusal := why_never(table, request)) is not None:
+        refusal = why_never(table, request)
+        if refusal is not None:
             raise refusal
         pending = PendingSample(table, request, self.clock(), deadline_at)
         self.lines[table.name].samples.join(pending)
@@ -316,15 +361,18 @@ class ReplayBuffer:
         `sent`: the reader has all bytes already, so rows are not checked for staleness any more. `lease`: the reader
         has the batch only for this many seconds, unless it acknowledges the batch meanwhile.
         """
-        outstanding = self.outstanding
-        if not sent and outstanding.is_outdated(batch_id):
+        if not sent and self.outstanding.is_outdated(batch_id):
             self.requeue(batch_id)
             return False
-        self._progress(outstanding.lease(batch_id, lease) if lease else outstanding.acknowledge(batch_id))
+        if lease:
+            changed = self.outstanding.lease(batch_id, lease)
+        else:
+            changed = self.outstanding.acknowledge(batch_id)
+        self._progress(changed)
         return True
 
     def requeue(self, batch_id: int, *, by_reader: bool = False) -> None:
-        """The batch returns to its table, as if it was never drawn. What a reader requeues is remembered."""
+        """The batch returns to its table, as if it was never drawn. A batch that its reader requeues is remembered."""
         self._progress([self.outstanding.requeue(batch_id, by_reader=by_reader)])
 
     def discard(self, keys: Iterable[int]) -> None:
@@ -343,12 +391,12 @@ class ReplayBuffer:
         return try_again(f"{damage}, and removed now: ask again")
 
     def release(self, keys: Sequence[int]) -> None:
-        """As `items.release`, and serves who waits for the bytes."""
+        """As `items.release`, and serves the requests that wait for the bytes."""
         self.items.release(keys)
         self._progress(())
 
     def left(self, columns: Columns, slots: IntArray) -> None:
-        """These rows leave a table. Many are cleared away later."""
+        """These rows leave a table. Many rows are cleared away later, in slices."""
         items = self.items
         columns.leave(slots)
         for watcher in self.watchers:
@@ -357,7 +405,10 @@ class ReplayBuffer:
             items.leaving.add(columns, slots)
             items.freed = True  # an insert that waits for these bytes clears as many rows away as it needs
             for hook in items.on_gone:
-                hook([key for each in self.extensions for key in each.marked if items.lost(key)])
+                lost: list[int] = []
+                for extension in self.extensions:
+                    lost.extend(key for key in extension.marked if items.lost(key))
+                hook(lost)
         else:
             items.release(columns.free(slots))
 
@@ -367,27 +418,39 @@ class ReplayBuffer:
         """Ends `pending` at its deadline. A sample gets min_samples or more, if available; else the reason."""
         if pending.done:
             return
-        table, n = pending.tables[0], 0
-        if isinstance(pending, PendingSample) and self.lines[table.name].samples.head is pending:
-            n = table.most_available(pending.request)
-        if isinstance(pending, PendingSample) and n >= pending.request.min_samples:
-            pending.finish(self.outstanding.draw(table, pending.request, n))
+        if isinstance(pending, PendingSample):
+            self._time_out_sample(pending)
         else:
             pending.fail(deadline(self.why_waiting(pending)))
         self._progress(pending.tables)
+
+    def _time_out_sample(self, pending: PendingSample) -> None:
+        table = pending.tables[0]
+        request = pending.request
+        n = 0
+        if self.lines[table.name].samples.head is pending:
+            n = table.most_available(request)
+        if n >= request.min_samples:
+            pending.finish(self.outstanding.draw(table, request, n))
+        else:
+            pending.fail(deadline(self.why_waiting(pending)))
 
     def why_waiting(self, pending: PendingInsert | PendingSample) -> str:
         """In words: "replay: sampling blocked: items there: 3, wanted: 5 (size 3 < min_size 5)"."""
         table = pending.tables[0]
         if isinstance(pending, PendingSample):
+            what = "sampling"
             # A sample for which min_samples are available still waits for num_samples until its deadline.
-            what, why = "sampling", table.why_no_sample(pending.request, pending.request.num_samples)
-            why = f"{table.name}: sampling blocked: {why}" if why else None
+            why = table.why_no_sample(pending.request, pending.request.num_samples)
+            if why:
+                why = f"{table.name}: sampling blocked: {why}"
         else:
-            what, why = "inserting", self._rules.why_blocked(pending.insert, pending.tables)
+            what = "inserting"
+            why = self._rules.why_blocked(pending.insert, pending.tables)
         if why:
             return why + quiet_time(pending, self.clock(), self.extensions)
-        return f"{table.name}: {what} blocked: {counted(pending.lines[0].ahead_of(pending), 'request')} came first"
+        earlier = pending.lines[0].ahead_of(pending)
+        return f"{table.name}: {what} blocked: {counted(earlier, 'request')} came first"
 
     def abandon(self, pending: PendingInsert | PendingSample) -> None:
         """The client of `pending` went away."""
@@ -397,15 +460,19 @@ class ReplayBuffer:
 
     def _progress(self, tables: Iterable[Table]) -> None:
         """Serves the lines of `tables`, and of every table that this changes, until nothing more can proceed."""
+        # The names of the tables whose lines are to be served, in this order. A dict is a set that has an order.
         dirty = {table.name: None for table in tables}
         while dirty or self.items.freed:
             if self.items.freed:  # inserts into any table may have waited for the bytes
                 self.items.freed = False
-                dirty.update(dict.fromkeys(name for name, lines in self.lines.items() if lines.inserts))
+                for name, lines in self.lines.items():
+                    if lines.inserts:
+                        dirty[name] = None
                 continue
             name = next(iter(dirty))
             del dirty[name]
-            table, lines = self.tables[name], self.lines[name]
+            table = self.tables[name]
+            lines = self.lines[name]
             changed = False
             while (sample := lines.samples.head) is not None:
                 n = sample.request.num_samples
@@ -413,7 +480,9 @@ class ReplayBuffer:
                     break
                 sample.finish(self.outstanding.draw(table, sample.request, n))
                 changed = True
-            while (waiting := lines.inserts.head) is not None and self._serve_insert(waiting, dirty):
+            while (insert := lines.inserts.head) is not None:
+                if not self._serve_insert(insert, dirty):
+                    break
                 changed = True
             if changed:
                 dirty[name] = None
@@ -421,7 +490,10 @@ class ReplayBuffer:
             serve()
 
     def _serve_insert(self, pending: PendingInsert, dirty: dict[str, None]) -> bool:
-        """Decides the first insert of a line. Returns False if it goes on waiting."""
+        """Decides the first insert of a line. Returns False if it goes on waiting.
+
+        Adds the names of the tables that this changes to `dirty`.
+        """
         for table in pending.tables:
             if self.lines[table.name].inserts.head is not pending:
                 return False
@@ -447,7 +519,7 @@ class ReplayBuffer:
     # ------------------------------------------------------------------------------------------------ invariants
 
     def check_totals(self) -> None:
-        """Asserts that all that counts items counts the same ones: for a server that has just started."""
+        """Asserts that all counts of items are of the same items: for a server that has just started."""
         # Of 50,000 items in two tables that is about 1 % of their restore; `check` was 15 %, `check_each_item` 43 %.
         for table in self.tables.values():
             table.check_totals()
@@ -474,20 +546,22 @@ class ReplayBuffer:
             kind.check()
 
     def _check_waits(self, table: Table) -> None:
-        """Asserts that the first requests of the table's lines cannot go on. What frees them would have served them.
+        """Asserts that the first requests of the table's lines cannot go on. The change that let them would serve them.
 
         An insert that could only be refused may wait: the end of a batch that it closes is no change of its table.
         """
         lines = self.lines[table.name]
-        if (sample := lines.samples.head) is not None:
+        sample = lines.samples.head
+        if sample is not None:
             assert table.why_no_sample(sample.request, sample.request.num_samples) is not None, sample.request
-        if (insert := lines.inserts.head) is not None:
-            first = all(self.lines[each.name].inserts.head is insert for each in insert.tables)
+        insert = lines.inserts.head
+        if insert is not None:
+            first = all(self.lines[other.name].inserts.head is insert for other in insert.tables)
             verdict = self._rules.verdict(insert.insert, insert.tables)
             assert not first or verdict is not None, (table.name, insert.insert)
 
     def check_each_item(self) -> None:
-        """Asserts who holds each item, while no reader is sent any. A loop over all items, rows and keys.
+        """Asserts the number of holders of each item, while no reader is sent any. A loop over items, rows and keys.
 
         For tests: it takes as long as the start of a server does.
         """
@@ -510,8 +584,9 @@ class ReplayBuffer:
                 if not pending.done:
                     pending.fail(refusal)
         for extension in self.extensions:
-            for waiting in chain.from_iterable(extension.lines.values()):
-                waiting.fail(refusal)
+            for line in extension.lines.values():
+                for waiting in line:
+                    waiting.fail(refusal)
 
     # ------------------------------------------------------------------------------------- update, delete, tables
 
@@ -521,8 +596,9 @@ class ReplayBuffer:
         if keys.size != priorities.size:
             raise invalid(f"{keys.size} keys and {priorities.size} priorities")
         if not are_priorities(priorities):
-            row = next(row for row in range(priorities.size) if not are_priorities(priorities[row : row + 1]))
-            raise bad_priority(priorities[row], f"key {int(keys[row])}, table {table_name!r}")
+            for row in range(priorities.size):
+                if not are_priorities(priorities[row : row + 1]):
+                    raise bad_priority(priorities[row], f"key {int(keys[row])}, table {table_name!r}")
         result = table.update_priorities(keys, priorities)
         for watcher in self.watchers:
             watcher.changed(keys)
@@ -539,13 +615,15 @@ class ReplayBuffer:
     def roll_back(self, keys: Iterable[int]) -> set[int]:
         """Undoes inserts that could not be written. Returns their keys.
 
-        Items that were drawn meanwhile stay, and those that have closed batches: their readers rely on that already.
+        An item that was drawn meanwhile stays, and so does an item that has closed batches: readers rely on it already.
         """
         gone: set[int] = set()
         for key in keys:
             item = self.items.get(key)
             holding = [table for table in self.tables.values() if key in table]
-            if item is None or item.forwarded or item.holders > len(holding) or key in self.items.closing:
+            if item is None or item.forwarded:
+                continue
+            if item.holders > len(holding) or key in self.items.closing:
                 continue
             if any(table.columns.times_sampled[table.columns.slot(key)] for table in holding):
                 continue
@@ -564,8 +642,8 @@ class ReplayBuffer:
                 watcher.changed(list(table.columns.reserved))
                 watcher.scope_changed(table.name, "")
         for table in tables:
-            for each in self.extensions:
-                each.on_reset(table)
+            for extension in self.extensions:
+                extension.on_reset(table)
         removed = sum(table.reset() for table in tables)
         self._progress(tables)
         return removed
@@ -573,36 +651,49 @@ class ReplayBuffer:
     def update_table(self, table_name: str, changes: dict[str, Any]) -> Table:
         """Changes the configuration of a table at run time; items and counters stay."""
         table = self.table(table_name)
-        if fixed := changes.keys() & {"name", "forward_to", "copy_to", "seed", "retain_consumed"}:
+        fixed = changes.keys() & {"name", "forward_to", "copy_to", "seed", "retain_consumed"}
+        if fixed:
             raise invalid(f"{', '.join(sorted(fixed))} of a table cannot change while the server runs")
         try:
             config = TableConfig.model_validate(table.config.model_dump(exclude_unset=True) | changes)
         except ValidationError as error:
             raise invalid(f"table {table_name!r}: {explain(error)}") from error
         tags = table.tags_for(config)
-        if config.balance is not None and (count := len(tags[config.balance.tag])) > MAX_BALANCED:
-            raise invalid(
-                f"table {table_name!r}: balance: its items have {count} values of the tag {config.balance.tag!r}, and "
-                f"at most {MAX_BALANCED} can be balanced"
-            )
+        if config.balance is not None:
+            count = len(tags[config.balance.tag])
+            if count > MAX_BALANCED:
+                raise invalid(
+                    f"table {table_name!r}: balance: its items have {count} values of the tag "
+                    f"{config.balance.tag!r}, and at most {MAX_BALANCED} can be balanced"
+                )
         table.configure(config, tags)
-        # Waits that can never end well any more end now.
-        for insert in self.lines[table.name].inserts:
-            if (refusal := self._rules.why_invalid(insert.insert, insert.tables)) is not None:
-                insert.fail(refusal)
-        for sample in self.lines[table.name].samples:
-            if (refusal := why_never(table, sample.request)) is not None:
-                sample.fail(refusal)
+        self._refuse_hopeless(table)
         table.drop_stale()
         self._progress(self.tables.values())  # the ended waits may have stood first in the lines of other tables, too
         return table
 
+    def _refuse_hopeless(self, table: Table) -> None:
+        """Ends the waits for a table that can never succeed any more."""
+        for insert in self.lines[table.name].inserts:
+            refusal = self._rules.why_invalid(insert.insert, insert.tables)
+            if refusal is not None:
+                insert.fail(refusal)
+        for sample in self.lines[table.name].samples:
+            refusal = why_never(table, sample.request)
+            if refusal is not None:
+                sample.fail(refusal)
+
     # ------------------------------------------------------------------------------------------------ policy
 
     def set_policy_version(
-        self, version: int, weights: str, rollback: bool = False, shard_index: ShardIndex | None = None, state: str = ""
+        self,
+        version: int,
+        weights: str,
+        rollback: bool = False,
+        shard_index: ShardIndex | None = None,
+        state: str = "",
     ) -> Policy:
-        """Sets the current version, drops what has become too stale, and lets waiting generators go on.
+        """Sets the current version, drops items that have become too stale, and lets waiting generators go on.
 
         `shard_index`, `state`: as in PolicyChange.
         """
@@ -614,23 +705,27 @@ class ReplayBuffer:
                 f"policy version {version} is below the current {change.before}; pass rollback=True (--rollback) "
                 f"if the trainer really went back"
             )
-        for each in self.extensions:
-            if (refusal := each.why_no_policy(change)) is not None:
+        for extension in self.extensions:
+            refusal = extension.why_no_policy(change)
+            if refusal is not None:
                 raise refusal
-        if not (state and version == change.before):  # a state is named after its version, which is not set once more
+        # A trainer that names a state sends the version of the state again. That is no new step.
+        names_state = bool(state) and version == change.before
+        if not names_state:
             self.versions.beat(self.clock())
         self.policy = Policy(version, weights, self.clock())
         for table in self.tables.values():
             table.set_policy_version(version)
             table.flow.move(-1 if rollback else version - change.before)
             table.drop_stale()
-        for each in self.extensions:
-            each.on_policy(change)
+        for extension in self.extensions:
+            extension.on_policy(change)
         for table in self.tables.values():
             for pending in self.lines[table.name].inserts:
-                if (refused := self._rules.why_refused(pending.insert, [table])) is not None:
-                    self._count(refused, [table], pending.insert)
-                    pending.fail(refused)
+                refusal = self._rules.why_refused(pending.insert, [table])
+                if refusal is not None:
+                    self._count(refusal, [table], pending.insert)
+                    pending.fail(refusal)
         self._progress(self.tables.values())
         for callback in list(self.on_policy):
             callback()

@@ -7,18 +7,18 @@ A slot is in one state: FREE, LEAVING, RESERVED, WAITING or SELECTABLE.
              │                FREE ◀─────────┘ remove_reserved
              └─leave─▶ LEAVING ─▲ free               SELECTABLE ──▶ WAITING ──▶ SELECTABLE: see WaitingRows
 
-A row is reserved while it may come back, and has an owner: the batch that has used it up and may still be requeued, or,
-once that batch was acknowledged, an extension that retains the row. A reserved row counts as gone for whoever looks:
-for size, lookup, listing and removal. It keeps its slot and its facts. So its return changes its state alone, and
-nobody has to carry a copy of the row.
+A row is reserved while it may come back, and has an owner. First the owner is the batch that has used up the row and
+may still be requeued. Once that batch is acknowledged, the owner is an extension that retains the row. A reserved row
+counts as gone for size, lookup, listing and removal. It keeps its slot and its facts. So its return changes only its
+state, and nobody has to carry a copy of the row.
 
-A row waits while its item lacks a column that the table requires. It is here for whoever looks, and can leave, but no
-sampler holds it. `lacks` has a bit for each required column that it lacks.
+A row waits while its item lacks a column that the table requires. It counts for size, lookup, listing and removal, but
+no sampler holds it. `lacks` has a bit for each required column that its item lacks.
 
-A row that is leaving is gone for whoever looks. `leave` says so of a million rows in one pass over an array; `free`
-does the rest: at once or, where that would take long, some slots at a time.
+A row that is leaving counts as gone. `leave` marks a million rows in one pass over an array. `free` does the rest: at
+once or, where that would take long, some slots at a time.
 
-A tag that the table indexes has a TagColumn: one small number for each slot, and what each number stands for.
+A tag that the table indexes has a TagColumn: one small number for each slot, and the value that each number stands for.
 """
 
 from __future__ import annotations
@@ -37,27 +37,41 @@ KeyArray = npt.NDArray[np.uint64]
 
 
 FREE, LEAVING, RESERVED, WAITING, SELECTABLE = range(5)
-"""The state of a slot. Rows from WAITING on are here for whoever looks."""
+"""The state of a slot. Only rows in WAITING or SELECTABLE are here."""
 
-_HASH, _BITS = 0x9E3779B97F4A7C15, 64
-"""Fibonacci hashing: consecutive keys, as clients choose them, spread evenly."""
+_HASH = 0x9E3779B97F4A7C15
+"""The factor of Fibonacci hashing: consecutive keys, as clients choose them, spread evenly."""
+_BITS = 64
+"""Bits of a key."""
 _FEW = 16
 """Fewer keys than this are faster to look up one by one."""
 
 
+def power_of_two(least: int) -> int:
+    """The smallest power of two that is at least `least`, a number from 1."""
+    return 1 << (least - 1).bit_length()
+
+
 def total(values: IntArray) -> int:
     """The sum of `values` (n,)."""
-    # Most changes are of one row, for which numpy's sum takes ten times as long.
-    return int(values.item() if values.size == 1 else values.sum())
+    if values.size == 1:  # most changes are of one row, for which numpy's sum takes ten times as long
+        return int(values.item())
+    return int(values.sum())
 
 
 def costs(sizes: IntArray, labels: Sequence[Labels] | None) -> IntArray:
-    """The bytes of items (n,) that count for bounds: of their payloads and labels (n,). `labels` None: none has any."""
-    return sizes if labels is None else sizes + np.array([of_item.nbytes for of_item in labels])
+    """The bytes of items (n,) that count for bounds: of their payloads and labels (n,).
+
+    `labels` None: no item has any.
+    """
+    if labels is None:
+        return sizes
+    label_bytes: IntArray = np.array([of_item.nbytes for of_item in labels])
+    return sizes + label_bytes
 
 
 class RowFacts:
-    """What selectors read of items: an array for each fact, by slot."""
+    """The facts about items that selectors read: an array for each fact, by slot."""
 
     def __init__(self, current_version: int = 0) -> None:
         self.current_version = current_version
@@ -72,7 +86,8 @@ class RowFacts:
     def _claim(self, n: int) -> list[int]:
         """Takes n free slots, at least 1."""
         assert n > 0, "the last 0 entries of a list are all of them"
-        if (lacking := n - len(self._free)) > 0:
+        lacking = n - len(self._free)
+        if lacking > 0:
             self._grow(lacking)
         chosen = self._free[-n:]
         del self._free[-n:]
@@ -82,7 +97,7 @@ class RowFacts:
     def _grow(self, least: int) -> None:
         """Adds `least` free slots or more."""
         old = self.order.size
-        new = max(64, 1 << (old + max(least, old) - 1).bit_length())
+        new = max(64, power_of_two(old + max(least, old)))
         self._lengthen(new)
         self._free.extend(range(new - 1, old - 1, -1))
 
@@ -95,7 +110,7 @@ class RowFacts:
                 setattr(self, name, grown)
 
     def check_free(self, free: npt.NDArray[np.bool_]) -> None:
-        """Asserts that `free` (slots,), which says of each slot whether it is free, is what the list of them says."""
+        """Asserts that the list of free slots agrees with `free` (slots,), which is True for each free slot."""
         listed = np.array(self._free, dtype=np.int64)
         assert listed.size == np.count_nonzero(free), (listed.size, np.count_nonzero(free))
         assert free[listed].all(), "a slot in use is listed as free"
@@ -109,9 +124,9 @@ MAX_BALANCED = 1024
 class TagColumn:
     """The values of one indexed tag: a code for each slot, and the value of each code.
 
-    Code 0 is that of items without the tag. Values are compared as text: the number 3 is the same as the text "3", and
-    the empty text is the same as no tag. A value that no slot has any more is forgotten, and its code is used again.
-    So memory follows the values in use, and not those ever seen. A slot that is free or leaving has no value.
+    Items without the tag have code 0. Values are compared as text: the number 3 is the same as the text "3", and the
+    empty text is the same as no tag. A value that no slot has any more is forgotten, and its code is used again. So
+    memory follows the values in use, and not all values ever seen. A slot that is free or leaving has no value.
     """
 
     def __init__(self, name: str, slots: int = 0) -> None:
@@ -122,32 +137,35 @@ class TagColumn:
         """By code."""
         self._codes = {"": 0}
         self._rows = np.zeros(16, dtype=np.int64)
-        """By code, from 1: how many slots have it."""
+        """By code, from 1: the number of slots that have the code."""
         self._unused: list[int] = []
+        """Codes without a value, to be used again."""
 
     def code(self, value: str) -> int | None:
         """The code of `value`; None: no item has it."""
         return self._codes.get(value)
 
     def __len__(self) -> int:
-        """How many values there are, "" for no value included."""
+        """The number of values, "" for no value included."""
         return len(self._codes)
 
     def set(self, slots: IntArray, labels: Sequence[Labels]) -> None:
         """Fills new slots (n,) from the labels (n,) of their items."""
         # Most items share their labels with many others, so few of them are looked at.
         different = {id(of_item): of_item for of_item in labels}
-        found = {place: self._add(of_item.text(self.name)) for place, of_item in different.items()}
-        if not any(found.values()):
+        code_of = {identity: self._add(of_item.text(self.name)) for identity, of_item in different.items()}
+        if not any(code_of.values()):
             return  # a new slot has code 0 already
-        codes = np.fromiter(map(found.__getitem__, map(id, labels)), dtype=np.int32, count=slots.size)
+        # Built-in functions alone: this runs for each of a million rows.
+        codes = np.fromiter(map(code_of.__getitem__, map(id, labels)), dtype=np.int32, count=slots.size)
         self.codes[slots] = codes
         counts = np.bincount(codes)
         self._rows[: counts.size] += counts
 
     def _add(self, text: str) -> int:
         """The code of a value, which may be new."""
-        if (known := self._codes.get(text)) is not None:
+        known = self._codes.get(text)
+        if known is not None:
             return known
         if self._unused:
             code = self._unused.pop()
@@ -177,16 +195,19 @@ class TagColumn:
                 self._unused.append(code)
 
     def have(self, slots: IntArray, value: str) -> npt.NDArray[np.bool_]:
-        """Whether each of `slots` (n,) has `value`; "" for no value."""
+        """A mask (n,) of the `slots` (n,) that have `value`; "" for no value."""
         code = self.code(value)
-        return np.zeros(slots.size, dtype=np.bool_) if code is None else np.asarray(self.codes[slots] == code)
+        if code is None:
+            return np.zeros(slots.size, dtype=np.bool_)
+        return np.asarray(self.codes[slots] == code)
 
     def lengthen(self, slots: int) -> None:
         """Makes room for `slots` slots."""
-        self.codes = np.concatenate([self.codes, np.zeros(slots - self.codes.size, dtype=np.int32)])
+        more = np.zeros(slots - self.codes.size, dtype=np.int32)
+        self.codes = np.concatenate([self.codes, more])
 
     def check(self, state: npt.NDArray[np.uint8]) -> None:
-        """Asserts that the counts are those of the codes, and that all values known are in use. `state` by slot."""
+        """Asserts that the counts are those of the codes, and that all known values are in use. `state`: by slot."""
         assert self.codes.size == state.size, (self.codes.size, state.size)
         assert not self.codes[state < RESERVED].any(), "a slot that is free or leaving has a value"
         counts = np.bincount(self.codes, minlength=self._rows.size)
@@ -198,13 +219,13 @@ class TagColumn:
 
 
 class Columns(RowFacts):
-    """Slots are reused. `reserved` maps the key of each row that a batch reserves to its slot, and `retained` that of
-    each one that an extension does. Arrays double when they are full. A key has at most one row that is here, one that
-    a batch reserves and one that is retained.
+    """The facts, the state and the key of each slot. Slots are reused. Arrays double when they are full.
 
-    Among a million items a lookup in `slots` waits for main memory several times, one key after the other. `find`
-    therefore guesses the slots of many keys with arrays, which waits for many at once, and asks `slots` only where the
-    guess was wrong.
+    A key has at most one row that is here, one row that a batch reserves, and one row that is retained.
+
+    Among a million items a lookup in `_slots` waits for main memory several times, one key after the other. `find`
+    therefore guesses the slots of many keys with arrays, which waits for many keys at once. It looks up in `_slots`
+    only the keys whose guess was wrong.
     """
 
     def __init__(self, current_version: int = 0, indexed: Iterable[str] = ()) -> None:
@@ -214,26 +235,30 @@ class Columns(RowFacts):
         self._slots: dict[int, int] = {}
         """The slot of each item that is here, and of some that are leaving."""
         self._leaving = 0
-        """How many slots are leaving."""
+        """The number of slots that are leaving."""
         self._size = 0
+        """The number of items that are here."""
         self.reserved: dict[int, int] = {}
+        """By key: the slot of each row that a batch reserves."""
         self.retained: dict[int, int] = {}
+        """By key: the slot of each row that an extension retains."""
         self.state = np.zeros(0, dtype=np.uint8)
         self.key = np.zeros(0, dtype=np.uint64)
         self.inserted_at = np.zeros(0)
-        """When the item was inserted: seconds of the server's clock."""
+        """The time of the insert: seconds of the server's clock."""
         self.size = np.zeros(0, dtype=np.int64)
         """Bytes of the payload."""
         self.cost = np.zeros(0, dtype=np.int64)
         """Bytes that count for bounds: see `costs`."""
         self.times_sampled = np.zeros(0, dtype=np.int64)
         self.lacks = np.zeros(0, dtype=np.uint16)
-        """Of a row that waits: a bit for each column that it lacks, in the order in which the table requires them."""
+        """A bit for each column that a waiting row lacks, in the order in which the table requires them."""
         self._row = np.zeros(0, dtype=np.int64)
         """Working memory of `last_rows`."""
         self._guess = np.zeros(0, dtype=np.int32)
         """By hash of a key: the slot of the key of this hash that was added last; -1: there was none."""
         self._shift = _BITS
+        """The bits of a hash that are dropped, so that the hash is an index of `_guess`."""
 
     def __len__(self) -> int:
         return self._size
@@ -244,24 +269,31 @@ class Columns(RowFacts):
     def slot(self, key: int) -> int | None:
         """The slot of `key`; None if it is not here."""
         slot = self._slots.get(key)
-        return None if self._leaving and slot is not None and self.state[slot] < WAITING else slot
+        if self._leaving and slot is not None and self.state[slot] < WAITING:
+            return None
+        return slot
 
     def absent(self, keys: Iterable[int]) -> list[int]:
-        """Those of `keys` that are not here."""
-        there = self if self._leaving else self._slots  # asked for each key, the columns are four times as slow
-        return [key for key in keys if key not in there]
+        """The `keys` that are not here."""
+        if self._leaving:
+            return [key for key in keys if key not in self]
+        return [key for key in keys if key not in self._slots]  # a quarter of the time
 
     def leaving(self, key: int) -> int | None:
         """The slot of `key` if it is leaving."""
         slot = self._slots.get(key)
-        return slot if slot is not None and self.state[slot] == LEAVING else None
+        if slot is not None and self.state[slot] == LEAVING:
+            return slot
+        return None
 
     def find(self, keys: KeyArray) -> IntArray:
         """The slots (n,) of `keys` (n,); -1 for a key that is not here."""
         if keys.size < _FEW or not self._guess.size:
             return self._look_up(keys)
         slots = self._guess[self._hashes(keys)].astype(np.int64)
-        wrong = np.flatnonzero((slots >= 0) & ((self.key[slots] != keys) | (self.state[slots] < WAITING)))
+        # Where no key of this hash was ever added (-1), the key is not here.
+        other = (self.key[slots] != keys) | (self.state[slots] < WAITING)
+        wrong = np.flatnonzero((slots >= 0) & other)
         slots[wrong] = self._look_up(keys[wrong])
         return slots
 
@@ -275,31 +307,37 @@ class Columns(RowFacts):
         return slots
 
     def _look_up(self, keys: KeyArray) -> IntArray:
+        """As `find`, without a guess: one lookup for each key."""
         names: list[int] = keys.tolist()
+        # `map` over built-in functions is faster than a loop.
         slots = np.fromiter(map(self._slots.get, names, repeat(-1)), dtype=np.int64, count=len(names))
         if self._leaving:
             slots[self.state[slots] < WAITING] = -1
         return slots
 
     def _hashes(self, keys: KeyArray) -> KeyArray:
+        """The hash of each of `keys` (n,), as an index of `_guess`."""
         return np.asarray(keys * np.uint64(_HASH) >> np.uint64(self._shift))
 
     def last_rows(self, slots: IntArray) -> npt.NDArray[np.bool_]:
-        """For each row (n,) of `slots` (n,): whether it is the last row with its slot."""
+        """A mask (n,) of the rows of `slots` (n,) after which the slot of the row does not come again."""
         rows = np.arange(slots.size)
         self._row[slots] = rows  # numpy keeps the last value of a repeated index
         return np.asarray(self._row[slots] == rows)
 
     def add(self, keys: Sequence[int]) -> IntArray:
-        """Give each of `keys` a slot, and return the slots (n,). The caller fills the other columns."""
+        """Gives each of `keys` a slot. Returns the slots (n,). The caller fills the other columns."""
         chosen = self._claim(len(keys))
         self._slots.update(zip(keys, chosen, strict=True))
         self._size += len(keys)
         assert self._leaving or len(self._slots) == self._size, "a key is here twice"
         slots = np.array(chosen, dtype=np.int64)
-        if len(keys) == 1:
-            self.key[chosen[0]] = keys[0]
-            self._guess[(keys[0] * _HASH & (1 << _BITS) - 1) >> self._shift] = chosen[0]
+        if len(keys) == 1:  # most inserts are of one row, for which arrays are slow
+            key = keys[0]
+            slot = chosen[0]
+            self.key[slot] = key
+            product = key * _HASH & (1 << _BITS) - 1  # of 64 bits, as in `_hashes`
+            self._guess[product >> self._shift] = slot
         else:
             self.key[slots] = keys
             self._guess[self._hashes(self.key[slots])] = slots
@@ -307,9 +345,13 @@ class Columns(RowFacts):
         return slots
 
     def grow(self, key: int, nbytes: int, cost: int) -> None:
-        """The payload of `key` got so many more bytes, wherever its row is. `cost`: with those of its new labels."""
+        """The payload of `key` grew by `nbytes`. Its rows cost `cost` more bytes, with the bytes of its new labels.
+
+        Reserved and retained rows of the key grow, too.
+        """
         for slots in (self._slots, self.reserved, self.retained):
-            if (slot := slots.get(key)) is not None:
+            slot = slots.get(key)
+            if slot is not None:
                 self.size[slot] += nbytes
                 self.cost[slot] += cost
 
@@ -323,8 +365,14 @@ class Columns(RowFacts):
         self.state[slots] = RESERVED
 
     def return_rows(self, keys: Sequence[int]) -> IntArray:
-        """Ends the reservation of `keys`: their rows are here again. Returns their slots (n,)."""
-        owned = self.retained if keys and keys[0] in self.retained else self.reserved
+        """Ends the reservation of `keys`: their rows are here again. Returns their slots (n,).
+
+        Either all rows are retained, or batches reserve all of them.
+        """
+        if keys and keys[0] in self.retained:
+            owned = self.retained
+        else:
+            owned = self.reserved
         slots = np.array([owned.pop(key) for key in keys], dtype=np.int64)
         self._slots.update(zip(keys, slots.tolist(), strict=True))
         self._size += len(keys)
@@ -334,7 +382,7 @@ class Columns(RowFacts):
         return slots
 
     def leave(self, slots: IntArray) -> None:
-        """These rows, all of them here, are gone for whoever looks. `free` has to follow for each of them."""
+        """Marks these rows, all of them here, as leaving: they count as gone. `free` has to follow for each of them."""
         self._size -= slots.size
         self._leaving += slots.size
         assert self._size >= 0, "rows leave that were not here"
@@ -349,18 +397,18 @@ class Columns(RowFacts):
         keys: list[int] = self.key[slots].tolist()
         names: list[int] = slots.tolist()
         for key, slot in zip(keys, names, strict=True):
-            if self._slots.get(key) == slot:  # otherwise the item has come again meanwhile
+            if self._slots.get(key) == slot:  # otherwise the item was inserted again, and has another slot
                 del self._slots[key]
         self.state[slots] = FREE
         self._free.extend(names)
         return keys
 
     def retain(self, keys: Iterable[int]) -> None:
-        """The batch that has reserved these rows is acknowledged, and an extension is their owner now."""
+        """Makes an extension the owner of these rows. The batch that has reserved them is acknowledged."""
         self.retained.update((key, self.reserved.pop(key)) for key in keys)
 
     def remove_reserved(self, keys: Iterable[int]) -> None:
-        """The batch that has reserved these rows is acknowledged: frees the slots of those that nobody retains."""
+        """Frees the slots of these rows, except of retained rows. The batch that has reserved them is acknowledged."""
         freed = [self.reserved.pop(key) for key in keys if key in self.reserved]
         slots = np.array(freed, dtype=np.int64)
         self.state[slots] = FREE
@@ -378,7 +426,8 @@ class Columns(RowFacts):
         return slots[np.argsort(self.order[slots], kind="stable")]
 
     def _grow(self, least: int) -> None:
-        self._guess = np.zeros(0, dtype=np.int32)  # it is made anew below
+        # Made anew below. `_lengthen` must not copy it, because it is longer than the columns.
+        self._guess = np.zeros(0, dtype=np.int32)
         super()._grow(least)
         new = self.key.size
         for tag in self.tags.values():
@@ -406,14 +455,14 @@ class Columns(RowFacts):
             assert self.key[slots].tolist() == list(owned), "a reservation names the slot of another key"
             assert (self.state[slots] == RESERVED).all(), "a reservation names a slot that is not reserved"
         here = self.occupied()
-        assert np.array_equal(self.find(self.key[here]), here), "a key leads to the slot of another one"
+        assert np.array_equal(self.find(self.key[here]), here), "a key leads to the slot of another key"
         if not self._leaving:
             assert len(self._slots) == self._size, (len(self._slots), self._size)
         for tag in self.tags.values():
             tag.check(self.state)
 
     def check_each_key(self) -> None:
-        """Asserts that each key that is here leads to its slot without a guess, too. One lookup for each item."""
+        """Asserts that the lookup of each key leads to its slot, without a guess. One lookup for each item."""
         here = self.occupied()
         assert np.array_equal(self._look_up(self.key[here]), here)
 
@@ -427,20 +476,22 @@ class WaitingRows:
     def __init__(self, columns: Columns, requires: Sequence[str]) -> None:
         self._columns = columns
         self._requires = requires
-        self._places = np.arange(len(requires), dtype=np.uint16)
+        self._bit_numbers = np.arange(len(requires), dtype=np.uint16)
         self.count = 0
+        """The number of rows that wait."""
         self._lacking = np.zeros(len(requires), dtype=np.int64)
-        """For each required column, how many rows wait for it."""
+        """By required column: the number of rows that wait for it."""
 
     def add(self, slots: IntArray, labels: Sequence[Labels] | None) -> IntArray:
-        """Lets those rows (n,) wait whose items lack a required column. Returns the slots of the others.
+        """Makes the rows (n,) wait whose items lack a required column. Returns the slots of the other rows.
 
         `labels` (n,) are those of the items; None: no item has any.
         """
         if labels is None:
             labels = [NO_LABELS] * slots.size
-        bits = {of_item.columns: self._lacks(of_item) for of_item in labels}  # most items have the columns of others
-        lacks = np.array([bits[of_item.columns] for of_item in labels], dtype=np.uint16)
+        # Most items have the same columns, so this has few entries.
+        bits_of = {of_item.columns: self._lacks(of_item) for of_item in labels}
+        lacks = np.array([bits_of[of_item.columns] for of_item in labels], dtype=np.uint16)
         waits = lacks > 0
         waiting = slots[waits]
         self._columns.state[waiting] = WAITING
@@ -455,11 +506,13 @@ class WaitingRows:
         return np.asarray(slots[~waits])
 
     def complete(self, slot: int, labels: Labels) -> bool:
-        """The item of a row that waits has these labels now. Returns whether it waits no more."""
-        columns, slots = self._columns, np.array([slot])
+        """Sets the labels of the item of a row that waits. Returns True if the row waits no more."""
+        columns = self._columns
+        slots = np.array([slot])
         assert columns.state[slot] == WAITING, slot
         self._add(slots, -1)
-        if lacks := self._lacks(labels):
+        lacks = self._lacks(labels)
+        if lacks:
             columns.lacks[slot] = lacks
             self._add(slots, 1)
             return False
@@ -467,37 +520,47 @@ class WaitingRows:
         return True
 
     def clear(self) -> None:
-        """No row waits any more, whatever it lacks."""
+        """Ends the wait of all rows, whatever columns they lack."""
         columns = self._columns
         columns.state[columns.state == WAITING] = SELECTABLE
 
     def lacking(self) -> dict[str, int]:
-        """The columns that rows wait for, and how many rows wait for each."""
-        counts = zip(self._requires, self._lacking.tolist(), strict=True)
-        return {name: count for name, count in counts if count}
+        """The columns that rows wait for, and the number of rows that wait for each."""
+        found = {}
+        for name, count in zip(self._requires, self._lacking.tolist(), strict=True):
+            if count:
+                found[name] = count
+        return found
 
     def lacking_of(self, slots: IntArray) -> list[list[str]]:
-        """The columns that each of `slots` (n,) waits for; of a row that does not wait, none."""
+        """The columns that the row of each of `slots` (n,) waits for; empty for a row that does not wait."""
         lacks = np.where(self._columns.state[slots] == WAITING, self._columns.lacks[slots], 0)
         names = np.array(self._requires, dtype=object)
         return [names[row].tolist() for row in self._bits(lacks)]
 
     def words(self) -> str:
-        """For example "14 wait for teacher_logprobs"; "" if no row waits."""
-        return f"{self.count} wait for {', '.join(self.lacking())}" if self.count else ""
+        """The wait in words, such as "14 wait for teacher_logprobs"; "" if no row waits."""
+        if not self.count:
+            return ""
+        return f"{self.count} wait for {', '.join(self.lacking())}"
 
     def _lacks(self, labels: Labels) -> int:
-        """What an item with these labels lacks, as in `Columns.lacks`."""
-        return sum(1 << place for place, name in enumerate(self._requires) if name not in labels.columns)
+        """The required columns that an item with these labels lacks, as bits: see `Columns.lacks`."""
+        bits = 0
+        for number, name in enumerate(self._requires):
+            if name not in labels.columns:
+                bits |= 1 << number
+        return bits
 
     def _add(self, slots: IntArray, sign: int) -> None:
+        """Counts rows (n,) that begin to wait (`sign` 1) or end their wait (-1)."""
         self.count += sign * slots.size
         assert self.count >= 0, "rows end their wait that did not wait"
         self._lacking += sign * self._bits(self._columns.lacks[slots]).sum(axis=0)
 
     def _bits(self, lacks: npt.NDArray[np.uint16]) -> npt.NDArray[np.bool_]:
         """The bits of each number (n,), as (n, required columns)."""
-        return np.asarray((lacks[:, None] >> self._places) & 1 > 0)
+        return np.asarray((lacks[:, None] >> self._bit_numbers) & 1 > 0)
 
     def check(self) -> None:
         """Asserts that the counts are those of the rows that wait."""

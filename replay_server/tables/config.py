@@ -27,9 +27,11 @@ MAX_COUNT = 2**53
 MAX_INDEXED = 4
 """Tags that one table may index: each costs 4 bytes an item, and some work at each insert."""
 ENVIRONMENT = "environment"
-"""The tag that says where a group comes from. Every table has a column for it, and counts by it."""
-MAX_TAG_NAME, MAX_TAG_TEXT = 64, 256
-"""Bytes of the name and of the value of a tag. Here characters are counted: what has more of them no item has."""
+"""The tag that names the environment of a group. Every table has a column for it, and counts by it."""
+MAX_TAG_NAME = 64
+"""Bytes of the name of a tag. Settings are checked in characters: no item has a name with more characters."""
+MAX_TAG_TEXT = 256
+"""Bytes of the value of a tag. Settings are checked in characters, as names are."""
 MAX_RETAINED_STATES = 1024
 """States of a trainer that a server remembers."""
 MOST_REQUIRED = 16
@@ -37,7 +39,8 @@ MOST_REQUIRED = 16
 TABLE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]{0,127}\Z")
 _UNITS = {"": 1, "B": 1}
 for _power, _letter in enumerate("KMGT", start=1):
-    _UNITS[f"{_letter}B"], _UNITS[f"{_letter}IB"] = 1000**_power, 1024**_power
+    _UNITS[f"{_letter}B"] = 1000**_power
+    _UNITS[f"{_letter}IB"] = 1024**_power
 
 
 def parse_bytes(value: Any) -> Any:
@@ -51,6 +54,8 @@ def parse_bytes(value: Any) -> Any:
 
 
 TagName = Annotated[str, Field(min_length=1, max_length=MAX_TAG_NAME)]
+TagText = Annotated[str, Field(max_length=MAX_TAG_TEXT)]
+Weight = Annotated[float, Field(ge=0, le=1e9)]
 ColumnName = Annotated[str, Field(min_length=1, max_length=MOST_COLUMN_BYTES)]
 Bytes = Annotated[int, BeforeValidator(parse_bytes), Field(ge=1, le=2**53)]
 
@@ -75,9 +80,11 @@ class Model(BaseModel, metaclass=_OneLine):
     @model_validator(mode="before")
     @classmethod
     def _known(cls, value: Any) -> Any:
-        """Names what there is beside what there is not, which pydantic's own message does not."""
-        if isinstance(value, dict) and (unknown := [name for name in value if name not in cls.model_fields]):
-            raise ValueError(unknown_name(unknown[0], cls.model_fields))
+        """Refuses an unknown field with an error that lists the known fields. pydantic's own message does not."""
+        if isinstance(value, dict):
+            for name in value:
+                if name not in cls.model_fields:
+                    raise ValueError(unknown_name(name, cls.model_fields))
         return value
 
 
@@ -91,10 +98,11 @@ class _Tagged(Model):
 
 
 class SelectorConfig(_Tagged):
-    """How the next item is chosen."""
+    """The choice of the next item."""
 
     type: Literal["fifo", "lifo", "uniform", "prioritized", "min_heap", "max_heap"]
-    """The oldest, the newest, any, by priority at random, the lowest priority, the highest. Ties go to the older."""
+    """The item that comes next, in this order: the oldest, the newest, any at random, one at random by priority, the
+    lowest priority, the highest priority. Ties go to the older item."""
     exponent: float = Field(1.0, ge=0.0, le=MAX_EXPONENT)
     """`prioritized` draws in proportion to priority ** exponent."""
     half_life: float | None = Field(None, ge=MIN_HALF_LIFE, le=MAX_COUNT)
@@ -123,11 +131,11 @@ class SelectorConfig(_Tagged):
 
 
 class RateLimiterConfig(_Tagged):
-    """When inserting and sampling wait for each other; formulas in limiter.py."""
+    """The rule by which inserting and sampling wait for each other; formulas in limiter.py."""
 
     type: Literal["min_size", "sample_to_insert_ratio", "queue", "stack"]
-    """What is kept: a least size, a ratio of samples to inserts, or that each item is sampled once, in order or the
-    newest first."""
+    """The rule, in this order: the table keeps a least size; it keeps a ratio of samples to inserts; each item is
+    sampled once, the oldest first; each item is sampled once, the newest first."""
     min_size: int = Field(1, ge=1, le=MAX_COUNT)
     """Sampling waits for this many items (`min_size`, `sample_to_insert_ratio`)."""
     max_size: int | None = Field(None, ge=1, le=MAX_COUNT)
@@ -135,7 +143,7 @@ class RateLimiterConfig(_Tagged):
     samples_per_insert: float | None = Field(None, gt=0)
     """The ratio to keep (`sample_to_insert_ratio`: needed)."""
     error_buffer: float | tuple[float, float] | None = None
-    """How far the ratio may be off: e, or (min_diff, max_diff) (`sample_to_insert_ratio`)."""
+    """The deviation from the ratio that is allowed: e, or (min_diff, max_diff) (`sample_to_insert_ratio`)."""
 
     @model_validator(mode="after")
     def _checked(self) -> Self:
@@ -145,7 +153,8 @@ class RateLimiterConfig(_Tagged):
             "queue": {"max_size"},
             "stack": {"max_size"},
         }[self.type]
-        if extra := self.model_fields_set - allowed - {"type"}:
+        extra = self.model_fields_set - allowed - {"type"}
+        if extra:
             raise ValueError(f"{self.type!r} takes {', '.join(sorted(allowed))}; not {', '.join(sorted(extra))}")
         if self.type in ("queue", "stack") and self.max_size is None:
             raise ValueError(f"{self.type!r} needs max_size, for example {{ type = {self.type!r}, max_size = 512 }}")
@@ -155,7 +164,7 @@ class RateLimiterConfig(_Tagged):
         return self
 
     def build(self) -> RateLimiter:
-        """A limiter that has seen nothing yet. Raises ValueError for bounds that nothing could satisfy."""
+        """A new limiter, whose counters are 0. Raises ValueError for bounds that no table could satisfy."""
         if self.type == "sample_to_insert_ratio":
             assert self.samples_per_insert is not None
             return sample_to_insert_ratio(self.samples_per_insert, self.min_size, self.error_buffer)
@@ -170,12 +179,10 @@ class BalanceConfig(Model):
 
     tag: TagName
     """The name of the tag. It is indexed without being named in `index`."""
-    weights: dict[Annotated[str, Field(max_length=MAX_TAG_TEXT)], Annotated[float, Field(ge=0, le=1e9)]] = Field(
-        default_factory=dict, max_length=MAX_BALANCED
-    )
-    """By value, relative to each other. A value that is not named has 1, and an item of a value with 0 is never drawn.
-    An integer is named by its digits. The empty name `""` is that of items without the tag, which are one value
-    together. Where a value has no item that can be drawn, its share goes to the others."""
+    weights: dict[TagText, Weight] = Field(default_factory=dict, max_length=MAX_BALANCED)
+    """The weight of each value, relative to the others. A value that is not named has weight 1. Items of a value with
+    weight 0 are never drawn. An integer is named by its digits. The empty name `""` stands for items without the tag,
+    which are one value together. If no item of a value can be drawn, its share goes to the other values."""
 
 
 class TableConfig(Model):
@@ -186,11 +193,11 @@ class TableConfig(Model):
     """
 
     name: str
-    """What clients call it: letters, digits, '_', '-' and '.'."""
+    """The name by which clients call the table: letters, digits, '_', '-' and '.'."""
     sampler: SelectorConfig = SelectorConfig(type="uniform")
-    """Which item comes next when sampling."""
+    """The choice of the next item to sample."""
     remover: SelectorConfig = SelectorConfig(type="fifo")
-    """Which item goes first when the table is full: the remover chooses among the old items and the new one."""
+    """The choice of the next item to evict when the table is full, among the old items and the new one."""
     max_size: int = Field(1_000_000, ge=1, le=MAX_COUNT)
     """The most items."""
     max_bytes: Bytes | None = None
@@ -198,24 +205,24 @@ class TableConfig(Model):
     max_times_sampled: int = Field(0, ge=0, le=MAX_COUNT)
     """An item leaves after it has been sampled this often; 0: never."""
     rate_limiter: RateLimiterConfig = RateLimiterConfig(type="min_size")
-    """When inserting and sampling wait for each other."""
+    """The rule by which inserting and sampling wait for each other."""
     max_staleness: int | None = Field(None, ge=0, le=MAX_COUNT)
     """An item whose policy version lags by more is dropped and never delivered; absent: no limit."""
     when_full: Literal["evict", "block", "reject"] = "evict"
-    """What an insert into a full table does: let the remover make room, wait, or fail."""
+    """The effect of an insert into a full table: the remover makes room, the insert waits, or the insert fails."""
     forward_to: str | None = None
     """The table that an item joins when it has been sampled here for the first time, unless its priority is 0."""
     copy_to: str | None = None
-    """The table that an item joins when it is inserted here, for a reader such as `replay archive run`. It is declared
-    by this name alone. No insert waits for it, names it, or fails because of it."""
+    """The table that an item joins when it is inserted here, for a reader such as `replay archive run`. The name alone
+    declares that table. No insert waits for that table, names it, or fails because of it."""
     requires: tuple[ColumnName, ...] = Field((), max_length=MOST_REQUIRED)
-    """Columns without which no item is sampled here. It waits until `extend` has brought them. It counts for the size
-    and for the bound of a queue meanwhile, and not for `min_size`."""
+    """Columns without which no item is sampled here. An item that lacks one waits until `extend` has brought it.
+    Meanwhile the item counts for the size and for the bound of a queue, and not for `min_size`."""
     seed: int | None = Field(None, ge=0)
-    """Of the random selectors; absent: from the operating system."""
+    """The seed of the random selectors; absent: a seed from the operating system."""
     retain_consumed: int = Field(0, ge=0, le=MAX_RETAINED_STATES)
-    """How many states a trainer can go back: what was consumed since the n-th last state that it named is retained. 0:
-    nothing is. For a queue or stack."""
+    """The number of states that a trainer can go back. Items consumed since the n-th last state that the trainer named
+    are retained. 0: no item is. For a queue or stack."""
     index: tuple[TagName, ...] = Field((), max_length=MAX_INDEXED)
     """Names of tags by which items are found in one pass over an array, without looking at each item."""
     balance: BalanceConfig | None = None
@@ -227,11 +234,15 @@ class TableConfig(Model):
         if not isinstance(value, dict):
             return value
         limiter = value.get("rate_limiter")
-        kind = limiter.get("type") if isinstance(limiter, dict) else getattr(limiter, "type", limiter)
-        if kind not in ("queue", "stack"):
-            return value
-        sampler = "fifo" if kind == "queue" else "lifo"
-        return {"sampler": sampler, "remover": "fifo", "max_times_sampled": 1} | value
+        if isinstance(limiter, dict):
+            kind = limiter.get("type")
+        else:
+            kind = getattr(limiter, "type", limiter)  # a RateLimiterConfig, or the name alone
+        if kind == "queue":
+            return {"sampler": "fifo", "remover": "fifo", "max_times_sampled": 1} | value
+        if kind == "stack":
+            return {"sampler": "lifo", "remover": "fifo", "max_times_sampled": 1} | value
+        return value
 
     @model_validator(mode="after")
     def _checked(self) -> Self:
@@ -270,81 +281,102 @@ class TableConfig(Model):
         return tuple(dict.fromkeys(names))
 
 
+def _as_names(value: Any) -> Any:
+    """A name alone, or None, as a list of names."""
+    if isinstance(value, str):
+        return (value,)
+    return value or ()
+
+
 class AdmissionConfig(Model):
     """Permits for generation: accepted + running + n <= (max_staleness + version + 1) * fresh_groups_per_step."""
 
     table: str | None = None
-    """The table whose groups are trained on: generators of groups for it acquire permits. Absent: the one queue or
-    stack with forward_to, else the only queue or stack, else the only table."""
+    """The table whose groups are trained on: generators acquire permits for its groups. Absent: the only queue or stack
+    with forward_to, else the only queue or stack, else the only table."""
     fresh_groups_per_step: int = Field(ge=1, le=MAX_COUNT)
     """Fresh groups that the trainer uses for each policy version."""
     max_staleness: int = Field(ge=0, le=MAX_COUNT)
     """Policy versions that a group may lag by when it is trained on; 0: on-policy."""
     permit_ttl: float = Field(600.0, gt=0)
     """Seconds until an unused permit goes back."""
-    permit_tables: Annotated[
-        tuple[str, ...], BeforeValidator(lambda name: (name,) if isinstance(name, str) else name or ())
-    ] = ()
-    """The table of partial groups, or a list: a stage each, such as groups without rewards. A name alone
-    declares a table. An item that comes into one of them with a permit, or in the place of such an item, keeps that
-    permit until it leaves. Absent: there is none."""
+    permit_tables: Annotated[tuple[str, ...], BeforeValidator(_as_names)] = ()
+    """The table of partial groups, or a list of one table for each stage, such as groups without rewards. A name alone
+    declares a table. An item that comes into such a table with a permit, or in the place of such an item, keeps that
+    permit until it leaves. Absent: there is no such table."""
 
 
 def with_named(admission: AdmissionConfig | None, tables: Sequence[TableConfig]) -> tuple[TableConfig, ...]:
-    """The tables with those that a user need not declare: of partial groups, and of copies.
+    """The tables, and the tables that a user need not declare: of partial groups, and of copies.
 
-    What such a table is not told, it has as its use needs it: the oldest comes first, and each is drawn once. Of
-    partial groups nothing is evicted, and nothing is retained that the admitted table would refuse as too old. Raises
-    ValueError for what cannot be so.
+    Settings that the user leaves out follow from the use of the table. The oldest item comes first, and each item is
+    drawn once. A table of partial groups evicts nothing, and drops groups that the admitted table would refuse as too
+    old. Raises ValueError for settings that do not fit the use.
     """
     for source in tables:
-        if (name := source.copy_to) is not None:
-            if [table.copy_to for table in tables].count(name) > 1:
-                raise ValueError(f"copy_to = {name!r} stands at two tables: copy each to a table of its own")
-            bounds = {"max_size": 65_536, "max_bytes": 2 << 30}
-            tables = _with(tables, name, f"copies of {source.name!r}", bounds)
+        name = source.copy_to
+        if name is None:
+            continue
+        if [table.copy_to for table in tables].count(name) > 1:
+            raise ValueError(f"copy_to = {name!r} stands at two tables: copy each to a table of its own")
+        bounds = {"max_size": 65_536, "max_bytes": 2 << 30}
+        tables = _with(tables, name, f"copies of {source.name!r}", bounds)
     if admission is not None:
         for name in admission.permit_tables:
-            if name == (admitted := admitted_table(admission, tables)):
+            admitted = admitted_table(admission, tables)
+            if name == admitted:
                 raise ValueError(
                     f"[admission] permit_tables = {name!r} is the table that is trained on: name another one"
                 )
-            bound = next(table.max_staleness for table in tables if table.name == admitted)
-            use = "partial groups ([admission] permit_tables)"
-            tables = _with(tables, name, use, {"when_full": "block", "max_staleness": bound})
+            trained_on = [table for table in tables if table.name == admitted]
+            defaults = {"when_full": "block", "max_staleness": trained_on[0].max_staleness}
+            tables = _with(tables, name, "partial groups ([admission] permit_tables)", defaults)
     return tuple(tables)
 
 
 def _with(tables: Sequence[TableConfig], name: str, use: str, defaults: dict[str, Any]) -> Sequence[TableConfig]:
-    """The tables with that of this name, which is there for `use`."""
-    own_fields = next((table.model_dump(exclude_unset=True) for table in tables if table.name == name), {"name": name})
-    order = {"sampler": "fifo", "remover": "fifo", "max_times_sampled": 1}
-    made = TableConfig.model_validate(order | defaults | own_fields)
-    # What its reader has must not come back.
-    if made.max_times_sampled != 1 or made.forward_to or made.copy_to or made.retain_consumed:
+    """The tables with the table of this name, which is there for `use`. A table of this name is completed."""
+    fields: dict[str, Any] = {"sampler": "fifo", "remover": "fifo", "max_times_sampled": 1}
+    fields |= defaults
+    declared = [table for table in tables if table.name == name]
+    if declared:
+        fields |= declared[0].model_dump(exclude_unset=True)
+    else:
+        fields["name"] = name
+    completed = TableConfig.model_validate(fields)
+    # An item that its reader has must not come back.
+    if completed.max_times_sampled != 1 or completed.forward_to or completed.copy_to or completed.retain_consumed:
         raise ValueError(
             f"table {name!r} is of {use}: leave out max_times_sampled, forward_to, copy_to and retain_consumed"
         )
-    if any(table.name == name for table in tables):
-        return [made if table.name == name else table for table in tables]
-    return [*tables, made]
+    if declared:
+        return [completed if table.name == name else table for table in tables]
+    return [*tables, completed]
 
 
 def admitted_table(admission: AdmissionConfig, tables: Sequence[TableConfig]) -> str:
     """The name of the table that is trained on. Raises ValueError if it is not clear which one that is."""
-    names = ", ".join(table.name for table in tables)
-    if (table_name := admission.table) is not None:
-        if all(table.name != table_name for table in tables):
-            raise ValueError(f"[admission] table = {table_name!r}: there is no such table; tables: {names}")
-        return table_name
-    others = {*admission.permit_tables, *(table.copy_to for table in tables)}
-    tables = [table for table in tables if table.name not in others] or tables
-    queues = [table for table in tables if table.rate_limiter.type in ("queue", "stack")]
-    tables = [table for table in queues if table.forward_to is not None] or queues or tables
-    if len(tables) == 1:
-        return tables[0].name
-    example = f"[admission] table = {tables[0].name!r}" if tables else "[[tables]]"
+    if admission.table is not None:
+        if all(table.name != admission.table for table in tables):
+            names = ", ".join(table.name for table in tables)
+            raise ValueError(f"[admission] table = {admission.table!r}: there is no such table; tables: {names}")
+        return admission.table
+    candidates = _candidates(admission, tables)
+    if len(candidates) == 1:
+        return candidates[0].name
+    names = ", ".join(table.name for table in candidates)
+    example = f"[admission] table = {candidates[0].name!r}" if candidates else "[[tables]]"
     raise ValueError(
-        f"[admission] does not say which table is trained on, and {', '.join(table.name for table in tables)} could "
-        f"be: name it, for example {example}"
+        f"[admission] does not say which table is trained on, and {names} could be: name it, for example {example}"
     )
+
+
+def _candidates(admission: AdmissionConfig, tables: Sequence[TableConfig]) -> Sequence[TableConfig]:
+    """The tables that may be the one that is trained on: queues and stacks first, of these those that forward."""
+    not_trained_on = {*admission.permit_tables, *(table.copy_to for table in tables)}
+    trained_on = [table for table in tables if table.name not in not_trained_on]
+    if trained_on:
+        tables = trained_on
+    queues = [table for table in tables if table.rate_limiter.type in ("queue", "stack")]
+    forwarding = [table for table in queues if table.forward_to is not None]
+    return forwarding or queues or tables

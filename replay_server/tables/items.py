@@ -1,9 +1,9 @@
-"""Items: what all tables share of their items, and which payloads the storage has to keep.
+"""Items: the facts of items that all tables share, and the payloads that the storage has to keep.
 
-* A table holds each of its items once; an outstanding batch holds each of its rows once, and so does a reader of bytes.
+* A table holds each of its items once. An outstanding batch holds each of its rows once, and so does a reader of bytes.
 * Rows that have left a table hold their items until they are cleared away (`Leaving`), or while they are retained.
 * As long as anything holds an item, its payload is in the storage and its bytes count. After that both are gone.
-* An item of which only copies are left is gone for whoever trains.
+* An item that only copies hold is gone for trainers.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import math
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
 from typing import Protocol
 
 import numpy as np
@@ -27,7 +26,7 @@ ROWS_PER_SLICE = 4096
 
 
 class DamagedPayloads(Exception):
-    """The bytes under `keys` are not what was put there."""
+    """The bytes under `keys` are not the bytes that were put there."""
 
     def __init__(self, keys: list[int]) -> None:
         super().__init__(f"the payloads of {keys} are damaged")
@@ -36,38 +35,40 @@ class DamagedPayloads(Exception):
 
 @dataclass(frozen=True)
 class StorageFacts:
-    """What operators are told of a storage."""
+    """The facts about a storage that operators see."""
 
     storage: str
-    """Its name."""
+    """The name of the storage."""
     disk_bytes: int = 0
-    """What its file occupies."""
+    """Bytes of the storage's file."""
     commits: int = 0
     """Transactions since the start."""
     commit_error: str = ""
-    """Why the last commit failed; "": it did not."""
+    """The reason why the last commit failed; "": it did not fail."""
     fell_back: str = ""
-    """Why the start went back to an older state, and to which; "": it did not."""
+    """The reason why the start went back to an older state, and the name of that state; "": it did not go back."""
 
 
 class Storage(Protocol):
+    """Keeps the payloads of items, in memory or on disk."""
+
     def put(self, keys: Sequence[int], payloads: Sequence[Payload]) -> None:
         """Stores payloads under keys that are not in use."""
 
     def extend(self, key: int, size: int, segment: Payload) -> None:
-        """Appends bytes to the payload of a key in use; `size` are its bytes until now."""
+        """Appends bytes to the payload of a key in use. `size`: the bytes of the payload until now."""
 
     def get(self, keys: Sequence[int], sizes: Sequence[int]) -> list[Payload]:
-        """The first bytes of the payloads of keys in use: as many as `sizes` says. Raises DamagedPayloads.
+        """The payloads of keys in use, each cut after as many bytes as `sizes` says. Raises DamagedPayloads.
 
-        A payload has more bytes than that if it was extended since the caller learned its size.
+        A payload has more bytes than its size if it was extended since the caller learned the size.
         """
 
     def delete(self, keys: Sequence[int]) -> None:
         """Deletes payloads."""
 
     def check(self, sizes: Mapping[int, int]) -> None:
-        """Asserts that the payloads under keys in use are those of these sizes, as far as they are in memory."""
+        """Asserts that the payloads in memory have these keys and sizes."""
 
     def why_full(self, nbytes: int) -> str | None:
         """Why payloads of `nbytes` cannot be stored; None: they can."""
@@ -77,11 +78,15 @@ class Storage(Protocol):
 
 @dataclass(slots=True)
 class Item:
+    """One item, whatever tables it is in."""
+
     nbytes: int
+    """Bytes of the payload."""
     policy_version: int
     inserted_at: float
     """Seconds of the server's clock."""
     holders: int = 0
+    """The rows of tables and batches, and the readers of bytes, that hold the item."""
     forwarded: tuple[str, ...] = ()
     """Names of the tables that forwarded the item."""
     labels: Labels = NO_LABELS
@@ -101,11 +106,13 @@ class Items(dict[int, Item]):
         self.max_bytes = math.inf if max_bytes is None else max_bytes
         self.bytes = 0
         self.freed = False
-        """Whether bytes became free, or could be freed, since this was last set to False."""
+        """True if bytes became free, or could be freed, since this was last set to False."""
         self.closing: set[int] = set()
-        """Keys of items whose inserts have closed batches. Such an insert cannot be taken back alone."""
-        self.labelled = self.tagged = False
-        """Whether some item ever had labels, and tags: otherwise nobody has to look for them."""
+        """Keys of items whose inserts have closed batches. Such an insert cannot be undone alone."""
+        self.labelled = False
+        """True if some item ever had labels. Otherwise nobody has to look for labels."""
+        self.tagged = False
+        """True if some item ever had tags."""
         self.copies: Mapping[str, Table] = {}
         """The tables to which others copy their items."""
         self.on_gone: tuple[Callable[[Sequence[int]], None], ...] = ()
@@ -116,9 +123,10 @@ class Items(dict[int, Item]):
         self.leaving = Leaving(self.release, rows_per_slice)
 
     def insert(self, batch: InsertBatch, now: float, holders: int) -> None:
-        """Keeps the payloads of a batch, for `holders` tables."""
+        """Adds the items of a batch, which `holders` tables hold, and stores their payloads."""
         assert self.keys().isdisjoint(batch.keys), "an item that is there is inserted again"
-        sizes, versions = batch.sizes.tolist(), batch.policy_versions.tolist()
+        sizes = batch.sizes.tolist()
+        versions = batch.policy_versions.tolist()
         for key, nbytes, version in zip(batch.keys, sizes, versions, strict=True):
             self[key] = Item(nbytes, version, now, holders)
         if batch.labels is not None:
@@ -136,10 +144,12 @@ class Items(dict[int, Item]):
 
     def labels(self, keys: Sequence[int]) -> list[Labels] | None:
         """The labels of each of `keys`; None: no item has any."""
-        return [self[key].labels for key in keys] if self.labelled else None
+        if not self.labelled:
+            return None
+        return [self[key].labels for key in keys]
 
     def extend(self, key: int, labels: Labels, segment: Payload, nbytes: int) -> None:
-        """Appends a segment of so many bytes to the payload of an item, which has these labels from now on."""
+        """Appends a segment of `nbytes` to the payload of an item, which has these labels from now on."""
         item = self[key]
         self.storage.extend(key, item.nbytes, segment)
         item.nbytes += nbytes
@@ -147,9 +157,13 @@ class Items(dict[int, Item]):
         self.label([key], [labels])
 
     def gone(self, key: int) -> bool:
-        """Whether nothing holds the item, or only rows that wait to be cleared away."""
+        """True if nothing holds the item, except rows that wait to be cleared away."""
         item = self.get(key)
-        return item is None or (bool(self.leaving) and item.holders == self.leaving.holds_of(key))
+        if item is None:
+            return True
+        if not self.leaving:
+            return False
+        return item.holders == self.leaving.holds_of(key)
 
     def hold(self, keys: Iterable[int]) -> None:
         """Adds a holder to each of `keys`."""
@@ -157,17 +171,19 @@ class Items(dict[int, Item]):
             self[key].holders += 1
 
     def release(self, keys: Iterable[int]) -> None:
-        """Removes a holder from each of `keys`; deletes the items that have none left."""
-        gone, lost, nbytes = [], [], 0
-        looks = bool(self.copies or self.leaving)
+        """Removes a holder from each of `keys`. Deletes the items that have no holder left."""
+        gone = []
+        lost = []
+        nbytes = 0
+        may_be_lost = bool(self.copies or self.leaving)
         for key in keys:
             item = self[key]
             item.holders -= 1
             if item.holders == 0:
                 del self[key]
-                nbytes += item.nbytes + item.labels.nbytes  # twice as fast as its cost
+                nbytes += item.nbytes + item.labels.nbytes  # twice as fast as `item.cost`
                 gone.append(key)
-            elif looks and self.lost(key):
+            elif may_be_lost and self.lost(key):
                 lost.append(key)
                 self.freed = True  # an insert that waits for these bytes discards the item
             elif self.spares and item.holders == self.spare(key):
@@ -184,29 +200,36 @@ class Items(dict[int, Item]):
                 hook([*gone, *lost])
 
     def lost(self, key: int) -> bool:
-        """Whether nobody can train on the item any more, nor go back to an older state for it."""
-        if (item := self.get(key)) is None:
+        """True if nobody can train on the item any more, not even after going back to an older state."""
+        item = self.get(key)
+        if item is None:
             return True
         copies = sum(table.has_or_may_return(key) for table in self.copies.values())
+        # Any other holder is a row of a table or batch, or a retained row: then a trainer may still get the item.
         return item.holders == copies + self.leaving.holds_of(key)
 
     def clear_left(self, nbytes: int) -> None:
-        """Clears away what has left, as far as `nbytes` more need its bytes."""
+        """Clears away rows that have left, until there is room for `nbytes` more, or no such row is left."""
         while self.leaving and self.bytes + nbytes > self.max_bytes:
             self.leaving.clear_slice()
 
     def why_full(self, nbytes: int, tables: Sequence[Table] = ()) -> str | None:
-        """Why the server has no room for `nbytes` more; None: it has, or `free` and `make_room` can make it.
+        """Why the server has no room for `nbytes` more; None: it has room, or `free` and `make_room` can make room.
 
-        They discard what extensions can spare, and evict what `tables` may.
+        They discard rows that extensions can spare, and evict items from the `tables` that may evict.
         """
         needed = self.bytes + nbytes - self.max_bytes
-        if needed <= 0 or self._can_free(needed, tables):
+        if needed <= 0:
+            return None
+        if self._can_free(needed, tables):
             return None
         return f"{self.bytes} bytes + {nbytes} > max_bytes {self.max_bytes}"
 
     def free(self, nbytes: int) -> None:
-        """Clears away what has left, then what extensions can spare, as far as `nbytes` more need the bytes."""
+        """Frees bytes until there is room for `nbytes` more, or nothing is left to free.
+
+        Clears away rows that have left, and then discards rows that extensions can spare.
+        """
         while (needed := self.bytes + nbytes - self.max_bytes) > 0:
             if self.leaving:
                 self.leaving.clear_slice()
@@ -221,28 +244,29 @@ class Items(dict[int, Item]):
         before = len(self)
         self.free(0)
         while self.bytes > self.max_bytes:
-            max(_evicting(tables), key=lambda table: table.bytes).evict()
+            largest = max(_evicting(tables), key=lambda table: table.bytes)
+            largest.evict()
             self.free(0)
         return before - len(self)
 
     def spare(self, key: int) -> int:
-        """How many of its holders extensions would discard."""
+        """The number of holders of the item that extensions would discard."""
         spare = 0
-        for spares in self.spares:  # a tenth of the time of sum() for one
+        for spares in self.spares:  # a tenth of the time of sum() for one extension
             spare += spares(key)
         return spare
 
     def check(self) -> None:
-        """Asserts what needs no look at each item."""
+        """Asserts the invariants that need no look at each item."""
         assert self.bytes >= 0, self.bytes
         assert self.closing <= self.keys(), "an item that is gone has closed a batch"
         assert self.labelled >= self.tagged, "tags are labels"
         self.leaving.check()
 
     def check_each(self, holders: Mapping[int, int]) -> None:
-        """Asserts that as many rows and batches hold each item as it counts, and that bytes are the sum of costs.
+        """Asserts that `holders` of each item is the real number, and that `bytes` is the sum of costs.
 
-        `holders`: of each key, counted by the caller while no reader of bytes holds any. A loop over all items.
+        `holders`: by key, counted by the caller while no reader of bytes holds an item. A loop over all items.
         """
         assert self.keys() == holders.keys(), self.keys() ^ holders.keys()
         for key, item in self.items():
@@ -252,22 +276,30 @@ class Items(dict[int, Item]):
         assert self.bytes == nbytes, (self.bytes, nbytes)
 
     def _can_free(self, needed: float, tables: Sequence[Table]) -> bool:
-        """Whether discarding all that `why_full` names frees `needed` bytes."""
-        tables = _evicting(tables)
-        there = (table.columns.key[table.columns.occupied()].tolist() for table in tables)
-        visited = set[int]()
-        for key in chain(*(keys() for keys in self.spare_keys), chain.from_iterable(there)):
+        """True if discarding all rows that extensions can spare, and evicting from `tables`, frees `needed` bytes."""
+        evicting = _evicting(tables)
+        visited: set[int] = set()
+        for key in self._keys_to_free(evicting):
             if key in visited:
                 continue
             visited.add(key)
-            if self[key].holders == self.spare(key) + sum(key in table for table in tables):
+            discarded = self.spare(key) + sum(key in table for table in evicting)
+            if self[key].holders == discarded:
                 needed -= self[key].cost
                 if needed <= 0:
                     return True
         return False
 
+    def _keys_to_free(self, evicting: Iterable[Table]) -> Iterator[int]:
+        """The keys of items that extensions can spare, and of the items of these tables. A key may come twice."""
+        for spare_keys in self.spare_keys:
+            yield from spare_keys()
+        for table in evicting:
+            yield from table.columns.key[table.columns.occupied()].tolist()
+
 
 def _evicting(tables: Iterable[Table]) -> list[Table]:
+    """The tables that evict items to make room."""
     return [table for table in tables if table.config.when_full == "evict"]
 
 
@@ -277,35 +309,36 @@ class Leaving:
     **Why.** `update_table(max_size=1)` can remove a million items, and so can a new policy version, a delete or a
     reset. To free their objects one by one took up to 3 seconds, in which no client of any table was served.
 
-    **How.** The change itself is one moment, whatever its size. It marks its rows as leaving in one pass over an array
-    (`columns.py`), takes them out of the selectors, and counts them. From then on they are gone for whoever looks: for
-    draws, lists, `get`, counts, commits and checkpoints. Nobody sees a part of the change, nobody has to wait for it,
-    and a client that goes away leaves nothing half done. Only what nobody looks at is left to do: to free slots,
-    objects and payloads. That is done here, ROWS_PER_SLICE rows at a time, and other requests run between two slices.
+    **How.** The change itself is one operation, whatever its size. It marks its rows as leaving in one pass over an
+    array (`columns.py`), removes them from the selectors, and counts them. From then on the rows are gone for draws,
+    lists, `get`, counts, commits and checkpoints. Nobody sees a part of the change, nobody has to wait for it, and a
+    client that goes away leaves nothing half done. Only invisible work is left to do: to free slots, objects and
+    payloads. That is done here, ROWS_PER_SLICE rows at a time, and other requests run between two slices.
 
-    * The queue holds the items, as a table or a batch would. So a payload stays, and its bytes count for the server,
-      until its slice comes. An insert that lacks these bytes clears the slices that it needs, and is not refused.
+    * The queue of slices holds the items, as a table or a batch would. So a payload stays, and its bytes count for the
+      server, until its slice is cleared. An insert that lacks these bytes clears the slices that it needs, and is not
+      refused.
     * The next commit writes the whole change. After a kill between two slices, the start deletes payloads without an
       item.
-    * A change of at most ROWS_PER_SLICE rows clears its own rows at once. So the slices have all rows that are leaving
-      between two operations.
+    * A change of at most ROWS_PER_SLICE rows clears its own rows at once. So between two operations, all rows that are
+      leaving are in the slices.
     """
 
     def __init__(self, release: Callable[[Sequence[int]], None], rows_per_slice: int) -> None:
-        """`release` gets the keys of each slice."""
+        """`release` is called with the keys of each slice."""
         self._release = release
         self.rows_per_slice = rows_per_slice
         self._slices: deque[tuple[Columns, IntArray]] = deque()
         self._columns: Counter[Columns] = Counter()
-        """Of how many slices these are the columns."""
+        """The number of slices of each columns."""
         self._more = asyncio.Event()
 
     def __len__(self) -> int:
-        """How many slices wait."""
+        """The number of slices that wait."""
         return len(self._slices)
 
     def add(self, columns: Columns, slots: IntArray) -> None:
-        """These slots (n,) of `columns` are leaving."""
+        """Adds slots (n,) of `columns` that are leaving."""
         for start in range(0, slots.size, self.rows_per_slice):
             self._slices.append((columns, slots[start : start + self.rows_per_slice]))
             self._columns[columns] += 1
@@ -322,7 +355,7 @@ class Leaving:
         self._release(columns.free(slots))
 
     def holds_of(self, key: int) -> int:
-        """How many rows of this item wait to be cleared away."""
+        """The number of rows of this item that wait to be cleared away."""
         return sum(columns.leaving(key) is not None for columns in self._columns)
 
     def keys(self) -> Iterator[int]:
@@ -331,7 +364,7 @@ class Leaving:
             yield from columns.key[slots].tolist()
 
     def check(self) -> None:
-        """Asserts that the slices are of rows that are leaving, and that no other row is."""
+        """Asserts that all rows of the slices are leaving, and that no other row is."""
         assert self._columns == Counter(columns for columns, _ in self._slices)
         waiting: Counter[Columns] = Counter()
         for columns, slots in self._slices:
@@ -342,9 +375,9 @@ class Leaving:
             assert np.count_nonzero(columns.state == LEAVING) == count, "a slot is in two slices, or in none"
 
     async def run(self) -> None:
-        """Clears away slice by slice, and lets the event loop go on in between, until it is cancelled.
+        """Clears away slice by slice until the task is cancelled. Other tasks run between two slices.
 
-        Nobody waits for these bytes: the first insert of a line clears away by itself what it lacks.
+        Nobody waits for these bytes: the first insert of a line clears away the slices that it needs by itself.
         """
         while True:
             await self._more.wait()

@@ -1,13 +1,14 @@
-"""RateLimiter: decides when a table may be inserted into and sampled from.
+"""RateLimiter decides when a table may be inserted into and sampled from.
 
     can_sample(n):  size >= min_size  and  inserts * spi - samples - n >= min_diff
     can_insert(n):  size + n <= min_size  or  (inserts + n) * spi - samples <= max_diff
 
 with size = inserts - deletes, and spi = samples_per_insert. These are Reverb's inequalities (google-deepmind/reverb,
 reverb/cc/rate_limiter.cc). Deletes and evictions change `size`, and never the difference inserts * spi - samples. In a
-queue or stack that difference is how many places are taken. There what leaves unsampled counts as sampled.
+queue or stack that difference is the number of places in use. There an item that leaves unsampled counts as sampled.
 
-Items that wait for a column count for everything but the first inequality: they fill a queue, and cannot be sampled.
+Items that wait for a column do not count as `size` in can_sample, but count everywhere else: they fill a queue, and
+cannot be sampled.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from dataclasses import dataclass
 class RateLimiter:
     """One limiter: its four constants, and its three counters since the start or reset.
 
-    Its size is that of its table. Nothing is counted back more often than forth, and `min_diff` is at most `max_diff`.
+    Its size is the size of its table. No counter is below 0, and `min_diff` is at most `max_diff`.
     """
 
     samples_per_insert: float
@@ -45,25 +46,27 @@ class RateLimiter:
         assert self.min_diff <= self.max_diff, (self.min_diff, self.max_diff)
 
     def can_insert(self, n: int) -> bool:
-        """Whether `n` items may be inserted at once, now."""
+        """True if `n` items may be inserted at once, now."""
         return (
             self.inserts + n - self.deletes <= self.min_size
             or (self.inserts + n) * self.samples_per_insert - self.samples <= self.max_diff
         )
 
     def can_sample(self, n: int, waiting: int = 0) -> bool:
-        """Whether `n` items may be sampled at once, now. So many items are there and wait for a column."""
+        """True if `n` items may be sampled at once, now. `waiting` items of the table wait for a column."""
         return (
             self.inserts - self.deletes - waiting >= self.min_size
             and self.inserts * self.samples_per_insert - self.samples - n >= self.min_diff
         )
 
     def most_samples(self, waiting: int = 0) -> float:
-        """How many items may be sampled now, one after the other."""
+        """The number of items that may be sampled now, one after the other."""
         if self.size - waiting < self.min_size:
             return 0
         most = self.inserts * self.samples_per_insert - self.samples - self.min_diff
-        return max(0, math.floor(most)) if math.isfinite(most) else most
+        if math.isfinite(most):
+            return max(0, math.floor(most))
+        return most
 
     def largest_batch(self) -> float:
         """The largest batch that can be sampled at once. Inserting stops before a larger batch is complete."""
@@ -71,7 +74,8 @@ class RateLimiter:
 
     def why_no_insert(self, n: int) -> str:
         """Why `n` items may not be inserted: in words, then the inequality. Call it if `can_insert(n)` is false."""
-        spi, difference = self.samples_per_insert, (self.inserts + n) * self.samples_per_insert - self.samples
+        spi = self.samples_per_insert
+        difference = (self.inserts + n) * spi - self.samples
         if spi == 1 and self.min_diff == 0:
             words = f"it is full, {difference - n:.12g} of {self.max_diff:.12g} items are not sampled yet"
         else:
@@ -86,10 +90,12 @@ class RateLimiter:
 
         `words` say how many items wait, and for what.
         """
-        if (ready := self.size - waiting) < self.min_size:
+        ready = self.size - waiting
+        if ready < self.min_size:
             size = f"size {self.size} - {words}, which leaves {ready}" if words else f"size {ready}"
             return f"items there: {ready}, wanted: {self.min_size} ({size} < min_size {self.min_size})"
-        spi, difference = self.samples_per_insert, self.inserts * self.samples_per_insert - self.samples - n
+        spi = self.samples_per_insert
+        difference = self.inserts * spi - self.samples - n
         return (
             f"items that may be sampled now: {self.most_samples(waiting):.12g}, wanted: {n} "
             f"({self.inserts} inserts * {spi:.12g} - {self.samples:.12g} samples - {n} requested = "
@@ -107,13 +113,18 @@ def sample_to_insert_ratio(spi: float, min_size: int, error_buffer: float | tupl
     if isinstance(error_buffer, tuple):
         least, most = error_buffer
     else:
-        # With the narrowest buffer allowed, each side soon waits for the other. Ten times that leaves room.
-        error = 10 * max(1.0, spi) if error_buffer is None else error_buffer
-        least, most = middle - error, middle + error
-    if not most - least >= 2 * max(1.0, spi):
+        if error_buffer is None:
+            # With the narrowest buffer allowed, each side soon waits for the other. Ten times that leaves room.
+            error = 10 * max(1.0, spi)
+        else:
+            error = error_buffer
+        least = middle - error
+        most = middle + error
+    narrowest = 2 * max(1.0, spi)
+    if not most - least >= narrowest:  # also for NaN
         raise ValueError(
             f"max_diff {most:.12g} - min_diff {least:.12g} must be at least 2 * max(1, samples_per_insert) = "
-            f"{2 * max(1.0, spi):.12g}, or inserts and samples block each other: widen error_buffer"
+            f"{narrowest:.12g}, or inserts and samples block each other: widen error_buffer"
         )
     if least > middle:
         raise ValueError(

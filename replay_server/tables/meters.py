@@ -11,13 +11,14 @@ import numpy as np
 
 from replay_server.tables.columns import IntArray
 
-WINDOW = 60  # seconds
+WINDOW = 60
+"""Seconds over which rates are measured."""
 _PAUSES = 256
-"""Pauses between arrivals that are remembered."""
+"""The most pauses between arrivals that are remembered."""
 _LONGEST = 3
 """The pauses are measured against their third longest."""
 _STEPS = 15
-"""Steps that say how long one usually takes."""
+"""The most steps from which the usual length of a step is measured."""
 
 
 @dataclass
@@ -45,7 +46,7 @@ class Counters:
 
 
 class StepTimes:
-    """How long a step usually takes: the median of the last ones. Stalls do not change it unless they are most."""
+    """The usual length of a step: the median of the last steps. Stalls do not change it unless most steps stall."""
 
     def __init__(self) -> None:
         self._steps: deque[float] = deque(maxlen=_STEPS)
@@ -59,37 +60,41 @@ class StepTimes:
 
     @property
     def interval(self) -> float:
-        """Seconds; 0: unknown, for fewer than three steps."""
-        return median(self._steps) if len(self._steps) >= _LONGEST else 0.0
+        """The usual seconds of a step; 0: unknown, for fewer than three steps."""
+        if len(self._steps) < _LONGEST:
+            return 0.0
+        return median(self._steps)
 
 
 class ArrivalTimes:
-    """How often something usually happens.
+    """The usual interval between arrivals.
 
-    Things come in bursts: a step's groups within seconds, then nothing until the next step. The interval that counts
-    is the one between bursts. So it is the median of the long pauses.
+    Arrivals come in bursts: a step's groups within seconds, then nothing until the next step. Only the interval between
+    bursts counts. So the usual interval is the median of the long pauses.
     """
 
     def __init__(self, apart: float = 0.0) -> None:
-        """What happens less than `apart` seconds after something else is a part of that."""
+        """An arrival less than `apart` seconds after another belongs to the other arrival."""
         self._apart = apart
         self._pauses: deque[float] = deque(maxlen=_PAUSES)
         self._begun: float | None = None
 
     def beat(self, now: float) -> None:
-        """It happens now."""
+        """Something arrives now."""
         if self._begun is None:
             self._begun = now
-        elif (pause := now - self._begun) >= self._apart:
+            return
+        pause = now - self._begun
+        if pause >= self._apart:
             self._pauses.append(pause)
             self._begun = now
 
     def interval(self, step: float = 0.0) -> float:
         """Seconds between two bursts; 0: unknown, for fewer than three pauses.
 
-        A pause is long from half a `step` of the trainer on: then stalls do not change the interval unless they are
-        most. Where a step is not known (0), or fewer than three pauses are as long as one, a pause is long from half of
-        the third longest on: then a stall or two do not change it.
+        A pause is long if it lasts half a `step` of the trainer or longer. Then stalls do not change the interval
+        unless most pauses are stalls. If a step is not known (0), or fewer than three pauses are as long as a step, a
+        pause is long from half of the third longest pause on. Then one or two stalls do not change the interval.
         """
         if len(self._pauses) < _LONGEST:
             return 0.0
@@ -99,14 +104,14 @@ class ArrivalTimes:
 
 
 class Meter:
-    """A sum over the last minute, in buckets of a second; and how often something is usually added."""
+    """A sum over the last minute, in buckets of a second, and the usual interval between additions."""
 
     def __init__(self, now: float) -> None:
         self._started = now
         self._second = int(now)
         self._buckets = [0.0] * WINDOW
         self.last = now
-        """When something was last added, or the start."""
+        """The time of the last addition, or of the start."""
         self.arrivals = ArrivalTimes(apart=1.0)
 
     def add(self, amount: float, now: float) -> None:
@@ -121,19 +126,23 @@ class Meter:
         return sum(self._buckets) / min(WINDOW, max(1.0, now - self._started))
 
     def _advance(self, now: float) -> None:
-        if (second := int(now)) > self._second:
-            for passed in range(self._second + 1, min(second, self._second + WINDOW) + 1):
-                self._buckets[passed % WINDOW] = 0.0
-            self._second = second
+        """Empties the buckets of the seconds since the last call."""
+        second = int(now)
+        if second <= self._second:
+            return
+        last = min(second, self._second + WINDOW)  # each bucket once
+        for passed in range(self._second + 1, last + 1):
+            self._buckets[passed % WINDOW] = 0.0
+        self._second = second
 
 
 class BlockedTime:
-    """Which share of the last minute something was blocked."""
+    """The share of the last minute in which something was blocked."""
 
     def __init__(self, now: float) -> None:
         self._meter = Meter(now)
         self.since: float | None = None
-        """When it was last looked at while it was blocked; None: it is not."""
+        """The time until which blocked seconds are counted; None: nothing is blocked."""
 
     def set(self, blocked: bool, now: float) -> None:
         self._settle(now)
@@ -144,6 +153,7 @@ class BlockedTime:
         return min(1.0, self._meter.per_second(now))
 
     def _settle(self, now: float) -> None:
+        """Counts the blocked seconds until now."""
         if self.since is None:
             return
         start = max(self.since, now - WINDOW)
@@ -156,27 +166,28 @@ class BlockedTime:
 
 
 class FlowMeter:
-    """How many items are drawn from one policy version to the next, and how old they are, over the last versions.
+    """The number of items drawn from one policy version to the next, and their staleness, over the last versions.
 
-    What happens before the first version counts for nothing, because nobody knows how many versions that was.
+    Draws before the first version do not count, because nobody knows how many versions that was.
     """
 
     def __init__(self, versions: int = 32) -> None:
-        """`versions`: how many at most."""
+        """`versions`: the most changes of the version that are remembered."""
         self._finished: deque[tuple[int, int, int]] = deque(maxlen=versions)
-        """Versions in one go, then what was drawn, and its staleness in all."""
+        """For each change of the version: by how many it rose, the items drawn before it, and their total staleness."""
         self._began = False
         self._drawn = self._staleness = 0
 
     def draw(self, staleness: IntArray) -> None:
-        """Items (n,) are drawn that are so many versions old."""
+        """Counts drawn items, with the staleness (n,) of each in versions."""
         self._drawn += staleness.size
         self._staleness += int(np.maximum(staleness, 0).sum())
 
     def move(self, versions: int) -> None:
-        """The policy version rises by so many.
+        """The policy version rises by `versions`.
 
-        Less than 0: the trainer has started again, and so does the count. 0: it only said its version once more.
+        Less than 0: the trainer has started again, and the count starts again too. 0: the trainer sent the same version
+        again, which changes nothing.
         """
         if versions == 0 and self._began:
             return
@@ -189,7 +200,13 @@ class FlowMeter:
 
     def measured(self) -> dict[str, Any] | None:
         """The fields of the message Flow of replay.proto; None while nothing was drawn in a whole version."""
-        versions, drawn, staleness = (sum(each[place] for each in self._finished) for place in range(3))
+        versions = 0
+        drawn = 0
+        staleness = 0
+        for rise, drawn_before, total_staleness in self._finished:
+            versions += rise
+            drawn += drawn_before
+            staleness += total_staleness
         assert versions >= len(self._finished), "the version rose by at least 1 each time"
         if not drawn:
             return None

@@ -1,7 +1,7 @@
-"""Outstanding batches: drawn, and neither acknowledged by their readers nor requeued.
+"""Outstanding batches were drawn, and are neither acknowledged by their readers nor requeued.
 
 * An outstanding batch holds each of its rows, so their payloads stay in the storage while they are sent.
-* A table counts the rows of its outstanding batches, and reserves those that they have used up.
+* A table counts the rows of its outstanding batches, and reserves the rows that the batches have used up.
 * Exactly one call of `acknowledge` or `requeue` ends a batch. How readers ended their last batches is remembered.
 * A leased batch is in use by its reader. It stays outstanding when the server restarts.
 """
@@ -31,6 +31,8 @@ MAX_REQUEUED = 1 << 16
 
 
 class PendingSample(Pending[tuple[int, SampleBatch]]):
+    """A request for a batch, which waits in the line of its table. The value is the id of the batch, and the batch."""
+
     def __init__(self, table: Table, request: SampleRequest, since: float, deadline_at: float) -> None:
         super().__init__(since, deadline_at)
         self.tables = [table]
@@ -38,14 +40,17 @@ class PendingSample(Pending[tuple[int, SampleBatch]]):
 
 
 class OutstandingBatches:
+    """All outstanding batches of the server, and their leases."""
+
     def __init__(self, items: Items, watchers: Sequence[Watcher]) -> None:
         self._items = items
         self._watchers = watchers
         self.by_id: dict[int, tuple[Table, SampleBatch]] = {}
+        """By id of the batch: its table, and the batch."""
         self.leased: dict[int, float] = {}
-        """The seconds for which each batch is leased, of those that are in use."""
+        """By id of each leased batch: the seconds of its lease."""
         self.on_closed: Callable[[int], object] = lambda _: None
-        """Called with each batch that an insert has closed, and not its reader by the batch's id."""
+        """Called with the id of each batch that an insert has closed. Not called when the reader acknowledges it."""
         self.acknowledged: Remembered[None] = Remembered("acknowledged", MAX_ACKNOWLEDGED, watchers)
         self.requeued: Remembered[None] = Remembered("requeued", MAX_REQUEUED, watchers)
 
@@ -55,14 +60,16 @@ class OutstandingBatches:
         return self._begin(table, batch, request.id or new_id()), batch
 
     def draw_keys(self, table: Table, keys: KeyArray, batch_id: int = 0, scope: str = "") -> int:
-        """Draws those of these rows that are there. Returns the id of the batch; 0: it would be empty."""
+        """Draws the rows of these keys that are there. Returns the id of the batch; 0: no row is there."""
         slots = table.columns.find(keys)
-        if not (found := slots[slots >= 0]).size:
+        found = slots[slots >= 0]
+        if not found.size:
             return 0
-        return self._begin(table, table.draw_slots(found, np.ones(found.size), scope), batch_id or new_id())
+        batch = table.draw_slots(found, np.ones(found.size), scope)
+        return self._begin(table, batch, batch_id or new_id())
 
     def _begin(self, table: Table, batch: SampleBatch, batch_id: int) -> int:
-        # The batch takes over the table's hold of a row that the table has reserved for it.
+        # The table held each of its rows. If the draw has used up a row, the batch takes over that hold.
         self._items.hold(batch.keys[~batch.consumed].tolist())
         assert batch_id not in self.by_id, f"batch {batch_id} is outstanding already"
         self.by_id[batch_id] = (table, batch)
@@ -76,13 +83,17 @@ class OutstandingBatches:
         return table, batch
 
     def is_outdated(self, batch_id: int) -> bool:
-        """Whether a row of the batch has become too old, or its version was undone."""
+        """True if a row of the batch has become too old, or the version of a row was undone."""
         table, batch = self.by_id[batch_id]
         versions: list[int] = batch.policy_versions.tolist()
-        return table.too_stale(min(versions)) or (table.undone > 0 and any(map(table.is_undone, versions)))
+        if table.too_stale(min(versions)):
+            return True
+        if not table.undone:
+            return False
+        return any(table.is_undone(version) for version in versions)
 
     def acknowledge(self, batch_id: int) -> list[Table]:
-        """The batch is its reader's for good. Returns the tables that have changed."""
+        """The reader has the batch for good. Returns the tables that have changed."""
         table, batch = self._end(batch_id)
         keys: list[int] = batch.keys.tolist()
         self.acknowledged.remember([batch_id])
@@ -95,7 +106,8 @@ class OutstandingBatches:
         for hook in table.on_acknowledge:
             changed += hook(table, batch)
         consumed = table.acknowledge(batch)
-        if consumed and (retained := table.columns.retained):
+        retained = table.columns.retained
+        if consumed and retained:
             keys = [key for key in keys if key not in retained]  # a retained row takes over the hold of the batch
         self._items.release(keys)
         return changed
@@ -109,14 +121,18 @@ class OutstandingBatches:
         return changed
 
     def why_not_closed(self, batch_ids: Sequence[int]) -> Refused | None:
-        """Why an item cannot close these batches, or a segment stand on them; None: it can."""
+        """Why an item cannot close these batches, or a segment cannot be based on them; None: it can."""
         for batch_id in batch_ids:
-            if batch_id not in self.by_id:
-                became = "was acknowledged already" if batch_id in self.acknowledged else "has gone back to its table"
-                return lease_ended(
-                    f"the batch {batch_id} that the item or segment stands on {became}: its lease has ended, so "
-                    f"another reader may have it; renew leases in time, or ask for longer ones"
-                )
+            if batch_id in self.by_id:
+                continue
+            if batch_id in self.acknowledged:
+                became = "was acknowledged already"
+            else:
+                became = "has gone back to its table"
+            return lease_ended(
+                f"the batch {batch_id} that the item or segment stands on {became}: its lease has ended, so "
+                f"another reader may have it; renew leases in time, or ask for longer ones"
+            )
         return None
 
     def lease(self, batch_id: int, seconds: float) -> list[Table]:
@@ -128,12 +144,15 @@ class OutstandingBatches:
         for watcher in self._watchers:
             watcher.lease_changed(batch_id)
             watcher.changed(batch.keys.tolist())
-        return [other for hook in table.on_lease for other in hook(table, batch)]
+        changed: list[Table] = []
+        for hook in table.on_lease:
+            changed += hook(table, batch)
+        return changed
 
     def restore_lease(self, batch_id: int, table: Table | None, keys: KeyArray, scope: str, seconds: float) -> None:
-        """Draws a leased batch of an older server again. All its items are in their tables.
+        """Draws a leased batch from before the restart again. All its items are in their tables.
 
-        `table` None: it is not there any more.
+        `table` None: the table is not there any more.
         """
         if table is not None and self.draw_keys(table, keys, batch_id, scope):
             self.leased[batch_id] = seconds
@@ -152,7 +171,7 @@ class OutstandingBatches:
         return table
 
     def check(self, tables: Collection[Table]) -> None:
-        """Asserts what the module states, of all tables of the server. A loop over the outstanding rows."""
+        """Asserts the statements of the module, for all tables of the server. A loop over the outstanding rows."""
         assert self.leased.keys() <= self.by_id.keys(), "a batch that has ended is leased"
         assert min(self.leased.values(), default=1.0) > 0, self.leased
         rows: Counter[str] = Counter()
@@ -168,19 +187,26 @@ class OutstandingBatches:
 
     def drawn(self, table: Table) -> tuple[KeyArray, IntArray]:
         """The keys of the outstanding rows of `table`, ascending, and how often each was drawn."""
-        drawn = [batch.keys for of, batch in self.by_id.values() if of is table and batch.epoch == table.epoch]
+        drawn = [batch.keys for batch in self._batches_of(table)]
         if not drawn:  # np.unique takes 10 us for nothing, and a commit asks for each table
             return np.zeros(0, np.uint64), np.zeros(0, np.int64)
         return np.unique(np.concatenate(drawn), return_counts=True)
 
     def drawn_in_scope(self, table: Table, scope: str) -> set[int]:
         """The keys of outstanding rows of `table` that were drawn under `scope`."""
-        batches = [batch for of, batch in self.by_id.values() if of is table and batch.scope == scope]
-        return {key for batch in batches if batch.epoch == table.epoch for key in batch.keys.tolist()}
+        keys: set[int] = set()
+        for batch in self._batches_of(table):
+            if batch.scope == scope:
+                keys.update(batch.keys.tolist())
+        return keys
+
+    def _batches_of(self, table: Table) -> list[SampleBatch]:
+        """The outstanding batches of `table`, without batches from before its last reset."""
+        return [batch for owner, batch in self.by_id.values() if owner is table and batch.epoch == table.epoch]
 
 
 def new_id() -> int:
-    """For a batch whose reader has chosen no id. It must not be mistaken for one of before a restart."""
+    """An id for a batch whose reader has chosen none. It is random: no batch from before a restart may have it."""
     return secrets.randbits(63)
 
 
@@ -206,12 +232,18 @@ def why_never(table: Table, request: SampleRequest) -> Refused | None:
     if not request.distinct and (request.scope or request.exclude or config.max_times_sampled):
         return invalid("repeats cannot be combined with scope, exclude or a table with max_times_sampled")
     if request.values:
-        rows = [each.rows for each in request.values]
-        if min(rows) < 1 or sum(rows) != request.num_samples:
-            return invalid(
-                f"the rows of the values of a draw must be above 0, and together num_samples = {request.num_samples}, "
-                f"not {sum(rows)}"
-            )
-        if table.balanced is None:  # it did when its weights were asked for
-            return try_again(f"table {table.name!r} does not balance its draws any more: ask without values")
+        return _why_never_values(table, request)
+    return None
+
+
+def _why_never_values(table: Table, request: SampleRequest) -> Refused | None:
+    """Why the rows of each value can never be drawn; None: they can."""
+    rows = [value_rows.rows for value_rows in request.values]
+    if min(rows) < 1 or sum(rows) != request.num_samples:
+        return invalid(
+            f"the rows of the values of a draw must be above 0, and together num_samples = {request.num_samples}, "
+            f"not {sum(rows)}"
+        )
+    if table.balanced is None:  # the table balanced its draws when the client asked for its weights
+        return try_again(f"table {table.name!r} does not balance its draws any more: ask without values")
     return None

@@ -1,9 +1,9 @@
-"""Remembered: what the last requests were answered, by the ids that their clients chose. A retry finds its answer here.
+"""Remembered: the answers to the last requests, by the ids that their clients chose. A retry finds its answer here.
 
 A client that loses an answer sends its request again, perhaps to a server that was killed in between. The server then
-must not do again what it has done. So each kind of request that changes something remembers its ids: keys of inserts,
+must not make the same change twice. So each kind of request that changes something remembers its ids: keys of inserts,
 batches that were acknowledged, and calls with a number of their own. In durable mode the commit that writes a change
-also writes its id and its answer, and forgets what is forgotten here.
+also writes its id and its answer, and deletes the ids that are forgotten here.
 
 The oldest ids are forgotten first. A retry comes within seconds, so bounds of some hundred thousand ids are ample.
 
@@ -22,7 +22,7 @@ from replay_server.tables.columns import KeyArray
 
 
 class Watcher(Protocol):
-    """Is told of every change, for example to record it on disk."""
+    """Hears of every change, for example to record the change on disk."""
 
     def changed(self, keys: Iterable[int] | KeyArray) -> None:
         """The records of these items may no longer be true."""
@@ -34,21 +34,23 @@ class Watcher(Protocol):
         """Keys were given out under this scope; "": any scope of the table may have changed."""
 
     def lease_changed(self, batch_id: int) -> None:
-        """The reader of this batch has it now under a lease, or has it no longer."""
+        """The lease of this batch began, changed or ended."""
 
 
 A = TypeVar("A")
 
 
 class Remembered(Generic[A]):
-    """Ids from the oldest to the newest, each with its answer. Neither they nor the bytes of their answers grow without
-    a bound, except that the newest answer stays however large it is."""
+    """Ids from the oldest to the newest, each with its answer.
+
+    Both the number of ids and the bytes of their answers are bounded, except that the newest answer always stays.
+    """
 
     def __init__(self, kind: str, most: int, watchers: Sequence[Watcher] = (), *, most_bytes: float = math.inf) -> None:
-        """Remembers about `most` ids: up to a 256th more, which then go together.
+        """Remembers at most `most` ids. Beyond that, a 256th of the ids is forgotten at once.
 
-        With `most_bytes` an answer is a tuple of bytes. The answers together have at most so many, and are durable.
-        Without it only the ids are, and an answer from before a restart is None.
+        With `most_bytes` an answer is a tuple of bytes. All answers together have at most `most_bytes`, and are
+        durable. Without `most_bytes` only the ids are durable, and an answer from before a restart is None.
         """
         self.kind = kind
         self.has_bytes = most_bytes < math.inf
@@ -74,24 +76,31 @@ class Remembered(Generic[A]):
         return self._answers.get(id)
 
     def remember(self, ids: Collection[int], answer: A | None = None) -> None:
-        """The answer to each of `ids`. Call it in the same step as the change, so that one commit writes both."""
+        """Remembers `answer` for each of `ids`. Call it in the step of the change, so that one commit writes both."""
         self.load(ids, answer)
         for watcher in self._watchers:
             watcher.remembered(self.kind, ids)
 
     def load(self, ids: Collection[int], answer: A | None = None) -> None:
-        """As `remember`, from a record of before."""
+        """As `remember`, from a record on disk: watchers are not called."""
         if self.has_bytes:
             for id in ids:  # a request that came twice at once is answered twice, and the last answer counts
                 self._bytes += _bytes_of(answer) - _bytes_of(self._answers.get(id))
         self._answers.update(dict.fromkeys(ids, answer))
-        # A dict that has lost its first entries takes long to find the next one, so many go at once.
-        while len(self._answers) > self._most or (self._bytes > self._most_bytes and len(self._answers) > 1):
-            for oldest in list(islice(self._answers, 1 + (len(self._answers) >> 8))):
+        # A dict that has lost its first entries takes long to find the next entry, so many entries go at once.
+        while self._has_too_many():
+            some = 1 + (len(self._answers) >> 8)
+            for oldest in list(islice(self._answers, some)):
                 self.forget(oldest)
 
+    def _has_too_many(self) -> bool:
+        if len(self._answers) > self._most:
+            return True
+        # The newest answer stays, however large it is.
+        return self._bytes > self._most_bytes and len(self._answers) > 1
+
     def forget(self, id: int) -> None:
-        """What was remembered was undone."""
+        """Forgets an id, for example because its change was undone."""
         answer = self._answers.pop(id, None)
         if self.has_bytes:
             self._bytes -= _bytes_of(answer)
@@ -107,27 +116,33 @@ class Remembered(Generic[A]):
 
 
 def _bytes_of(answer: Any) -> int:
-    return 0 if answer is None else sum(map(len, answer))
+    """The bytes of an answer, which is a tuple of bytes or None."""
+    if answer is None:
+        return 0
+    return sum(map(len, answer))
 
 
 MAX_SCOPES = 1024
+"""Scopes of a table."""
 MAX_SCOPE_KEYS = 1 << 20
-"""Keys of all scopes of a table together, beyond those that the current scope needs."""
+"""Keys of all scopes of a table together. The current scope may have more keys."""
 _NO_KEYS: frozenset[int] = frozenset()
 
 
 class Scopes:
-    """Which keys of a table were given out under which scope. Under one scope no item is given out twice.
+    """The keys of a table that were given out under each scope. Under one scope no item is given out twice.
 
     A scope is a name that clients choose, usually of one training step. The scopes used longest ago are forgotten
     first. The current scope never forgets a key that may still come again.
     """
 
     def __init__(self, may_come_again: Callable[[int], bool]) -> None:
-        """`may_come_again(key)`: whether the table has the item, or may get it back from an outstanding batch."""
+        """`may_come_again(key)`: True if the table has the item, or may get it back from an outstanding batch."""
         self._may_come_again = may_come_again
         self._keys: OrderedDict[str, set[int]] = OrderedDict()
+        """By scope, from the scope used longest ago to the current scope."""
         self._trim_at = MAX_SCOPE_KEYS
+        """The number of keys of all scopes beyond which keys are forgotten."""
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._keys)
@@ -147,7 +162,7 @@ class Scopes:
         return [scope for scope, known in self._keys.items() if not known.isdisjoint(keys)]
 
     def forget(self, keys: Collection[int]) -> None:
-        """These keys come back as if no scope had ever had them."""
+        """Removes these keys from all scopes: their items come back as if they had never been given out."""
         for known in self._keys.values():
             known.difference_update(keys)
 
@@ -156,6 +171,7 @@ class Scopes:
         self._keys[scope] = set(keys)
 
     def _use(self, scope: str) -> set[int]:
+        """Makes `scope` the current scope, and forgets the oldest scopes. Returns the keys of `scope`."""
         keys = self._keys.setdefault(scope, set())
         self._keys.move_to_end(scope)
         if len(self._keys) > MAX_SCOPES:
@@ -165,15 +181,17 @@ class Scopes:
         return keys
 
     def _trim(self) -> None:
+        """Forgets keys that cannot come again, and then the scopes used longest ago. O(keys)."""
         for known in self._keys.values():
             known.intersection_update([key for key in known if self._may_come_again(key)])
         total = sum(map(len, self._keys.values()))
         while len(self._keys) > 1 and total > MAX_SCOPE_KEYS // 2:
-            total -= len(self._keys.popitem(last=False)[1])
+            _, keys = self._keys.popitem(last=False)
+            total -= len(keys)
         # If the current scope alone has many keys, trimming again soon would free nothing and cost O(keys) each time.
         self._trim_at = max(MAX_SCOPE_KEYS, 2 * total)
 
     def check(self) -> None:
-        """Asserts the bound of their number."""
+        """Asserts the bound on the number of scopes."""
         assert len(self._keys) <= MAX_SCOPES, len(self._keys)
         assert self._trim_at >= MAX_SCOPE_KEYS, self._trim_at

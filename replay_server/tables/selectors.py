@@ -1,15 +1,15 @@
-"""Selectors: which item comes next, for sampling and for removal.
+"""Selectors choose the next item, for sampling and for removal.
 
 A selector keeps an order or a distribution over the slots of one table's Columns. `select(n)` returns n distinct slots
 in their order, and the probability of each slot to come first. The slots stay in the selector. Ties go to the older
-item. A SumTree draws positions in proportion to numbers, and a MinTree finds the positions with the smallest pairs.
+item. A SumTree draws positions in proportion to numbers. A MinTree finds the positions with the smallest pairs.
 
 Freshness (after arXiv 2604.16918): with a half-life of h policy versions, the weight of an item halves for each h
-versions that it lags by.
+versions that the item lags by.
 
 * When the current version moves, all weights change by the same factor, so their order and their shares stay. A
   selector therefore keeps weights relative to a fixed version, and changes none of them when the version moves.
-* After a rollback an item may be newer than the current version. It then counts as one of the current version.
+* After a rollback an item may be newer than the current version. Then it counts as an item of the current version.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any, ClassVar, Generic, TypeVar, cast
 import numpy as np
 import numpy.typing as npt
 
-from replay_server.tables.columns import FloatArray, IntArray, RowFacts
+from replay_server.tables.columns import FloatArray, IntArray, RowFacts, power_of_two
 
 NONE = np.zeros(0, dtype=np.int64)
 _STRIDE = 50.0
@@ -35,37 +35,39 @@ _LOG_OF_ZERO = -1e300
 
 
 class Selector(ABC):
-    """An order or a distribution. Where nothing else is said here, it is an order that ignores priorities."""
+    """An order or a distribution over slots. The methods with a body here are those of an order."""
 
     @abstractmethod
     def insert(self, slots: IntArray) -> None:
-        """Add slots. Their columns are filled, and no slot is given twice."""
+        """Adds slots. Their columns are filled, and no slot is there twice."""
 
     @abstractmethod
     def delete(self, slots: IntArray) -> None:
-        """Remove slots. The caller frees them afterwards."""
+        """Removes slots. The caller frees them afterwards."""
 
     def update(self, slots: IntArray) -> None:  # noqa: B027  # most selectors ignore priorities
-        """Read the priorities of these slots again."""
+        """Reads the priorities of these slots again."""
 
     def version_moved(self, before: int) -> None:  # noqa: B027
         """The current policy version has changed; it was `before`."""
 
     @abstractmethod
     def selectable(self) -> int:
-        """How many distinct slots `select` can return."""
+        """The number of distinct slots that `select` can return."""
 
     @abstractmethod
     def holds(self, slot: int) -> bool:
-        """Whether `select` can return this slot."""
+        """True if `select` can return this slot."""
 
     @abstractmethod
     def check(self, slots: IntArray) -> None:
-        """Asserts that these slots (n,), distinct, are those that were inserted and not deleted, and that what it
-        derives from them is current. Passes over arrays, no loop over slots."""
+        """Asserts that the selector has exactly these slots (n,), distinct, and that its derived values are current.
+
+        Passes over arrays, no loop over slots.
+        """
 
     def weigh(self, excluded: IntArray = NONE) -> tuple[float, float]:
-        """The sum of the weights of its slots, and the sum of their squares, without the excluded slots.
+        """The sum of the weights of all slots, and the sum of their squares, without the excluded slots.
 
         The selector must hold all excluded slots. In a selector with an order every slot weighs 1.
         """
@@ -86,19 +88,21 @@ class Selector(ABC):
 
 
 class Placed(Selector):
-    """Keeps its slots in one array, and the position of each of them, so that many slots go in one pass over arrays."""
+    """Keeps its slots in one array, and the position of each slot. Many slots are removed in one pass over arrays."""
 
     def __init__(self, columns: RowFacts) -> None:
         self._columns = columns
         self._slots = np.zeros(64, dtype=np.int64)
         self._position = np.zeros(0, dtype=np.int64)
-        """By slot: its index in `_slots`; -1: it is not there."""
+        """By slot: its index in `_slots`; -1: the slot is not there."""
         self._count = 0
 
     def _put(self, slots: IntArray, start: int) -> None:
         """Writes `slots` (n,) at [start, start + n)."""
-        if (lacking := self._columns.order.size - self._position.size) > 0:
-            self._position = np.concatenate([self._position, np.full(lacking, -1, dtype=np.int64)])
+        lacking = self._columns.order.size - self._position.size
+        if lacking > 0:
+            more = np.full(lacking, -1, dtype=np.int64)
+            self._position = np.concatenate([self._position, more])
         self._slots[start : start + slots.size] = slots
         self._position[slots] = np.arange(start, start + slots.size)
 
@@ -119,24 +123,27 @@ class Placed(Selector):
 class Fifo(Placed):
     """Selects by age, oldest first (or newest first). An operation is O(1) amortised for each slot.
 
-    Its array has the slots by ascending order, and both ends of what is in use are held. To requeue an item is O(size)
-    if older and newer items are there.
+    The array has the slots by ascending order. The first and the last entry in use are slots that were not deleted. To
+    requeue an item is O(size) if older and newer items are there.
     """
 
     def __init__(self, columns: RowFacts, newest_first: bool = False) -> None:
         super().__init__(columns)
         self._newest_first = newest_first
-        # Slots by ascending order, at [_start, _stop). A deleted one is -1 until it is at an end, or the array is full.
-        self._start = self._stop = 0
+        # The entries in use are at [_start, _stop). A deleted slot leaves -1, until the entry is at an end or the array
+        # is full.
+        self._start = 0
+        self._stop = 0
 
     def insert(self, slots: IntArray) -> None:
         order = self._columns.order
-        if slots.size > 1 and (np.diff(order[slots]) < 0).any():  # items requeued
+        if slots.size > 1 and (np.diff(order[slots]) < 0).any():  # items that are requeued
             slots = slots[np.argsort(order[slots])]
         if not self._count:
             self._start = self._stop = 0
         elif order.item(slots[0]) < order.item(self._slots[self._stop - 1]):
-            if self._start >= slots.size and order.item(slots[-1]) < order.item(self._slots[self._start]):
+            all_older = order.item(slots[-1]) < order.item(self._slots[self._start])
+            if all_older and self._start >= slots.size:
                 self._start -= slots.size
                 self._count += slots.size
                 self._put(slots, self._start)
@@ -153,14 +160,14 @@ class Fifo(Placed):
         self._count += slots.size
 
     def _held(self) -> IntArray:
-        """Its slots by ascending order."""
+        """All slots of the selector, by ascending order."""
         slots = self._slots[self._start : self._stop]
         return slots[slots >= 0]
 
     def _make_room(self, n: int) -> None:
         """Moves all slots to the middle of an array with room for n more behind them."""
         held = self._held()
-        capacity = max(64, 1 << (2 * (held.size + n) - 1).bit_length())
+        capacity = max(64, power_of_two(2 * (held.size + n)))
         self._slots = np.full(capacity, -1, dtype=np.int64)
         self._start = (capacity - held.size - n) // 4
         self._stop = self._start + held.size
@@ -190,12 +197,16 @@ class Fifo(Placed):
             assert self._slots[self._stop - 1] >= 0, self._stop
 
     def _first_held(self, slots: IntArray) -> int:
-        """The index of the first slot that is held, of which there is one. Looks at twice as many each time."""
+        """The index of the first entry that is a slot, and not -1. There is such an entry.
+
+        Looks at twice as many entries each time.
+        """
         scanned = 0
         while True:
             assert scanned < slots.size, "no slot is held"
             held = slots[scanned : 2 * scanned + 16] >= 0
-            if held[first := int(held.argmax())]:
+            first = int(held.argmax())
+            if held[first]:
                 return scanned + first
             scanned = 2 * scanned + 16
 
@@ -204,7 +215,7 @@ class Fifo(Placed):
         if self._newest_first:
             slots = slots[::-1]
         look = n + excluded.size
-        while True:  # at twice as many each time, until enough are held
+        while True:  # looks at twice as many entries each time, until enough of them are slots
             some = slots[:look]
             chosen = some[some >= 0]
             if excluded.size:
@@ -217,8 +228,8 @@ class Fifo(Placed):
 class Heap(Selector):
     """Selects by priority, lowest first (or highest first), then by age. An operation is O(log size).
 
-    With a half-life the rank is log2(priority) + version / half_life, which orders items as their effective priorities
-    do at any current version.
+    With a half-life the rank is log2(priority) + version / half_life. At any current version, that gives the order of
+    the effective priorities.
     """
 
     def __init__(self, columns: RowFacts, highest_first: bool = False, half_life: float | None = None) -> None:
@@ -240,7 +251,7 @@ class Heap(Selector):
         self._tree.put(slots, self._ranks(slots), self._columns.order[slots])
 
     def _ranks(self, slots: IntArray) -> FloatArray:
-        """The rank (n,) of each of `slots` (n,); the lowest comes first."""
+        """The rank (n,) of each of `slots` (n,). The lowest rank comes first."""
         ranks = self._columns.priority[slots]
         if self._half_life is not None:
             logs = np.log2(ranks, out=np.full(slots.size, _LOG_OF_ZERO), where=ranks > 0)
@@ -278,7 +289,8 @@ class Uniform(Placed):
     # The first `_count` of `_slots` are in use, in no order.
 
     def insert(self, slots: IntArray) -> None:
-        start, self._count = self._count, self._count + slots.size
+        start = self._count
+        self._count += slots.size
         while self._count > self._slots.size:
             self._slots = np.concatenate([self._slots, np.zeros_like(self._slots)])
         self._put(slots, start)
@@ -290,7 +302,7 @@ class Uniform(Placed):
         self._position[slots] = -1
         last = self._slots[self._count : self._count + slots.size]
         last = last[self._position[last] >= 0]
-        gaps = gaps[gaps < self._count]  # as many as are left of the last slots, which fill them
+        gaps = gaps[gaps < self._count]  # the remaining last slots fill these gaps, and are as many
         assert gaps.size == last.size, (gaps.size, last.size)
         self._slots[gaps] = last
         self._position[last] = gaps
@@ -302,15 +314,20 @@ class Uniform(Placed):
     def select(self, n: int, rng: np.random.Generator, excluded: IntArray = NONE) -> tuple[IntArray, FloatArray]:
         # Draw more without replacement, then drop the excluded slots: the rest is a draw without replacement too.
         wanted = min(n + excluded.size, self._count)
-        slots = self._slots[rng.choice(self._count, wanted, replace=False)] if wanted else NONE
+        slots = NONE
+        if wanted:
+            slots = self._slots[rng.choice(self._count, wanted, replace=False)]
         if excluded.size:
             slots = slots[~np.isin(slots, excluded)]
-        return slots[:n], np.full(min(n, slots.size), 1.0 / max(1, self._count - excluded.size))
+        slots = slots[:n]
+        probability = 1.0 / max(1, self._count - excluded.size)
+        return slots, np.full(slots.size, probability)
 
     def select_repeated(self, n: int, rng: np.random.Generator) -> tuple[IntArray, FloatArray]:
         if not self._count:
             return NONE, np.zeros(0)
-        return self._slots[rng.integers(self._count, size=n)], np.full(n, 1.0 / self._count)
+        slots = self._slots[rng.integers(self._count, size=n)]
+        return slots, np.full(n, 1.0 / self._count)
 
 
 def half_lives(columns: RowFacts, slots: IntArray, half_life: float) -> FloatArray:
@@ -318,11 +335,12 @@ def half_lives(columns: RowFacts, slots: IntArray, half_life: float) -> FloatArr
 
     An item newer than the current version counts as current.
     """
-    return np.asarray(np.minimum(columns.policy_version[slots], columns.current_version) / half_life)
+    versions = np.minimum(columns.policy_version[slots], columns.current_version)
+    return np.asarray(versions / half_life)
 
 
 def recounted(columns: RowFacts, slots: IntArray, before: int) -> IntArray:
-    """Those of `slots` (n,) whose version counts differently since the current one was `before`."""
+    """The `slots` whose version counts differently since the current version was `before`."""
     return slots[columns.policy_version[slots] > min(before, columns.current_version)]
 
 
@@ -355,11 +373,12 @@ class Prioritized(Selector):
         weights = np.where(priorities > 0, priorities**self._exponent, 0.0)
         if self._half_life is not None and slots.size:
             versions = half_lives(self._columns, slots, self._half_life)
-            if (newest := float(versions.max())) > self._reference + _STRIDE:
+            newest = float(versions.max())
+            if newest > self._reference + _STRIDE:
                 self._rebase(newest, slots)
                 return
             weights *= np.exp2(versions - self._reference)
-            # A weight that underflows to 0 would be taken for priority 0, and the item would never be drawn.
+            # A weight that underflows to 0 would count as priority 0, and the item would never be drawn.
             weights = np.where(priorities > 0, np.maximum(weights, _LEAST_WEIGHT), 0.0)
         self._tree.set(slots, weights)
 
@@ -367,7 +386,8 @@ class Prioritized(Selector):
         if self._half_life is None:
             return
         # After a rollback no item counts as newer than the current version. Nor may the reference be newer.
-        if self._reference > (current := self._columns.current_version / self._half_life):
+        current = self._columns.current_version / self._half_life
+        if self._reference > current:
             self._rebase(current)
         else:
             self.update(recounted(self._columns, self._tree.positions(), before))
@@ -397,7 +417,7 @@ class Prioritized(Selector):
             assert (self._tree.get(positive) >= _LEAST_WEIGHT).all(), "an item that counts can never be drawn"
 
     def weigh(self, excluded: IntArray = NONE) -> tuple[float, float]:
-        """As in Selector; O(size). With a half-life, weights are those at the current version.
+        """As in Selector; O(size). With a half-life, the weights are relative to the current version.
 
         The weights of tables on several servers can therefore be compared.
         """
@@ -406,7 +426,8 @@ class Prioritized(Selector):
         if excluded.size:  # a difference of sums would lose all light items beside a heavy one
             slots = slots[~np.isin(slots, excluded)]
         weights = self._tree.get(slots)
-        total, squares = float(weights.sum()), float(np.square(weights).sum())  # BLAS would start threads for a dot
+        total = float(weights.sum())
+        squares = float(np.square(weights).sum())  # for a dot product, BLAS would start threads
         if self._half_life is None:
             return total, squares
         scale = float(np.exp2(self._reference - self._columns.current_version / self._half_life))
@@ -418,18 +439,22 @@ class Prioritized(Selector):
         n = min(n, self._tree.positive - excluded.size)
         self._lift()
         tree = self._tree
-        # The slots whose weights are set to 0 here, with these weights. All are restored at the end.
-        hidden = [(excluded, tree.get(excluded))]
+        # The slots whose weights are set to 0 here, and these weights. All are restored at the end.
+        hidden_slots = [excluded]
+        hidden_weights = [tree.get(excluded)]
         tree.set(excluded, np.zeros(excluded.size))
-        total, missing = tree.total, n
+        total = tree.total
+        missing = n
         while missing:
             drawn = self._draw(missing, rng)
             _, first = np.unique(drawn, return_index=True)
             drawn = drawn[np.sort(first)]
-            hidden.append((drawn, tree.get(drawn)))
+            hidden_slots.append(drawn)
+            hidden_weights.append(tree.get(drawn))
             missing -= drawn.size
             tree.set(drawn, np.zeros(drawn.size))
-        slots, weights = (np.concatenate(column) for column in zip(*hidden, strict=True))
+        slots = np.concatenate(hidden_slots)
+        weights = np.concatenate(hidden_weights)
         assert slots.size == excluded.size + n, "each slot is drawn once"
         tree.set(slots, weights)
         return slots[excluded.size :], weights[excluded.size :] / (total or 1.0)
@@ -442,7 +467,7 @@ class Prioritized(Selector):
         return slots, self._tree.get(slots) / self._tree.total
 
     def _lift(self) -> None:
-        """Move the reference back to the newest item if only old items are left.
+        """Moves the reference back to the newest item if only old items are left.
 
         Their weights would be so small that rounding changes their proportions.
         """
@@ -453,10 +478,12 @@ class Prioritized(Selector):
             self._rebase(newest)
 
     def _draw(self, n: int, rng: np.random.Generator) -> IntArray:
+        """n independent draws (n,) in proportion to the weights."""
         return self._tree.find(rng.random(n) * self._tree.total)
 
 
 def _certain(slots: IntArray) -> tuple[IntArray, FloatArray]:
+    """The slots (n,) of an order, and the probability of each to come first: 1 for the first slot, else 0."""
     probabilities = np.zeros(slots.size)
     probabilities[:1] = 1.0
     return slots, probabilities
@@ -465,9 +492,9 @@ def _certain(slots: IntArray) -> tuple[IntArray, FloatArray]:
 S = TypeVar("S", np.float64, np.complex128)
 
 _LOOP_BELOW = 16
-"""Below this many leaves a plain loop over one path after the other beats numpy's cost a call."""
+"""Below this many leaves, a plain loop over one path after the other is faster than numpy calls for each level."""
 _DENSE = 4
-"""A level with at most this many nodes for each leaf that is set is computed as a whole: that reads it in order."""
+"""A level with at most this many nodes for each leaf that is set is computed as a whole. That reads memory in order."""
 
 
 class Tree(Generic[S]):
@@ -478,12 +505,12 @@ class Tree(Generic[S]):
     """
 
     _combine: ClassVar[np.ufunc]
-    """Makes a node of its children."""
+    """Computes a node from its two children."""
     _nothing: Any
     """The value of a position that is not in use; of type S."""
 
     def __init__(self, capacity: int = 64) -> None:
-        self._allocate(1 << max(1, capacity - 1).bit_length())
+        self._allocate(power_of_two(max(2, capacity)))
 
     def _allocate(self, capacity: int) -> None:
         self.capacity = capacity
@@ -502,7 +529,8 @@ class Tree(Generic[S]):
         """Sets the leaves at `positions` (m,) (distinct, any order) to `values` (m,); O(m log capacity)."""
         if positions.size == 0:
             return
-        if (top := int(positions.max())) >= self.capacity:
+        top = int(positions.max())
+        if top >= self.capacity:
             self._grow(top + 1)
         if positions.size < _LOOP_BELOW:
             self._set_each(positions.tolist(), values.tolist())
@@ -511,11 +539,13 @@ class Tree(Generic[S]):
 
     @abstractmethod
     def _set_each(self, positions: list[int], values: list[Any]) -> None:
-        """Goes up from one leaf after the other."""
+        """Sets one leaf after the other, and recomputes the nodes above each."""
 
     def _set_all(self, leaves: IntArray, values: npt.NDArray[S]) -> None:
-        """Goes up from all leaves at once."""
-        nodes, level, width = self._nodes, leaves, self.capacity
+        """Sets all leaves at once, and recomputes the nodes above them, level by level."""
+        nodes = self._nodes
+        level = leaves
+        width = self.capacity
         nodes[level] = values
         siblings = nodes.reshape(-1, 2)
         while width > _DENSE * leaves.size:
@@ -526,21 +556,22 @@ class Tree(Generic[S]):
         self._recompute_above(width)
 
     def _recompute_above(self, width: int) -> None:
-        """All nodes above the level of `width` nodes."""
+        """Recomputes all nodes above the level of `width` nodes."""
         while width > 1:
             children = self._nodes[width : 2 * width]
             width >>= 1
-            self._combine(children[0::2], children[1::2], out=self._nodes[width : 2 * width])
+            parents = self._nodes[width : 2 * width]
+            self._combine(children[0::2], children[1::2], out=parents)
 
     def check(self) -> None:
-        """Asserts that each node is what its children make: to the last bit, for nothing is adjusted."""
+        """Asserts that each node is computed from its children: to the last bit, because no node is ever adjusted."""
         assert self.capacity & self.capacity - 1 == 0, self.capacity
         children = self._nodes[2:].reshape(-1, 2)
         assert np.array_equal(self._nodes[1 : self.capacity], self._combine(children[:, 0], children[:, 1]))
 
     def _grow(self, needed: int) -> None:
         old = self._nodes[self.capacity :]
-        self._allocate(1 << (needed - 1).bit_length())
+        self._allocate(power_of_two(needed))
         self._nodes[self.capacity : self.capacity + old.size] = old
         self._recompute_above(self.capacity)
 
@@ -554,7 +585,7 @@ class SumTree(Tree[np.float64]):
     def __init__(self, capacity: int = 64) -> None:
         super().__init__(capacity)
         self.positive = 0
-        """How many leaves are above 0."""
+        """The number of leaves above 0."""
 
     @property
     def total(self) -> float:
@@ -571,15 +602,21 @@ class SumTree(Tree[np.float64]):
 
     def _set_each(self, positions: list[int], values: list[float]) -> None:
         nodes = self._scalars
+        positive = self.positive
         for position, value in zip(positions, values, strict=True):
             node = position + self.capacity
-            self.positive += (value > 0) - (nodes[node] > 0)
+            if nodes[node] > 0:
+                positive -= 1
+            if value > 0:
+                positive += 1
             nodes[node] = value
             while node := node >> 1:
                 nodes[node] = nodes[2 * node] + nodes[2 * node + 1]
+        self.positive = positive
 
     def _set_all(self, leaves: IntArray, values: FloatArray) -> None:
-        self.positive += int(np.count_nonzero(values) - np.count_nonzero(self._nodes[leaves]))
+        before = np.count_nonzero(self._nodes[leaves])
+        self.positive += int(np.count_nonzero(values) - before)
         super()._set_all(leaves, values)
 
     def find(self, targets: FloatArray) -> IntArray:
@@ -589,18 +626,19 @@ class SumTree(Tree[np.float64]):
         for _ in range(self.capacity.bit_length() - 1):
             node *= 2
             left = self._nodes[node]
-            # Never step into an empty subtree: with rounding, `rest` can reach the left sum although nothing is right.
+            # Never step into an empty subtree: with rounding, `rest` can reach the left sum while the right is empty.
             right = (rest >= left) & (self._nodes[node + 1] > 0)
             rest -= np.where(right, left, 0.0)
             node += right
-        return node - self.capacity  # no assert that these are above 0: it took a tenth of a draw
+        return node - self.capacity  # no assert that these leaves are above 0: it took a tenth of a draw
 
 
 class MinTree(Tree[np.complex128]):
-    """Each node is the smaller of its children. No order is there twice, so no two pairs are equal.
+    """Each leaf is a pair of a rank and an order. Each node is the smaller of its children.
 
-    Pairs are complex numbers, because numpy compares those by the real part and then by the imaginary one; orders stay
-    below 2**53. Finding the n smallest is one pass over log2(capacity) levels.
+    No order is there twice, so no two pairs are equal. Pairs are complex numbers, because numpy compares these by the
+    real part and then by the imaginary part. Orders stay below 2**53. Finding the n smallest pairs is one pass over
+    log2(capacity) levels.
     """
 
     _combine = np.minimum
@@ -609,11 +647,12 @@ class MinTree(Tree[np.complex128]):
     def put(self, positions: IntArray, ranks: FloatArray, orders: IntArray) -> None:
         """Sets the pairs at `positions` (m,)."""
         pairs = np.empty(positions.size, dtype=np.complex128)
-        pairs.real, pairs.imag = ranks, orders
+        pairs.real = ranks
+        pairs.imag = orders
         self.set(positions, pairs)
 
     def clear(self, positions: IntArray) -> None:
-        """Takes `positions` (m,) out."""
+        """Removes the pairs at `positions` (m,)."""
         self.set(positions, np.full(positions.size, self._nothing))
 
     def holds(self, position: int) -> bool:
@@ -623,7 +662,7 @@ class MinTree(Tree[np.complex128]):
         """The positions of the n smallest pairs (all, if there are fewer), ascending."""
         if n == 1:
             return self._first()
-        # A leaf of the n smallest has only nodes of the n smallest of their levels above it.
+        # Each node above one of the n smallest leaves is among the n smallest nodes of its level.
         nodes = np.ones(1, dtype=np.int64)
         while nodes.size and nodes[0] < self.capacity:
             nodes = np.concatenate([2 * nodes, 2 * nodes + 1])
@@ -631,11 +670,15 @@ class MinTree(Tree[np.complex128]):
                 nodes = nodes[np.argpartition(self._nodes[nodes], n - 1)[:n]]
         pairs = self._nodes[nodes]
         nodes = nodes[np.argsort(pairs)]
-        return nodes[: np.count_nonzero(np.isfinite(pairs.real))] - self.capacity
+        in_use = np.count_nonzero(np.isfinite(pairs.real))
+        return nodes[:in_use] - self.capacity
 
     def _first(self) -> IntArray:
-        nodes, node = self._scalars, 1
-        rank, order = nodes[2], nodes[3]
+        """The position of the smallest pair (1,), by following the pair from the root to its leaf; empty: no pair."""
+        nodes = self._scalars  # pairs, one after the other: node i at [2i], [2i + 1]
+        node = 1
+        rank = nodes[2]
+        order = nodes[3]
         if rank == math.inf:
             return np.zeros(0, dtype=np.int64)
         while node < self.capacity:
@@ -648,12 +691,17 @@ class MinTree(Tree[np.complex128]):
         nodes = self._scalars  # pairs, one after the other: node i at [2i], [2i + 1]
         for position, value in zip(positions, values, strict=True):
             node = position + self.capacity
-            nodes[2 * node], nodes[2 * node + 1] = value.real, value.imag
+            nodes[2 * node] = value.real
+            nodes[2 * node + 1] = value.imag
             while node := node >> 1:
-                child = 4 * node
-                rank, order = nodes[child], nodes[child + 1]
-                if (right := nodes[child + 2]) < rank or (right == rank and nodes[child + 3] < order):
-                    rank, order = right, nodes[child + 3]
+                left = 4 * node
+                rank = nodes[left]
+                order = nodes[left + 1]
+                right_rank = nodes[left + 2]
+                if right_rank < rank or (right_rank == rank and nodes[left + 3] < order):
+                    rank = right_rank
+                    order = nodes[left + 3]
                 if nodes[2 * node] == rank and nodes[2 * node + 1] == order:
-                    break  # nor does anything change above it
-                nodes[2 * node], nodes[2 * node + 1] = rank, order
+                    break  # then no node above this one changes either
+                nodes[2 * node] = rank
+                nodes[2 * node + 1] = order

@@ -1,29 +1,29 @@
 """Table: the items of one table, and every change to them. Nothing here waits.
 
-    insert ──▶ selectable ──draw──▶ outstanding ──take──▶ selectable, or consumed
-                    │                     └────requeue──▶ as before the draw
+    insert ──▶ selectable ──draw──▶ outstanding ──acknowledge──▶ selectable, or consumed
+                    │                     └──────requeue───────▶ as before the draw
                     └── evicted, deleted, dropped as stale: gone
 
 A table divides its work among four parts, and keeps them in step. Columns hold the facts of the items, one array for
 each fact, so that a draw of a hundred rows is one pass over arrays. The sampler and the remover are selectors over
 the slots of these columns: they know an order or a distribution, and nothing of limits. The rate limiter knows three
 counts, and nothing of items. The scopes know which keys were given out under a name. A change of rows therefore
-always passes `_show` or `_hide`, which tell all selectors of it. Rows of items that lack a column which the table
-requires wait: the remover holds them, and the sampler does not.
+always passes `_show` or `_hide`, which tell all selectors about the change. A row waits if its item lacks a column
+that the table requires: the remover holds the row, and the sampler does not.
 
 * An outstanding row stays selectable, unless the draw was its last one (max_times_sampled). Then it is reserved: it
   counts as gone (`columns.py`), until its batch is acknowledged, which removes it, or requeued, which returns it. An
   extension may retain it when the batch is acknowledged.
 * After `requeue` everything is as if the batch had not been drawn: items, counters, limiter, scopes.
 * A reset starts a new epoch. Batches of an older epoch change nothing any more.
-* The limiter counts as many items as are here, and `bytes` is the sum of their costs. A change may differ from that
-  while it runs, but not when it has ended.
-* Payloads are not the table's: `on_leave` says which rows it no longer holds.
+* The limiter counts as many items as are here, and `bytes` is the sum of their costs. This holds before and after each
+  change, but not while a change runs.
+* The table does not own payloads. `on_leave` says which rows the table no longer holds.
 
 Extensions (`extensions/`) act within a change of a table, in this order: copying, history, permit tables, admission,
-forwarding. Copies let items go before history does; history retains rows before others hear that they are consumed; it
-brings rows back, and partial groups end, before permits are counted; what a batch forwards comes last, when
-all else of it is done.
+forwarding. Copying discards items before history does. History retains rows before the other extensions hear that the
+rows are consumed. History also brings rows back, and partial groups end, before admission counts permits. Forwarding
+is last, when everything else about a batch is done.
 """
 
 from __future__ import annotations
@@ -63,9 +63,9 @@ be most of it."""
 
 @dataclass(slots=True)  # not frozen: that would make it four times as slow to create
 class InsertBatch:
-    """Items on their way into the same tables: from the message that brought them to their tables, waiting included.
+    """Items on their way into the same tables, from their message until they enter. They may wait in between.
 
-    Columns of n rows, and what the rules look at: their sums and extremes.
+    Columns of n rows, with the sums and extremes that the insert rules look at.
     """
 
     keys: Sequence[int]
@@ -82,7 +82,7 @@ class InsertBatch:
     closes: Sequence[int] = ()
     """Ids of batches that are acknowledged when the row enters its tables. Only an insert of one row has any."""
     moved: bool = False
-    """Whether another server has granted `permits`."""
+    """True if another server has granted `permits`."""
     completions: Sequence[int] = ()
     """Completions of each group; empty: unknown."""
     completion_tokens: Sequence[int] = ()
@@ -90,7 +90,7 @@ class InsertBatch:
     evicted: list[tuple[int, str]] = field(default_factory=list)
     """Receives key and table of each row that leaves a table as soon as it is inserted."""
     nbytes: int = field(init=False)
-    """Of all rows, with those of their labels."""
+    """Bytes of all rows, with their labels."""
     largest: int = field(init=False)
     """Bytes of the largest row."""
     oldest: int = field(init=False)
@@ -98,13 +98,16 @@ class InsertBatch:
     newest: int = field(init=False)
 
     def __post_init__(self) -> None:
-        sizes, versions = costs(self.sizes, self.labels), self.policy_versions
+        sizes = costs(self.sizes, self.labels)
+        versions = self.policy_versions
         if len(self.keys) == 1:  # 10 times as fast as reducing arrays of one element
             self.nbytes = self.largest = sizes.item()
             self.oldest = self.newest = versions.item()
-        elif self.keys:  # what is left of a batch after its last row has none of them
-            self.nbytes, self.largest = sizes.sum().item(), sizes.max().item()
-            self.oldest, self.newest = versions.min().item(), versions.max().item()
+        elif self.keys:  # without rows, the sums and extremes stay unset
+            self.nbytes = sizes.sum().item()
+            self.largest = sizes.max().item()
+            self.oldest = versions.min().item()
+            self.newest = versions.max().item()
 
     def __len__(self) -> int:
         return len(self.keys)
@@ -125,7 +128,7 @@ class InsertBatch:
 
 @dataclass
 class SampleRequest:
-    """What a reader asks of one batch."""
+    """The properties that a reader asks of one batch."""
 
     num_samples: int
     min_samples: int
@@ -135,7 +138,7 @@ class SampleRequest:
     id: int = 0
     """Names the batch; 0: it gets an id of its own."""
     values: tuple[ValueRows, ...] = ()
-    """How many rows of each value a table that balances gives; empty: it chooses. Together they are num_samples."""
+    """The rows of each value, for a table that balances. They sum to num_samples. Empty: the table chooses."""
 
 
 @dataclass
@@ -162,6 +165,8 @@ class SampleBatch:
 
 @dataclass
 class Table:
+    """The items of one table, with its selectors, limiter, scopes and counters."""
+
     config: TableConfig
     clock: Callable[[], float]
     """Seconds; never goes back."""
@@ -173,27 +178,28 @@ class Table:
     on_acknowledge: Sequence[Callable[[Table, SampleBatch], Iterable[Table]]] = ()
     """Hooks of extensions, called when a reader acknowledges a batch."""
     on_lease: Sequence[Callable[[Table, SampleBatch], Iterable[Table]]] = ()
-    """Called when a reader uses a batch, and may still lose it."""
+    """Hooks of extensions, called when a reader gets a lease of a batch: it uses the batch, and may still lose it."""
     counters: Counters = field(default_factory=Counters)
     undone: int = 0
-    """The newest policy version that was undone. Those from the current one to here do not exist any more."""
+    """The newest policy version that was undone. Versions after the current one, up to it, are gone."""
 
     def __post_init__(self) -> None:
         self.name = self.config.name
         self.rng = np.random.default_rng(self.config.seed)
-        self._rng_seen: tuple[Mapping[str, Any], str] = {}, ""
-        """Its state when it was last recorded, and as JSON."""
+        self._rng_seen: tuple[Mapping[str, Any], str] = ({}, "")
+        """The state of the generator when it was last recorded, and the same state as JSON."""
         self.inserted = Meter(self.clock())
         self.sampled = Meter(self.clock())
         self.flow = FlowMeter()
-        """Of a table whose items are drawn once: otherwise nothing is noted."""
+        """Counts draws of a table whose items are drawn once. Other tables count nothing here."""
         self.waits_since = self.clock()
-        """While rows wait: since when, and none of them was extended."""
+        """The time since which rows wait and none of them was extended. It means nothing while no row waits."""
         self._order = 0
         self.epoch = 0
         self._clear(current_version=0)
 
     def _clear(self, current_version: int) -> None:
+        """Makes the table empty, with a new limiter and new scopes, and starts a new epoch."""
         self.columns = Columns(current_version, self.config.indexed)
         self.tag_counts = {name: TagCounts(name) for name in self.columns.tags}
         self.limiter = self.config.rate_limiter.build()
@@ -205,7 +211,8 @@ class Table:
         self.epoch += 1
 
     def _build_selectors(self) -> None:
-        config, columns = self.config, self.columns
+        config = self.config
+        columns = self.columns
         self.waiting = WaitingRows(columns, config.requires)
         self.balanced: Balanced | None = None
         """The sampler, where the table balances."""
@@ -225,7 +232,7 @@ class Table:
         return key in self.columns
 
     def has_or_may_return(self, key: int) -> bool:
-        """Whether the item is here, or an outstanding batch may requeue it."""
+        """True if the item is here, or an outstanding batch may requeue it."""
         return key in self.columns or key in self.columns.reserved
 
     # ------------------------------------------------------------------------------------------------ insert
@@ -237,10 +244,14 @@ class Table:
             why = self.limiter.why_no_insert(n)
         elif self.config.when_full == "block":
             why = self.why_full(n, nbytes)
-        return f"{why}; {waits}" if why and (waits := self.waiting.words()) else why
+        if why:
+            waits = self.waiting.words()
+            if waits:
+                return f"{why}; {waits}"
+        return why
 
     def why_full(self, n: int, nbytes: int) -> str | None:
-        """Which bound n more items of `nbytes` together, or so many more bytes, would break; None: they fit."""
+        """The bound that n more items of `nbytes` together, or so many more bytes, would break; None: they fit."""
         config = self.config
         if n and self.size + n > config.max_size:
             return f"size {self.size} = max_size {config.max_size}"
@@ -249,32 +260,46 @@ class Table:
         return None
 
     def too_stale(self, version: int) -> bool:
+        """True if an item of this policy version lags by more than max_staleness."""
         most = self.config.max_staleness
         return most is not None and self.columns.current_version - version > most
 
     def is_undone(self, version: int) -> bool:
-        """Whether a rollback has undone the version, and the trainer has not come to it again."""
+        """True if a rollback has undone the version, and the trainer has not come to it again."""
         return self.columns.current_version < version <= self.undone
 
     def fits_at_once(self, n: int, nbytes: int) -> bool:
-        """Whether n items of `nbytes` together may be inserted now with the same outcome as one after the other."""
+        """True if n items of `nbytes` together may be inserted now with the same outcome as one after the other."""
         config = self.config
-        # The oldest go first, whatever is inserted; other removers choose anew each time. How many have to go for bytes
-        # depends on the size of each.
-        in_order = config.when_full == "evict" and config.remover.type == "fifo"
-        fits = n <= config.max_size and self.why_full(0 if in_order else n, nbytes) is None
-        return fits and self.limiter.can_insert(n)
+        if n > config.max_size:
+            return False
+        # A fifo evicts the oldest items, whatever is inserted. Other removers choose anew for each new item. And how
+        # many items are evicted for their bytes depends on the size of each.
+        evicts_in_order = config.when_full == "evict" and config.remover.type == "fifo"
+        more = 0 if evicts_in_order else n
+        if self.why_full(more, nbytes) is not None:
+            return False
+        return self.limiter.can_insert(n)
 
     def insert(self, batch: InsertBatch, priorities: FloatArray) -> None:
-        """Inserts items with these priorities (n,), then evicts as many as there are too many. The caller has checked
-        the insert rules.
+        """Inserts items with these priorities (n,), then evicts the excess. The caller has checked the insert rules.
 
         The remover chooses among the old items and the new ones, so a new item may leave at once.
         """
-        n, now = len(batch), self.clock()
+        n = len(batch)
+        now = self.clock()
         orders = np.arange(self._order + 1, self._order + n + 1)
         self._order += n
-        self.add_rows(batch.keys, priorities, batch.policy_versions, batch.sizes, orders, now, 0, batch.labels)
+        self.add_rows(
+            keys=batch.keys,
+            priorities=priorities,
+            policy_versions=batch.policy_versions,
+            sizes=batch.sizes,
+            orders=orders,
+            inserted_at=now,
+            times_sampled=0,
+            labels=batch.labels,
+        )
         self.limiter.inserts += n
         self.counters.inserts += n
         self.inserted.add(n, now)
@@ -297,27 +322,33 @@ class Table:
                 counts.count_labels("generated", batch.labels)
 
     def _count_tags(self, event: Event, slots: IntArray, sign: int = 1) -> None:
+        """Counts these rows (n,) by each tag that has a column. `sign` -1: they were counted, and that is undone."""
         for name, counts in self.tag_counts.items():
             counts.count_rows(event, self.columns.tags[name], slots, sign)
 
     def evict(self, n: int = 1) -> None:
         """Removes n items that the remover chooses."""
         slots, _ = self.remover.select(n, self.rng)
-        if slots.size < n:  # `prioritized` never chooses an item of priority 0: of these the oldest go
-            others = self.columns.used()
-            slots = np.concatenate([slots, others[~np.isin(others, slots)]])[:n]
+        if slots.size < n:  # `prioritized` never chooses an item of priority 0: the oldest of these go
+            oldest_first = self.columns.used()
+            others = oldest_first[~np.isin(oldest_first, slots)]
+            slots = np.concatenate([slots, others])[:n]
         assert slots.size == n, f"{n} of {self.size} items are to make room, and {slots.size} can"
         self.evict_slots(slots)
 
     def evict_slots(self, slots: IntArray) -> None:
         """Removes these items (n,) to make room."""
-        self.counters.evicted_unsampled += slots.size - int(np.count_nonzero(self.columns.times_sampled[slots]))
+        sampled = int(np.count_nonzero(self.columns.times_sampled[slots]))
+        self.counters.evicted_unsampled += slots.size - sampled
         self._drop(slots, "evicted")
 
     def _evict_excess(self) -> None:
-        max_size, max_bytes = self.config.max_size, self.config.max_bytes or math.inf
-        while (excess := self.size - max_size) > 0 or self.bytes > max_bytes:
+        max_size = self.config.max_size
+        max_bytes = self.config.max_bytes or math.inf
+        excess = self.size - max_size
+        while excess > 0 or self.bytes > max_bytes:
             self.evict(max(1, excess))
+            excess = self.size - max_size
 
     def add_rows(
         self,
@@ -341,7 +372,8 @@ class Table:
         columns.policy_version[slots] = policy_versions
         columns.order[slots] = orders
         columns.inserted_at[slots] = inserted_at
-        columns.size[slots], columns.cost[slots] = sizes, costs(sizes, labels)
+        columns.size[slots] = sizes
+        columns.cost[slots] = costs(sizes, labels)
         columns.times_sampled[slots] = times_sampled
         if labels is not None:
             for tag in columns.tags.values():
@@ -349,12 +381,12 @@ class Table:
         self._show(slots, labels)
 
     def _show(self, slots: IntArray, labels: Sequence[Labels] | None) -> None:
-        """From now on the rows (n,), at least one, count. Selectors may choose them, unless they wait for columns."""
+        """Adds rows (n,), at least one, to the bytes and the selectors. The sampler gets no rows that wait."""
         self.bytes += total(self.columns.cost[slots])
         self._offer(slots, labels)
 
     def _offer(self, slots: IntArray, labels: Sequence[Labels] | None) -> None:
-        """Adds rows to the selectors."""
+        """Adds rows to the selectors. `labels` are those of their items, where columns are required."""
         ready = slots
         if self.config.requires:
             if not self.waiting.count:
@@ -366,7 +398,7 @@ class Table:
             self.remover.insert(slots)
 
     def _hide(self, slots: IntArray) -> None:
-        """The opposite of `_show`."""
+        """Removes rows (n,) from the selectors and the bytes: the opposite of `_show`."""
         ready = slots
         if self.waiting.count:
             ready = self.waiting.remove(slots)
@@ -386,7 +418,8 @@ class Table:
         """
         columns = self.columns
         columns.grow(key, nbytes, cost)
-        if (slot := columns.slot(key)) is None:
+        slot = columns.slot(key)
+        if slot is None:
             return False
         self.bytes += cost
         self.counters.extensions += 1
@@ -406,50 +439,71 @@ class Table:
     # ------------------------------------------------------------------------------------------------ sample
 
     def available(self, request: SampleRequest) -> int:
-        """How many rows a batch for `request` could have if the limiter allowed any number."""
+        """The number of rows that a batch for `request` could have if the limiter allowed any number."""
         if request.values and self.balanced is not None:
-            codes, _ = self.balanced.rows_of(request.values, self._excluded_slots(request), distinct=request.distinct)
+            excluded = self._excluded_slots(request)
+            codes, _ = self.balanced.rows_of(request.values, excluded, distinct=request.distinct)
             return codes.size
         selectable = self.sampler.selectable()
-        if not request.distinct:
-            return request.num_samples if selectable else 0
-        return selectable - len(self.excluded(request))
+        if request.distinct:
+            return selectable - len(self.excluded(request))
+        if selectable:
+            return request.num_samples
+        return 0
 
     def why_no_sample(self, request: SampleRequest, n: int) -> str | None:
         """Why a batch of n rows has to wait; None: it may be drawn."""
         waiting = self.waiting.count
         if not waiting and not self.limiter.can_sample(n):
             return self.limiter.why_no_sample(n)
-        if (available := self.available(request)) < n:
-            excluded = len(self.excluded(request))
-            left_out = f", {self.waiting.words()}" if waiting else ""
-            left_out += f", {excluded} excluded" if excluded else ""
-            if unselectable := self.size - waiting - self.sampler.selectable():
-                left_out += f", {unselectable} of priority 0" + (" or of a value of weight 0" if self.balanced else "")
-            return f"{available} of {n} samples available (size {self.size}{left_out})"
-        # Last: that the rows wait for columns says more, if it is so.
+        available = self.available(request)
+        if available < n:
+            return f"{available} of {n} samples available (size {self.size}{self._left_out(request)})"
+        # While rows wait, the limiter is asked last: that rows wait for columns is the better reason.
         if waiting and not self.limiter.can_sample(n, waiting):
             return self.limiter.why_no_sample(n, waiting, self.waiting.words())
         return None
 
+    def _left_out(self, request: SampleRequest) -> str:
+        """Words for the items that `request` cannot get: ", 14 wait for teacher_logprobs, 3 excluded"."""
+        words = ""
+        if self.waiting.count:
+            words += f", {self.waiting.words()}"
+        excluded = len(self.excluded(request))
+        if excluded:
+            words += f", {excluded} excluded"
+        unselectable = self.size - self.waiting.count - self.sampler.selectable()
+        if unselectable:
+            words += f", {unselectable} of priority 0"
+            if self.balanced is not None:
+                words += " or of a value of weight 0"
+        return words
+
     def most_available(self, request: SampleRequest) -> int:
         """The largest batch that could be drawn for `request` now, at most what it asks for."""
         allowed = self.limiter.most_samples(self.waiting.count)
-        return int(max(0, min(request.num_samples, allowed, self.available(request))))
+        most = min(request.num_samples, allowed, self.available(request))
+        return int(max(0, most))
 
     def weigh(self, request: SampleRequest) -> dict[str, Any]:
-        """What `request` could draw from now: the fields of the message Weight of replay.proto. One pass of O(size)."""
+        """The weight of all items that `request` could draw now. One pass of O(size).
+
+        The fields of the message Weight of replay.proto.
+        """
         excluded = self._excluded_slots(request)
         if self.balanced is None:
-            values, (total, squares) = [], self.sampler.weigh(excluded)
+            values = []
+            weight, squares = self.sampler.weigh(excluded)
         else:
             values = self.balanced.weigh_values(excluded)
-            total, squares = (sum(value[name] for value in values) for name in ("total", "squares"))
+            weight = sum(value["total"] for value in values)
+            squares = sum(value["squares"] for value in values)
+        samples = min(self.limiter.most_samples(self.waiting.count), 1 << 62)  # the limiter may have no bound
         return {
-            "total": total,
+            "total": weight,
             "squares": squares,
             "items": self.sampler.selectable() - excluded.size,
-            "samples": int(min(self.limiter.most_samples(self.waiting.count), 1 << 62)),  # it may have no bound
+            "samples": int(samples),
             "ordered": self.config.sampler.type not in ("uniform", "prioritized"),
             "consuming": bool(self.config.max_times_sampled),
             "size": self.size,
@@ -465,7 +519,9 @@ class Table:
             slots, probabilities = self.balanced.select_values(
                 request.values, self.rng, excluded, distinct=request.distinct
             )
-            slots, probabilities = slots[:n], probabilities[:n]  # the rate limiter may allow less than is there
+            # The rate limiter may allow fewer rows than are there.
+            slots = slots[:n]
+            probabilities = probabilities[:n]
         elif request.distinct:
             slots, probabilities = self.sampler.select(n, self.rng, self._excluded_slots(request))
         else:
@@ -474,11 +530,16 @@ class Table:
         return self.draw_slots(slots, probabilities, request.scope)
 
     def draw_slots(self, slots: IntArray, probabilities: FloatArray, scope: str = "") -> SampleBatch:
-        """Draws exactly these rows (n,)."""
-        columns, n = self.columns, slots.size
+        """Draws exactly these rows (n,). Reserves the rows whose last draw this is."""
+        columns = self.columns
+        n = slots.size
         np.add.at(columns.times_sampled, slots, 1)
         times_sampled = columns.times_sampled[slots]
         limit = self.config.max_times_sampled
+        if limit:
+            consumed_rows = times_sampled >= limit
+        else:
+            consumed_rows = np.zeros(n, dtype=np.bool_)
         batch = SampleBatch(
             keys=columns.key[slots],
             priorities=columns.priority[slots],
@@ -487,16 +548,17 @@ class Table:
             inserted_at=columns.inserted_at[slots],
             times_sampled=times_sampled,
             sizes=columns.size[slots],
-            consumed=times_sampled >= limit if limit else np.zeros(n, dtype=np.bool_),
+            consumed=consumed_rows,
             table_size=self.size,
             scope=scope,
             epoch=self.epoch,
         )
         if scope:
             self.scopes.give(scope, batch.keys.tolist())
-        consumed = int(np.count_nonzero(batch.consumed))
+        consumed = int(np.count_nonzero(consumed_rows))
         if consumed:
-            self._hide(used_up := slots[batch.consumed])
+            used_up = slots[consumed_rows]
+            self._hide(used_up)
             columns.reserve(used_up)
         self._count_drawn(n, consumed)
         self.sampled.add(n, self.clock())
@@ -507,7 +569,7 @@ class Table:
         return batch
 
     def _count_drawn(self, n: int, consumed: int) -> None:
-        """n rows were drawn, so many of them for the last time. Below 0: they were not."""
+        """Counts n drawn rows, of which `consumed` were drawn for the last time. Numbers below 0 undo a draw."""
         self.limiter.samples += n
         self.limiter.deletes += consumed
         self.counters.samples += n
@@ -515,12 +577,17 @@ class Table:
 
     def count_sampled(self, batch: SampleBatch) -> None:
         """Counts the rows of a batch that its reader acknowledges now, before extensions hear of it."""
-        if batch.epoch == self.epoch and any(len(tag) > 1 for tag in self.columns.tags.values()):
+        if batch.epoch != self.epoch:
+            return
+        if any(len(tag) > 1 for tag in self.columns.tags.values()):  # otherwise no item has a tag
             slots = self.columns.find_with_reserved(batch.keys)
             self._count_tags("sampled", slots[slots >= 0])
 
     def acknowledge(self, batch: SampleBatch) -> list[int]:
-        """The batch is its reader's for good. Its reserved rows that nobody retains leave. Returns the keys of all."""
+        """The reader has the batch for good. Reserved rows of the batch leave, unless an extension retains them.
+
+        Returns the keys of all rows that the batch has used up.
+        """
         if batch.epoch != self.epoch:
             return []
         assert self.outstanding >= len(batch), (self.outstanding, len(batch))
@@ -550,8 +617,14 @@ class Table:
         self._count_drawn(-len(keys), -len(keys))
         self._count_tags("sampled", slots, sign=-1)
         self.counters.restored += len(keys)
-        self._show(slots, self.labels_of(keys) if self.config.requires else None)
+        self._show(slots, self._labels_where_required(keys))
         assert self.limiter.size == self.size, (self.limiter, self.size)
+
+    def _labels_where_required(self, keys: Sequence[int]) -> Sequence[Labels] | None:
+        """The labels of each of `keys` if the table requires columns, else None: then nobody looks at labels."""
+        if not self.config.requires:
+            return None
+        return self.labels_of(keys)
 
     def requeue(self, batch: SampleBatch) -> list[int]:
         """Undoes the draw. Returns the keys of its reserved rows, which are selectable again."""
@@ -565,7 +638,7 @@ class Table:
         if batch.scope:
             self.scopes.requeue(batch.scope, batch.keys.tolist())
         if back:
-            self._show(columns.return_rows(back), self.labels_of(back) if self.config.requires else None)
+            self._show(columns.return_rows(back), self._labels_where_required(back))
         slots = columns.find_with_reserved(batch.keys)  # another batch may have reserved a row, or the row is gone
         np.subtract.at(columns.times_sampled, slots[slots >= 0], 1)
         assert self.limiter.size == self.size, (self.limiter, self.size)
@@ -574,10 +647,16 @@ class Table:
     def excluded(self, request: SampleRequest) -> set[int]:
         """The slots that `request` must not get, as far as the sampler could choose them."""
         keys: Iterable[int] = request.exclude
-        if request.scope and (scope_keys := self.scopes.keys_under(request.scope)):
-            keys = scope_keys | request.exclude
-        found = {slot for key in keys if (slot := self.columns.slot(key)) is not None}
-        return {slot for slot in found if self.sampler.holds(slot)} if found else found
+        if request.scope:
+            scope_keys = self.scopes.keys_under(request.scope)
+            if scope_keys:
+                keys = scope_keys | request.exclude
+        slots: set[int] = set()
+        for key in keys:
+            slot = self.columns.slot(key)
+            if slot is not None and self.sampler.holds(slot):
+                slots.add(slot)
+        return slots
 
     def _excluded_slots(self, request: SampleRequest) -> IntArray:
         return np.array(sorted(self.excluded(request)), dtype=np.int64)
@@ -585,16 +664,19 @@ class Table:
     # ------------------------------------------------------------------------------------- update, delete, stale, reset
 
     def update_priorities(self, keys: KeyArray, priorities: FloatArray) -> tuple[int, list[int]]:
-        """Sets the priorities (validated by the caller); of a key named twice the last counts.
+        """Sets the priorities (validated by the caller). If a key is named twice, the last priority counts.
 
         Returns how many items were updated, and the keys that are missing.
         """
         there, slots, missing = self._found(keys)
         priorities = priorities[there]
         last = self.columns.last_rows(slots)
-        slots, priorities = slots[last], priorities[last]
-        self.columns.priority[slots] = priorities
-        self.sampler.update(slots[self.columns.state[slots] == SELECTABLE] if self.waiting.count else slots)
+        slots = slots[last]
+        self.columns.priority[slots] = priorities[last]
+        selectable = slots
+        if self.waiting.count:
+            selectable = slots[self.columns.state[slots] == SELECTABLE]
+        self.sampler.update(selectable)
         if self.remover is not self.sampler:
             self.remover.update(slots)
         return slots.size, missing
@@ -618,41 +700,53 @@ class Table:
         return missing
 
     def _found(self, keys: KeyArray) -> tuple[npt.NDArray[np.bool_], IntArray, list[int]]:
-        """Which of `keys` (n,) are here, the slots (m,) of those, in order, and the other keys, each once."""
+        """Splits `keys` (n,) into those that are here and those that are missing.
+
+        Returns a mask (n,) of the keys that are here, their slots (m,) in order, and the missing keys, each once.
+        """
         slots = self.columns.find(keys)
         there = slots >= 0
-        return there, slots[there], list(dict.fromkeys(keys[~there].tolist()))
+        missing = list(dict.fromkeys(keys[~there].tolist()))
+        return there, slots[there], missing
 
     def set_policy_version(self, current: int) -> None:
         """From now on priorities age against `current`, where a selector has a half-life."""
-        before, self.columns.current_version = self.columns.current_version, current
+        before = self.columns.current_version
+        self.columns.current_version = current
         self.sampler.version_moved(before)
         if self.remover is not self.sampler:
             self.remover.version_moved(before)
 
     def drop_stale(self) -> None:
         """Drops every item that lags by more than `max_staleness`."""
-        if (most := self.config.max_staleness) is not None and self.size:
-            slots, current = self.columns.occupied(), self.columns.current_version
-            self._drop(slots[current - self.columns.policy_version[slots] > most], "stale")
+        most = self.config.max_staleness
+        if most is None or not self.size:
+            return
+        slots = self.columns.occupied()
+        staleness = self.columns.current_version - self.columns.policy_version[slots]
+        self._drop(slots[staleness > most], "stale")
 
     def drop_undone(self) -> None:
         """Drops every item whose version was undone."""
-        if self.undone > (current := self.columns.current_version):
-            slots = self.columns.occupied()
-            versions = self.columns.policy_version[slots]
-            self._drop(slots[(versions > current) & (versions <= self.undone)], "undone")
+        current = self.columns.current_version
+        if self.undone <= current:
+            return
+        slots = self.columns.occupied()
+        versions = self.columns.policy_version[slots]
+        undone = (versions > current) & (versions <= self.undone)
+        self._drop(slots[undone], "undone")
 
     def _drop(self, slots: IntArray, reason: str) -> None:
-        """These items leave in any way but with a reader. `reason`: the name of the counter."""
+        """These items leave without a reader. `reason`: the name of the counter."""
         if not slots.size:
             return
         setattr(self.counters, reason, getattr(self.counters, reason) + slots.size)
         if reason == "stale":
-            self._count_tags("stale", slots[self.columns.times_sampled[slots] == 0])
+            never_sampled = slots[self.columns.times_sampled[slots] == 0]
+            self._count_tags("stale", never_sampled)
         self.limiter.deletes += slots.size
-        # An item that left can give no more samples. Unless the limiter counts the samples that it still owed, the
-        # difference between inserts and samples would never come down again: its place in a queue would be lost.
+        # An item that left can give no more samples. Unless the limiter counts the samples that the item still owed,
+        # the difference between inserts and samples would never come down again: a queue would lose a place.
         if self.config.rate_limiter.type in ("queue", "stack") or reason in ("stale", "undone"):
             owed = np.maximum(0.0, self.limiter.samples_per_insert - self.columns.times_sampled[slots])
             self.limiter.samples += float(owed.sum())
@@ -661,7 +755,8 @@ class Table:
 
     def reset(self) -> int:
         """Removes all items and sets all counters to 0. Returns how many items there were."""
-        columns, slots = self.columns, self.columns.used()
+        columns = self.columns
+        slots = columns.used()
         self.counters = Counters()
         self._clear(columns.current_version)
         self.on_leave(columns, slots)
@@ -671,42 +766,70 @@ class Table:
 
     def tags_for(self, config: TableConfig) -> dict[str, TagColumn]:
         """The tag columns for another configuration. A tag that is new in it costs one look at each item."""
-        columns, known = self.columns, self.columns.tags
-        tags = {name: known[name] if name in known else TagColumn(name, columns.key.size) for name in config.indexed}
-        if new := [tag for name, tag in tags.items() if name not in known]:
-            away = [*columns.reserved.values(), *columns.retained.values()]
-            slots = np.concatenate([columns.occupied(), np.array(away, dtype=np.int64)])
-            if (labels := self.labels_of(columns.key[slots].tolist())) is not None:
-                for tag in new:
-                    tag.set(slots, labels)
+        columns = self.columns
+        tags: dict[str, TagColumn] = {}
+        new: list[TagColumn] = []
+        for name in config.indexed:
+            if name in columns.tags:
+                tags[name] = columns.tags[name]
+            else:
+                tags[name] = TagColumn(name, columns.key.size)
+                new.append(tags[name])
+        if new:
+            self._fill(new)
         return tags
 
+    def _fill(self, tags: Iterable[TagColumn]) -> None:
+        """Fills new tag columns from the labels of all items, those of reserved and retained rows included."""
+        columns = self.columns
+        away = [*columns.reserved.values(), *columns.retained.values()]
+        slots = np.concatenate([columns.occupied(), np.array(away, dtype=np.int64)])
+        labels = self.labels_of(columns.key[slots].tolist())
+        if labels is not None:
+            for tag in tags:
+                tag.set(slots, labels)
+
     def configure(self, config: TableConfig, tags: dict[str, TagColumn]) -> None:
-        """Changes the configuration (not the name), and keeps items and counters. `tags` are what `tags_for` made."""
+        """Changes the configuration (not the name), and keeps items and counters. `tags` come from `tags_for`."""
         assert config.name == self.name
-        old, self.config = self.config, config
-        counted = {name: getattr(self.limiter, name) for name in ("inserts", "samples", "deletes")}
-        self.limiter = replace(config.rate_limiter.build(), **counted)
+        old = self.config
+        self.config = config
+        self.limiter = replace(
+            config.rate_limiter.build(),
+            inserts=self.limiter.inserts,
+            samples=self.limiter.samples,
+            deletes=self.limiter.deletes,
+        )
         self.columns.tags = tags
         self.tag_counts = {name: self.tag_counts.get(name) or TagCounts(name) for name in tags}
-        names = ("sampler", "remover", "requires", "balance")
-        if any(getattr(config, name) != getattr(old, name) for name in names):
-            self.waiting.clear()
-            self._build_selectors()
-            if (slots := self.columns.used()).size:
-                keys: list[int] = self.columns.key[slots].tolist() if config.requires else []
-                self._offer(slots, self.labels_of(keys) if config.requires else None)
+        decisive = ("sampler", "remover", "requires", "balance")
+        if any(getattr(config, name) != getattr(old, name) for name in decisive):
+            self._replace_selectors()
         self._fit()
+
+    def _replace_selectors(self) -> None:
+        """Builds the selectors anew, and gives them all items, oldest first."""
+        self.waiting.clear()
+        self._build_selectors()
+        slots = self.columns.used()
+        if not slots.size:
+            return
+        labels = None
+        if self.config.requires:
+            labels = self.labels_of(self.columns.key[slots].tolist())
+        self._offer(slots, labels)
 
     def _fit(self) -> None:
         """Removes the items that the configuration does not allow."""
-        if (limit := self.config.max_times_sampled) and self.size:
+        limit = self.config.max_times_sampled
+        if limit and self.size:
             slots = self.columns.used()
-            self._drop(slots[self.columns.times_sampled[slots] >= limit], "consumed")
+            used_up = slots[self.columns.times_sampled[slots] >= limit]
+            self._drop(used_up, "consumed")
         self._evict_excess()
 
     def check_totals(self) -> None:
-        """Asserts that all that counts the items counts the same ones, between two changes."""
+        """Asserts that all counts of the items agree, between two changes."""
         columns = self.columns
         columns.check_counts()
         self.limiter.check(self.size)
@@ -738,21 +861,25 @@ class Table:
 
     def state_dict(self) -> dict[str, Any]:
         """Everything but items and scopes, as if outstanding batches had been requeued."""
-        limiter, consumed = self.limiter, len(self.columns.reserved)
+        limiter = self.limiter
+        consumed = len(self.columns.reserved)
+        counters = self.counts()
+        counters["samples"] -= self.outstanding
+        counters["consumed"] -= consumed
         return {
             "name": self.name,
             "order": self._order,
             "limiter": [limiter.inserts, limiter.samples - self.outstanding, limiter.deletes - consumed],
-            "counters": self.counts()
-            | {"samples": self.counters.samples - self.outstanding, "consumed": self.counters.consumed - consumed},
+            "counters": counters,
             "rng": self._rng_json(),
             "tags": {name: counts.state() for name, counts in self.tag_counts.items()},
         }
 
     def _rng_json(self) -> str:
-        """The state of the generator, whose numbers have 128 bits. Most commits find it as it was."""
-        if (state := self.rng.bit_generator.state) != self._rng_seen[0]:
-            self._rng_seen = state, json.dumps(state)
+        """The state of the generator, whose numbers have 128 bits. Most commits find the state unchanged."""
+        state = self.rng.bit_generator.state
+        if state != self._rng_seen[0]:
+            self._rng_seen = (state, json.dumps(state))
         return self._rng_seen[1]
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -765,7 +892,10 @@ class Table:
         self.rng.bit_generator.state = json.loads(state["rng"])
 
     def reconcile(self) -> int:
-        """Makes the counters fit the loaded items, and the items the configuration. Returns how many were missing."""
+        """Makes the counters fit the loaded items, and the items fit the configuration.
+
+        Returns how many items that the counters count were missing.
+        """
         lost = self.limiter.size - self.size
         self.limiter.deletes += lost
         if self.config.rate_limiter.type in ("queue", "stack"):

@@ -1,18 +1,18 @@
-"""TagCounts: how many groups of each value of a tag came to a table, went stale there, and were sampled.
+"""TagCounts: the numbers of groups of each value of a tag that came to a table, went stale there, and were sampled.
 
-**Why.** A bound on staleness drops slow groups first. Where one environment takes ten times as long as another, its
-groups may all be dropped, and the totals of the table look harmless: that environment is starved in silence.
+**Why.** A bound on staleness drops slow groups first. If one environment takes ten times as long as another, all its
+groups may be dropped while the totals of the table look harmless. Nobody would notice that this environment is starved.
 
-**How.** A table counts by each tag that it has a column for: those that it indexes, that by which it balances, and
-`environment`. The counts outlive the items. So there are at most MAX_COUNTED values of a tag: a tag with more values,
+**How.** A table counts by each tag that has a column: the tags that it indexes, the tag by which it balances, and
+`environment`. The counts outlive the items, so at most MAX_COUNTED values of a tag are counted. A tag with more values,
 such as the name of the prompt, says nothing about an environment, and is not counted any more until a reset.
 
 * Items without the tag are not counted.
 * Each insert of an item counts as generated, and so does each group that is refused as too stale on arrival.
 * An item counts as stale if it is refused or dropped as too stale, and was never drawn. So no item of a queue is both
   stale and sampled.
-* An item counts as sampled each time that its reader acknowledges it. Where items are drawn once, that is a group
-  which was trained on.
+* An item counts as sampled each time that its reader acknowledges it. In a table where items are drawn once, a sampled
+  item is a group that was trained on.
 """
 
 from __future__ import annotations
@@ -49,29 +49,33 @@ class TagCounts:
         self.name = name
         self.values: dict[str, ValueCounts] = {}
         self.too_many = False
-        """Whether the tag has more than MAX_COUNTED values, so that none of them is counted."""
+        """True if the tag has more than MAX_COUNTED values. Then none of them is counted."""
 
     @property
     def has_values(self) -> bool:
-        """Whether any item ever had the tag."""
+        """True if any item ever had the tag."""
         return bool(self.values) or self.too_many
 
     def count_labels(self, event: Event, labels: Sequence[Labels]) -> None:
         """Counts items with these labels."""
         # Most items share their labels with many others, so few of them are looked at.
         different = {id(of_item): of_item for of_item in labels}
-        for identity, items in Counter(map(id, labels)).items():
+        items_with = Counter(map(id, labels))
+        for identity, items in items_with.items():
             self._count(event, different[identity].text(self.name), items)
 
     def count_rows(self, event: Event, column: TagColumn, slots: IntArray, sign: int = 1) -> None:
-        """Counts rows (n,) of the tag's column. `sign` -1: they were counted, and that is undone."""
-        if len(column) == 1 or not slots.size:  # no item has the tag
+        """Counts rows (n,) of the tag's column. `sign` -1: the rows were counted, and that is undone."""
+        if len(column) == 1:  # no item has the tag
+            return
+        if not slots.size:
             return
         rows = np.bincount(column.codes[slots])
         for code in np.flatnonzero(rows).tolist():
             self._count(event, column.values[code], sign * int(rows[code]))
 
     def _count(self, event: Event, value: str, items: int) -> None:
+        """Adds `items` to a count. Stops counting if there is one value too many."""
         if not value or self.too_many:
             return
         counts = self.values.get(value)
@@ -80,22 +84,28 @@ class TagCounts:
                 self.values.clear()
                 self.too_many = True
                 return
-            counts = self.values[value] = ValueCounts()
-        # What happened before the table counted by this tag cannot be undone.
+            counts = ValueCounts()
+            self.values[value] = counts
+        # An event from before the table counted by this tag cannot be undone, so counts stop at 0.
         setattr(counts, event, max(0, getattr(counts, event) + items))
 
     def state(self) -> dict[str, tuple[int, ...]] | None:
         """The counts by value, as they are stored; None: the tag has too many values."""
         if self.too_many:
             return None
-        # Each commit asks: dataclasses.astuple takes ten times as long.
+        # This runs in each commit, and dataclasses.astuple takes ten times as long.
         return {value: (counts.generated, counts.stale, counts.sampled) for value, counts in self.values.items()}
 
     def load_state(self, state: Mapping[str, Sequence[int]] | None) -> None:
+        """Loads a result of `state`."""
+        self.values = {}
         self.too_many = state is None
-        self.values = {value: ValueCounts(*counts) for value, counts in (state or {}).items()}
+        if state is not None:
+            self.values = {value: ValueCounts(*counts) for value, counts in state.items()}
 
     def info(self) -> dict[str, Any]:
         """The fields of the message TagCounts of replay.proto, the values by name."""
-        values = [{"name": value} | vars(counts) for value, counts in sorted(self.values.items())]
+        values = []
+        for value, counts in sorted(self.values.items()):
+            values.append({"name": value} | vars(counts))
         return {"name": self.name, "values": values, "too_many": self.too_many}

@@ -14,13 +14,13 @@ from replay_server.tables.meters import BlockedTime
 T = TypeVar("T")
 
 ASKS_AGAIN = 10.0
-"""Seconds within which a request that follows the end of another wait counts as the same wait: a client asks again."""
+"""A request within so many seconds after another wait ended continues that wait: usually a client asks again."""
 
 
 class Pending(Generic[T]):
     """A request that waits. It ends once: with a value, with an error, or because its client went away.
 
-    It is in no line any more when it has ended.
+    A request that has ended is in no line.
     """
 
     def __init__(self, since: float, deadline: float = math.inf) -> None:
@@ -28,7 +28,7 @@ class Pending(Generic[T]):
         self.deadline = deadline
         self.done = False
         self.ahead = False
-        """It has its place in the line, but nobody waits for it yet."""
+        """True while the request has its place in the line, but nobody waits for it yet."""
         self.on_done: Callable[[], None] | None = None
         self.lines: list[Line[Any]] = []
         """The lines in which it waits."""
@@ -72,7 +72,7 @@ class Pending(Generic[T]):
 
 
 def deadline_at(now: float, timeout: float | None) -> float:
-    """When a wait of `timeout` seconds that begins at `now` ends; a timeout of None never ends."""
+    """The end of a wait of `timeout` seconds that begins at `now`. None: the wait never ends."""
     if timeout is None:
         return math.inf
     if not timeout >= 0:
@@ -96,7 +96,9 @@ async def result_of(
                 done.set_result(None)
 
         pending.on_done = wake
-        timer = loop.call_later(remaining, time_out, pending) if remaining < math.inf else None
+        timer = None
+        if remaining < math.inf:
+            timer = loop.call_later(remaining, time_out, pending)
         try:
             await done
         except asyncio.CancelledError:
@@ -114,22 +116,23 @@ P = TypeVar("P", bound=Pending[Any])
 class Line(Generic[P]):
     """Pending requests, first come first served. A request that ends leaves its lines.
 
-    A client whose request ends at its deadline usually asks again. `standstill` therefore counts from the first of such
-    requests, and not from the one that waits now. Requests that are made ahead count for no wait.
+    A client whose request ends at its deadline usually asks again. `standstill` therefore counts from the first such
+    request, and not from the request that waits now. Requests that are made ahead count for no wait.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._pending: OrderedDict[int, P] = OrderedDict()
         self.moved_at = -math.inf
-        """When a request was served last."""
+        """The time at which a request was served last."""
         self._still_since = -math.inf
+        """The time since which requests wait and none was served."""
         self._left_at = -math.inf
-        """When the last request left the line without having been served."""
+        """The time at which the last awaited request left without having been served."""
         self.awaited = 0
-        """How many of the requests somebody waits for."""
+        """The number of requests that somebody waits for."""
         self.blocked = BlockedTime(clock())
-        """While there are any of these."""
+        """The time in which somebody waits for a request."""
 
     def join(self, pending: P) -> None:
         self._pending[id(pending)] = pending
@@ -139,7 +142,7 @@ class Line(Generic[P]):
             self._await(pending.since)
 
     def set_ahead(self, pending: P, ahead: bool) -> None:
-        """Whether `pending` is made ahead changes."""
+        """Sets `ahead` of `pending`, which is in this line."""
         if pending.ahead and not ahead:
             self._await(self._clock())
         elif ahead and not pending.ahead:
@@ -147,20 +150,25 @@ class Line(Generic[P]):
         pending.ahead = ahead
 
     def _await(self, since: float) -> None:
+        """Somebody waits for one more request."""
         if not self.awaited and since - self._left_at > ASKS_AGAIN:
             self._still_since = since
         self._count(1, since)
 
     def _count(self, more: int, now: float) -> None:
-        before, self.awaited = self.awaited, self.awaited + more
+        """Adds `more` to the awaited requests."""
+        before = self.awaited
+        self.awaited += more
         assert 0 <= self.awaited <= len(self._pending), (self.awaited, len(self._pending))
-        if not (before and self.awaited):
+        if not before or not self.awaited:  # somebody begins to wait, or nobody waits any more
             self.blocked.set(bool(self.awaited), now)
 
     def leave(self, pending: P) -> None:
+        """Removes a request from the line."""
         del self._pending[id(pending)]
         if not pending.ahead:
-            self._count(-1, now := self._clock())
+            now = self._clock()
+            self._count(-1, now)
             if not self.awaited:
                 self._left_at = now
 
@@ -171,24 +179,31 @@ class Line(Generic[P]):
 
     @property
     def still_since(self) -> float | None:
-        """Since when requests wait and none was served; None: nothing waits, or is about to ask again."""
-        waits = bool(self.awaited) or self._clock() - self._left_at <= ASKS_AGAIN
-        return self._still_since if waits else None
+        """The time since which requests wait and none was served.
+
+        None: no request waits, and none has ended so shortly ago that its client may ask again.
+        """
+        if self.awaited or self._clock() - self._left_at <= ASKS_AGAIN:
+            return self._still_since
+        return None
 
     @property
     def standstill(self) -> float:
         """Seconds for which requests have waited and none was served; 0.0: nothing waits."""
         since = self.still_since
-        return 0.0 if since is None else max(0.0, self._clock() - since)
+        if since is None:
+            return 0.0
+        return max(0.0, self._clock() - since)
 
     @property
     def head(self) -> P | None:
+        """The first request of the line; None: the line is empty."""
         for pending in self._pending.values():
             return pending
         return None
 
     def check(self) -> None:
-        """Asserts that those in the line wait, know that they do, and are counted."""
+        """Asserts that all requests in the line wait, have the line in `lines`, and are counted."""
         for pending in self._pending.values():
             assert not pending.done, pending
             assert self in pending.lines, pending
@@ -197,7 +212,7 @@ class Line(Generic[P]):
         assert (self.blocked.since is not None) == (awaited > 0), (self.blocked.since, awaited)
 
     def ahead_of(self, pending: P) -> int:
-        """How many requests came before `pending`."""
+        """The number of requests that came before `pending`."""
         return list(self._pending).index(id(pending))
 
     def __iter__(self) -> Iterator[P]:

@@ -1,8 +1,8 @@
-"""Extensions: what is laid on the tables, and of which the tables know nothing."""
+"""Extensions act on changes of the tables. The tables do not depend on any extension."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from replay_server.tables.config import AdmissionConfig, TableConfig, admitted_table
 from replay_server.tables.extensions.admission import Admission
@@ -15,17 +15,25 @@ from replay_server.tables.extensions.permit_tables import PermitTables
 def configured(
     tables: Sequence[TableConfig], clock: Callable[[], float], admission: AdmissionConfig | None = None
 ) -> list[Extension]:
-    """The extensions that a configuration asks for, in their order (`table.py`).
+    """The extensions that a configuration needs, in their order (`table.py`).
 
-    Raises ValueError if it is not clear which table a section is about.
+    Raises ValueError if it is not clear which table [admission] is about.
     """
-    extensions: list[Extension] = [Copying()] if any(table.copy_to for table in tables) else []
-    permits = dict[str, set[int]]()
-    extensions.append(history := History(max((table.retain_consumed for table in tables), default=0), permits))
+    extensions: list[Extension] = []
+    if any(table.copy_to for table in tables):
+        extensions.append(Copying())
+    permits: dict[str, set[int]] = {}  # the history reads it, and admission fills it below
+    most_states = max((table.retain_consumed for table in tables), default=0)
+    history = History(most_states, permits)
+    extensions.append(history)
     if admission is not None:
-        permit_tables = [PermitTables(admission.permit_tables)] if admission.permit_tables else []
-        units = permit_tables[0].marked if permit_tables else ()
-        admitting = Admission(admission, admitted_table(admission, tables), clock, units)
+        partial_groups: Collection[int] = ()
+        if admission.permit_tables:
+            permit_tables = PermitTables(admission.permit_tables)
+            partial_groups = permit_tables.marked
+            extensions.append(permit_tables)
+        admitting = Admission(admission, admitted_table(admission, tables), clock, partial_groups)
         permits[admitting.table] = admitting.marked
-        extensions += [*permit_tables, admitting]
-    return [*extensions, Forwarding(history.discard)]
+        extensions.append(admitting)
+    extensions.append(Forwarding(history.discard))
+    return extensions

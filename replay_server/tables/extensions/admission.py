@@ -1,26 +1,30 @@
 """Admission: permits for generating groups, so that work which would be too stale is never started.
 
 Permits are granted while accepted + running + n <= (max_staleness + version + 1) * fresh_groups_per_step, the rule of
-AReaL (arXiv 2505.24298). `running` are granted permits, `accepted` the groups that were inserted with one. A permit
-ends by the insert (running -> accepted), by release, or by expiry of its grant (both lower running only). A grant
-without a permit left is forgotten. A request waits only while its permits are more than the capacity.
+AReaL (arXiv 2505.24298). `running` counts granted permits, and `accepted` the groups that were inserted with a permit.
+A permit ends by the insert (running -> accepted), by release, or by expiry of its grant (both lower running only). A
+grant without a permit left is forgotten. A request waits only while its permits are more than the capacity.
 
-An insert needs no permit, but uses one up if it names a grant. Its group counts as accepted in one table: that whose
+An insert needs no permit, but uses one up if it names a grant. Its group counts as accepted only in the table whose
 groups are trained on. A permit that comes with an insert into other tables goes back, because no step will ever use
 that group.
 
-Partial groups have permits too (`permit_tables.py`): `running` are granted permits and such groups together.
-The permit is accepted if an insert into the admitted table closes the group, or goes back if it ends in any other way.
+Partial groups have permits too (`permit_tables.py`): `running` counts granted permits and partial groups together. If
+an insert into the admitted table closes a partial group, its permit is accepted. If the group ends in any other way,
+its permit goes back.
 
-Of several servers each grants its share of fresh_groups_per_step, by its shard index, which the clients tell it:
+If there are several servers, each grants its share of fresh_groups_per_step. The share follows from the server's shard
+index, which clients send:
 
     accepted + running + n <= earlier + (max_staleness + 1) * share
 
-`earlier` is the sum of the shares over all finished versions; of the only server, version * fresh_groups_per_step.
+`earlier` is the sum of the shares over all finished versions. If there is one server, that is version *
+fresh_groups_per_step.
 
-A server that drains takes no groups, so a group with a permit of it goes to another server. That one accepts the group,
-and its `earlier` grows by 1. Then the client tells the one that drains, whose `earlier` and `running` shrink by 1. All
-servers together grant as many permits as before. If the client dies between the two, they grant one more.
+A server that drains takes no groups, so a group with one of its permits goes to another server. The other server
+accepts the group, and its `earlier` grows by 1. Then the client tells the server that drains, whose `earlier` and
+`running` shrink by 1. All servers together grant as many permits as before. If the client dies between the two calls,
+the servers grant one permit more.
 """
 
 from __future__ import annotations
@@ -44,30 +48,40 @@ _MOST_GROUPS = 1 << 50
 
 @dataclass
 class Grant:
+    """Permits that one request got together."""
+
     id: int
     count: int
     """Permits left."""
     expires: float
+    """Seconds of the server's clock."""
     attempt: PendingPermits | None = None
-    """The request that it was given to; a retry, if there was one."""
+    """The request that got the grant; if the client has asked again, the last retry."""
 
 
 def share_of(groups: int, shard_index: ShardIndex) -> int:
     """The part of `groups` that the server with this index grants. The parts of all servers sum to `groups` exactly."""
     number, servers = shard_index
-    return (number + 1) * groups // servers - number * groups // servers if servers else 0
+    if not servers:
+        return 0
+    return (number + 1) * groups // servers - number * groups // servers
 
 
 class PendingPermits(Pending[Grant]):
+    """A request for permits, which waits for capacity."""
+
     def __init__(self, count: int, since: float, deadline: float, request: int) -> None:
-        """`request`: the client's id of it, 0: none. A retry has the same one."""
+        """`request`: the client's id of the request, which a retry has too; 0: none."""
         super().__init__(since, deadline)
         self.count = count
         self.request = request
 
 
 class Admission(Extension):
-    record, mark = b"admission", 1
+    """The permits of this server: what was granted, what is in use, and who waits."""
+
+    record = b"admission"
+    mark = 1
 
     def __init__(
         self,
@@ -76,7 +90,10 @@ class Admission(Extension):
         clock: Callable[[], float],
         partial_groups: Collection[int] = (),
     ) -> None:
-        """`table`: the one that is trained on. `partial_groups`: the keys of partial groups, as of now."""
+        """`table`: the name of the table that is trained on. `partial_groups`: the keys of partial groups, as of now.
+
+        `partial_groups` is read at each use, so it must be the collection that `PermitTables` changes.
+        """
         self.config = config
         self.table = table
         self.marked = set()
@@ -84,11 +101,11 @@ class Admission(Extension):
         self.partial_groups = partial_groups
         self._clock = clock
         self._version: int | None = None
-        """None: none was ever set. The first one is where the count of accepted groups begins."""
+        """None: no version was ever set. The count of accepted groups begins at the first version."""
         self._shard_index: ShardIndex | None = None
-        """None: nobody has told it."""
+        """None: no client has sent it."""
         self._earlier = 0
-        """Groups of all finished versions that were this server's to grant."""
+        """The sum of this server's shares over all finished versions, in groups."""
         self.accepted = 0
         self.expired = 0
         self._grants: dict[int, Grant] = {}
@@ -105,18 +122,21 @@ class Admission(Extension):
 
     @property
     def capacity(self) -> int:
-        """How many permits could be granted now."""
+        """The permits that could be granted now."""
         return min(self._earlier + self._most, 1 << 62) - self.accepted - self.running
 
     @property
     def _share(self) -> int:
-        """Groups of a step that are this server's to grant."""
+        """Groups of a step that this server grants."""
         return share_of(self.config.fresh_groups_per_step, self._shard_index or ShardIndex())
 
     def why_no_permits(self, count: int) -> str:
         """Why `count` permits cannot be granted now: words first, then the inequality."""
         most = self._most
-        remedy = "the next policy version brings more" if count <= most else f"ask for at most {most} at once"
+        if count <= most:
+            remedy = "the next policy version brings more"
+        else:
+            remedy = f"ask for at most {most} at once"
         return (
             f"there: {max(self.capacity, 0)}, wanted: {count}; {remedy} ({self.accepted} accepted + {self.running} "
             f"running + {count} requested > {self._earlier} of earlier steps + (max_staleness "
@@ -125,7 +145,7 @@ class Admission(Extension):
 
     @property
     def _most(self) -> int:
-        """How many permits are free once all accepted groups are trained on."""
+        """The permits that are free once all accepted groups are trained on."""
         return (self.config.max_staleness + 1) * self._share
 
     def acquire(
@@ -133,8 +153,8 @@ class Admission(Extension):
     ) -> PendingPermits:
         """Asks for `count` permits at once; the result is done when they are granted.
 
-        `request` becomes the id of the grant, so that a retry finds the grant even after a restart. `place`: where a
-        generator sees this server. It counts until a trainer has said one: generators may come first.
+        `request` becomes the id of the grant, so that a retry finds the grant even after a restart. `shard_index` is
+        the index that a generator gives this server. It counts until a trainer has sent one: generators may come first.
         """
         if count < 1:
             raise invalid(f"count must be at least 1, not {count}")
@@ -144,7 +164,8 @@ class Admission(Extension):
             if request and before.request == request:
                 before.fail(try_again("the client has asked for these permits again"))
         self.line.join(pending)
-        if (grant := self._grants.get(request)) is not None:
+        grant = self._grants.get(request)
+        if grant is not None:
             grant.attempt = pending
             pending.finish(grant)
         self.progress()
@@ -157,7 +178,8 @@ class Admission(Extension):
         """
         if moved:
             self.take_over(count)
-        if (grant := self._grants.get(grant_id)) is None:
+        grant = self._grants.get(grant_id)
+        if grant is None:
             return 0
         if count > grant.count and not moved:
             raise invalid(f"permit lease {grant_id:#x} has {counted(grant.count, 'permit')} left, not {count}")
@@ -170,15 +192,21 @@ class Admission(Extension):
 
     def why_no_policy(self, change: PolicyChange) -> Refused | None:
         most = _MOST_GROUPS // self.config.fresh_groups_per_step  # permits of the run can be counted until then
-        return invalid(f"policy version {change.version}: must be from 0 to {most}") if change.version > most else None
+        if change.version > most:
+            return invalid(f"policy version {change.version}: must be from 0 to {most}")
+        return None
 
     def on_insert(self, insert: InsertBatch) -> Iterable[Table]:
         """Accepts groups also if their grant has expired in the meantime."""
         if insert.moved:
             self._earlier += len(insert)
-        elif (grant := self._grants.get(insert.permits)) is not None:
-            self._use(grant, len(insert))
-        if self.table in insert.priorities and (insert.permits or closes(insert, self.partial_groups, self.kernel)):
+        else:
+            grant = self._grants.get(insert.permits)
+            if grant is not None:
+                self._use(grant, len(insert))
+        if self.table not in insert.priorities:
+            return ()
+        if insert.permits or closes(insert, self.partial_groups, self.kernel):
             self.accepted += len(insert)
             self.marked.update(insert.keys)
         return ()
@@ -205,24 +233,38 @@ class Admission(Extension):
         """
         self._shard_index = change.shard_index or self._shard_index
         used = change.version * self._share
-        # Version 1 after permits were granted is the end of the first step of a run that began here, unannounced.
-        begins = self._version is None and (change.version > 1 or not (self.accepted or self.running))
-        if change.rollback or begins:
-            self._earlier, known = used, 0 if change.rollback else self.accepted
-            self.accepted = max(known, used + len(self.marked))
+        if change.rollback:
+            self._earlier = used
+            self.accepted = used + len(self.marked)
+        elif self._begins_at(change.version):
+            self._earlier = used
+            self.accepted = max(self.accepted, used + len(self.marked))
         else:
             self._earlier += (change.version - (self._version or 0)) * self._share
         self._version = change.version
 
-    def hand_over(self) -> int | None:
-        """How many groups more were accepted here than steps have had from here. From now on they count elsewhere.
+    def _begins_at(self, version: int) -> bool:
+        """True if this is the first version that this server hears of, and not the end of a step that began here."""
+        if self._version is not None:
+            return False
+        if version > 1:
+            return True
+        # Version 1 after permits were granted is the end of the first step of a run that began here without a version.
+        return not (self.accepted or self.running)
 
-        None: not yet. Permits are in use, or the trainer still counts on the share of this server.
+    def hand_over(self) -> int | None:
+        """Hands over the groups that were accepted here beyond the shares of finished steps. Returns their number.
+
+        From now on these groups count at another server. None: nothing is handed over yet, because permits are in use,
+        or because the trainer still counts on the share of this server.
         """
-        if self.running or (self._version is not None and self._share):
+        if self.running:
             return None
-        ahead, self._earlier = self.accepted - self._earlier, self.accepted
-        return ahead
+        if self._version is not None and self._share:
+            return None
+        groups = self.accepted - self._earlier
+        self._earlier = self.accepted
+        return groups
 
     def take_over(self, groups: int) -> None:
         """Counts groups that another server has accepted."""
@@ -232,7 +274,8 @@ class Admission(Extension):
     def expire(self) -> None:
         """Ends the grants whose time is over."""
         now = self._clock()
-        for grant in [grant for grant in self._grants.values() if grant.expires <= now]:
+        expired = [grant for grant in self._grants.values() if grant.expires <= now]
+        for grant in expired:
             self.expired += grant.count
             del self._grants[grant.id]
         self.progress()
@@ -244,11 +287,13 @@ class Admission(Extension):
             self.progress()
 
     def abandon(self, pending: PendingPermits) -> None:
-        """The client of `pending` went away. A grant that it did not hear of goes back, unless a retry has it."""
+        """The client of `pending` went away. A grant that no client heard of goes back, unless a retry has it."""
         if not pending.done:
             pending.abandon()
             self.progress()
-        elif (grant := pending.value) is not None and grant.attempt is pending:
+            return
+        grant = pending.value
+        if grant is not None and grant.attempt is pending:
             self.release(grant.id)
 
     def progress(self) -> None:
@@ -263,11 +308,12 @@ class Admission(Extension):
             grant_id = pending.request or secrets.randbits(63) | 1
             assert grant_id not in self._grants, f"grant {grant_id} would be forgotten"
             expires = self._clock() + self.config.permit_ttl
-            grant = self._grants[grant_id] = Grant(grant_id, pending.count, expires, pending)
+            grant = Grant(grant_id, pending.count, expires, attempt=pending)
+            self._grants[grant_id] = grant
             pending.finish(grant)
 
     def _use(self, grant: Grant, count: int) -> None:
-        """Ends `count` of its permits, or all that are left."""
+        """Ends `count` permits of the grant, or all that are left."""
         assert count > 0, count
         grant.count -= count
         if grant.count <= 0:
@@ -276,11 +322,8 @@ class Admission(Extension):
     # ------------------------------------------------------------------------------------------------ state
 
     def state_dict(self, offset: float) -> dict[str, Any]:
-        # Items that only batches hold are not recorded, so nothing would release their permits after a restart.
-        held = {key for _, batch in self.kernel.batches.values() for key in batch.keys.tolist()} & self.marked
-        unused = sum(not any(table.has_or_may_return(key) for table in self.kernel.trained) for key in held)
         return {
-            "accepted": self.accepted - unused,
+            "accepted": self.accepted - self._held_by_batches_alone(),
             "expired": self.expired,
             "began": self._version is not None,
             "shard_index": self._shard_index,
@@ -288,26 +331,43 @@ class Admission(Extension):
             "leases": [(grant.id, grant.count, grant.expires + offset) for grant in self._grants.values()],
         }
 
+    def _held_by_batches_alone(self) -> int:
+        """The number of accepted groups that nobody has sampled, and that are in batches but in no table.
+
+        Such items are not recorded, so nothing would release their permits after a restart.
+        """
+        held: set[int] = set()
+        for _, batch in self.kernel.batches.values():
+            held.update(batch.keys.tolist())
+        held &= self.marked
+        count = 0
+        for key in held:
+            if not any(table.has_or_may_return(key) for table in self.kernel.trained):
+                count += 1
+        return count
+
     def load_state_dict(self, state: dict[str, Any] | None, offset: float, version: int) -> None:
         if state is None:
             if version > 0:
                 self.on_policy(PolicyChange(version, version, rollback=True))
             return
-        self.accepted, self.expired = state["accepted"], state["expired"]
+        self.accepted = state["accepted"]
+        self.expired = state["expired"]
         self._version = version if state["began"] else None
-        self._shard_index, self._earlier = state["shard_index"] and ShardIndex(*state["shard_index"]), state["earlier"]
+        self._shard_index = ShardIndex(*state["shard_index"]) if state["shard_index"] else None
+        self._earlier = state["earlier"]
         latest = self._clock() + self.config.permit_ttl  # the wall clock may have been set back
-        self._grants = {
-            grant: Grant(grant, count, min(expires - offset, latest)) for grant, count, expires in state["leases"]
-        }
+        self._grants = {}
+        for grant_id, count, expires in state["leases"]:
+            self._grants[grant_id] = Grant(grant_id, count, min(expires - offset, latest))
         self.expire()
 
     def reconcile(self) -> None:
-        # Items keep their marks while a server runs without the section, and the count does not outlive that.
+        # Items keep their marks while a server runs without [admission], and the count does not outlive that.
         self.accepted = max(self.accepted, len(self.marked))
 
     def expiries(self) -> list[float]:
-        """When the open grants expire."""
+        """The times at which the open grants expire, by the server's clock."""
         return [grant.expires for grant in self._grants.values()]
 
     def check(self) -> None:
@@ -320,4 +380,4 @@ class Admission(Extension):
         for pending in self.line:
             assert pending.count > self.capacity, (pending.count, self.capacity)
             if pending.count <= self._most:
-                break  # it holds up the others
+                break  # this request holds up all requests behind it

@@ -1,12 +1,13 @@
-"""Extension: what a server does beside its tables, as a part of the same changes: permits, histories, copies.
+"""Extension: a part of the server that acts on changes of the tables: permits, histories, copies.
 
-The kernel (tables, items, buffer, rules) says what happens, and knows no extension. An extension is told by its hooks,
-within the operation that makes it happen. So what it does is part of the one change that clients see. Of hooks that are
-called often, the kernel calls only those that an extension overrides.
+The kernel (tables, items, buffer, rules) makes the changes, and knows no extension. The kernel calls the hooks of an
+extension within the operation that makes a change. So what the extension does is part of the one change that clients
+see. A hook that is called often is called only if an extension overrides it.
 
-* `why_…` says, and changes nothing. All others act, and none of them may fail: validate all, then apply all.
-* An extension remembers of an item one small number, its `mark`, which is written in the item's record, and of the rest
-  what `state_dict` says.
+* A hook `why_…` only answers, and changes nothing. All other hooks act, and none of them may fail: validate all, then
+  apply all.
+* An extension can mark an item with one small number, its `mark`, which is written in the item's record. Everything
+  else that it remembers is in its `state_dict`.
 """
 
 from __future__ import annotations
@@ -24,12 +25,12 @@ from replay_server.tables.waiting import Line
 
 
 class ShardIndex(NamedTuple):
-    """Which of the shards of a run this server is. They share the permits of a step."""
+    """The index of this server among the shards of a run. The shards share the permits of a step."""
 
     number: int = 0
     """From 0."""
     shards: int = 1
-    """0: others grant the share of this one."""
+    """0: other shards grant the share of this one."""
 
 
 @dataclass(frozen=True)
@@ -42,15 +43,16 @@ class PolicyChange:
     shard_index: ShardIndex | None = None
     """None: as before."""
     state: str = ""
+    """The id of the trainer's state; empty: the trainer names none."""
 
 
 class Kernel(Protocol):
-    """What an extension sees of the ReplayBuffer."""
+    """The part of the ReplayBuffer that an extension sees."""
 
     tables: dict[str, Table]
     items: Items
     batches: dict[int, tuple[Table, SampleBatch]]
-    """The outstanding ones, by id."""
+    """The outstanding batches, by id."""
     watchers: list[Watcher]
     extensions: Sequence[Extension]
     trained: list[Table]
@@ -58,26 +60,31 @@ class Kernel(Protocol):
 
 
 class Extension:
+    """The hooks that the kernel calls. Each does nothing, unless an extension overrides it."""
+
     record = b""
-    """The name of the record of its state; empty: it has none."""
+    """The name of the record of the extension's state; empty: it has no state."""
     mark = 0
-    """The mark of items in `marked`; 0: it marks none."""
-    marked: set[int] = set()  # noqa: RUF012  # of extensions without marks
-    """Keys of items."""
+    """The mark of items in `marked`; 0: the extension marks no items."""
+    marked: set[int] = set()  # noqa: RUF012  # an extension without marks never changes it
+    """Keys of the marked items."""
     lines: Mapping[str, Line[Any]] = {}
     """Requests that wait for the extension itself, by what they wait for."""
 
     @classmethod
     def of(cls, kernel: Kernel) -> Self | None:
         """The extension of this kind; None: the server has none."""
-        return next((each for each in kernel.extensions if isinstance(each, cls)), None)
+        for extension in kernel.extensions:
+            if isinstance(extension, cls):
+                return extension
+        return None
 
     def attach(self, kernel: Kernel) -> None:
         """Called once, when the tables are there and empty."""
         self.kernel = kernel
 
     def concerns(self, table: TableConfig) -> bool:
-        """Whether the hooks about a table are called for this one."""
+        """True if the hooks about a table are called for this table."""
         return True
 
     # ------------------------------------------------------------------------------------------------ what happens
@@ -93,8 +100,10 @@ class Extension:
         return ()
 
     def on_acknowledge(self, table: Table, batch: SampleBatch) -> Iterable[Table]:
-        """A reader acknowledges a batch of the table. Rows that it used up leave next, unless they are retained.
-        Returns other tables that changed."""
+        """A reader acknowledges a batch of the table. Returns other tables that changed.
+
+        Rows that the batch has used up leave next, unless they are retained.
+        """
         return ()
 
     def on_lease(self, table: Table, batch: SampleBatch) -> Iterable[Table]:
@@ -102,48 +111,52 @@ class Extension:
         return ()
 
     def on_item_gone(self, keys: Sequence[int]) -> None:
-        """Nobody can train on these items any more. Of an item it may be said twice: when only copies hold it, and when
-        nothing does."""
+        """Nobody can train on these items any more.
+
+        This may be called twice for an item: when only copies hold it, and when nothing does.
+        """
 
     def on_policy(self, change: PolicyChange) -> None:
-        """The policy has changed, and the tables have dropped what is too old for it."""
+        """The policy has changed, and the tables have dropped items that are too old for it."""
 
     def on_reset(self, table: Table) -> None:
         """The table is emptied next."""
 
     def progress(self) -> None:
-        """The end of an operation that changed something: serves who waits for the extension."""
+        """An operation that changed something ends. Serves requests that wait for the extension."""
 
     # ------------------------------------------------------------------------------------------------ room
 
     def spares(self, key: int) -> int:
-        """How many of the rows that hold an item `free` would discard."""
+        """The number of rows of an item that `free` would discard."""
         return 0
 
     def spare_keys(self) -> Iterable[int]:
-        """The items of which it would discard rows."""
+        """The keys of the items whose rows `free` would discard."""
         return ()
 
     def free(self, needed: float) -> bool:
-        """Lets rows go to free so many bytes. Returns whether that frees any."""
+        """Discards rows to free `needed` bytes. Returns True if that frees any."""
         return False
 
     # ------------------------------------------------------------------------------------------------ state on disk
 
     def state_dict(self, offset: float) -> dict[str, Any]:
-        """Times of the clock, plus `offset`."""
+        """The state of the extension, without marks. `offset` is added to times of the server's clock."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any] | None, offset: float, version: int) -> None:
-        """`version`: the policy version that was loaded. None: the extension was not there when the state was
-        written. Items are loaded afterwards."""
+        """Loads a state, before items are loaded. None: the state was written without this extension.
+
+        `offset` is subtracted from times. `version`: the policy version that was loaded.
+        """
 
     def load_marked(self, keys: Sequence[int]) -> None:
-        """These items, which are loaded, had its mark."""
+        """These items, which are loaded, had the mark of the extension."""
         self.marked.update(keys)
 
     def reconcile(self) -> None:
-        """Everything is loaded: makes it fit the configuration."""
+        """Everything is loaded: makes the state fit the configuration."""
 
     # ------------------------------------------------------------------------------------------------ invariants
 
@@ -153,6 +166,9 @@ class Extension:
 
 
 def hooks(extensions: Iterable[Extension], name: str) -> tuple[Callable[..., Any], ...]:
-    """The hooks of this name of those extensions that have it, in their order."""
-    having = [each for each in extensions if getattr(type(each), name) is not getattr(Extension, name)]
-    return tuple(getattr(each, name) for each in having)
+    """The hooks of this name, of the extensions that override it, in the order of the extensions."""
+    found = []
+    for extension in extensions:
+        if getattr(type(extension), name) is not getattr(Extension, name):
+            found.append(getattr(extension, name))
+    return tuple(found)

@@ -1,10 +1,10 @@
-"""Forwarding and copying: an item of one table joins another one too, with the priority it has here. No bytes move.
+"""Forwarding and copying: an item of one table joins another table too, with the same priority. No bytes move.
 
-* A table forwards an item that a reader uses for the first time. The limiter of the target counts the item, and only
-  what would refuse an insert there can refuse it: that is counted at the table that forwards.
-* A table copies an item that enters it. The copy waits for no place, and is refused none. What is over the bounds of
-  the copies is evicted, and counted. What only copies hold is gone for everything else: its permit is released, and
-  its bytes are the first to go.
+* A table forwards an item when a reader uses the item for the first time. The limiter of the target counts the item.
+  The target refuses the item for the reasons for which it would refuse an insert. The table that forwards counts this.
+* A table copies an item when the item enters. A copy never waits, and is never refused. A table of copies that exceeds
+  its bounds evicts items, and counts them. An item that only copies hold is gone for everything else: its permit is
+  released, and its bytes are freed first.
 """
 
 from __future__ import annotations
@@ -22,8 +22,10 @@ from replay_server.tables.table import InsertBatch, SampleBatch, Table
 
 
 class Forwarding(Extension):
+    """Puts each item into the `forward_to` of its table when a reader uses it for the first time."""
+
     def __init__(self, discard: Callable[[Table, Sequence[int]], None]) -> None:
-        """`discard` ends rows that are retained in the target: it has one row of an item at most."""
+        """`discard` removes rows that the target retains: a table has at most one row of an item."""
         self._discard = discard
 
     def concerns(self, table: TableConfig) -> bool:
@@ -34,57 +36,76 @@ class Forwarding(Extension):
         if batch.epoch != table.epoch:
             return ()
         target = self.kernel.tables[table.config.forward_to]
-        for key, priority in zip(batch.keys.tolist(), batch.priorities.tolist(), strict=True):
+        keys = batch.keys.tolist()
+        priorities = batch.priorities.tolist()
+        for key, priority in zip(keys, priorities, strict=True):
             item = self.kernel.items[key]
-            if priority and table.name not in item.forwarded:
-                item.forwarded += (table.name,)
-                joined = target.has_or_may_return(key) or self._join(target, key, item, priority)
-                table.counters.forwarded += joined
-                table.counters.forward_refused += not joined
+            if not priority or table.name in item.forwarded:
+                continue
+            item.forwarded += (table.name,)
+            if target.has_or_may_return(key) or self._join(target, key, item, priority):
+                table.counters.forwarded += 1
+            else:
+                table.counters.forward_refused += 1
         return (target,)
 
     on_lease = on_acknowledge
 
     def _join(self, target: Table, key: int, item: Item, priority: float) -> bool:
-        if (outdated := why_outdated(target, item.policy_version)) is not None:
+        """Inserts an item into `target`. Returns False if the target refuses the item."""
+        outdated = why_outdated(target, item.policy_version)
+        if outdated is not None:
             outdated.count()
             return False
-        if (
-            item.cost > (target.config.max_bytes or np.inf)
-            or (target.config.when_full != "evict" and target.why_full(1, item.cost))
-            or (target.balanced is not None and target.balanced.one_too_many([item.labels]) is not None)
-        ):
+        if item.cost > (target.config.max_bytes or np.inf):
+            return False
+        if target.config.when_full != "evict" and target.why_full(1, item.cost):
+            return False
+        if target.balanced is not None and target.balanced.one_too_many([item.labels]) is not None:
             return False
         if key in target.columns.retained:
             self._discard(target, [key])
         items = self.kernel.items
         items.hold([key])
-        versions, sizes = np.array([item.policy_version]), np.array([item.nbytes])
-        joining = InsertBatch([key], {}, versions, sizes, (), labels=items.labels([key]))
+        joining = InsertBatch(
+            keys=[key],
+            priorities={},
+            policy_versions=np.array([item.policy_version]),
+            sizes=np.array([item.nbytes]),
+            payloads=(),
+            labels=items.labels([key]),
+        )
         target.insert(joining, np.array([priority]))
-        target.counters.evicted_on_arrival += key not in target
+        if key not in target:
+            target.counters.evicted_on_arrival += 1
         return True
 
 
 class Copying(Extension):
+    """Puts each item that enters a table into the `copy_to` of the table, too."""
+
     def attach(self, kernel: Kernel) -> None:
         super().attach(kernel)
-        tables, copies = kernel.tables.values(), kernel.items.copies
-        self._copies = {table.name: copies[name] for table in tables if (name := table.config.copy_to) is not None}
-        """By the table that is copied."""
+        self._copies: dict[str, Table] = {}
+        """By name of the table that is copied: the table of its copies."""
+        for table in kernel.tables.values():
+            if table.config.copy_to is not None:
+                self._copies[table.name] = kernel.items.copies[table.config.copy_to]
         self._alone: dict[int, None] = {}
         """Keys that only copies held when they were last released, in this order."""
 
     def why_not(self, insert: InsertBatch) -> Refused | None:
         for source, copies in self._copies.items():
-            if (name := copies.name) in insert.priorities:  # a key has one row in a table
+            name = copies.name
+            if name in insert.priorities:  # a key has one row in a table
                 return invalid(f"item {insert.keys[0]} names {name!r}, which items of {source!r} join: leave it out")
         return None
 
     def on_insert(self, insert: InsertBatch) -> Iterable[Table]:
         changed = []
         for source, copies in self._copies.items():
-            if (priorities := insert.priorities.get(source)) is not None:
+            priorities = insert.priorities.get(source)
+            if priorities is not None:
                 self.kernel.items.hold(insert.keys)
                 copies.insert(insert, priorities)
                 changed.append(copies)
@@ -104,16 +125,22 @@ class Copying(Extension):
         return self._alone
 
     def free(self, needed: float) -> bool:
-        """Evicts items that nothing but copies holds, first those that have been alone for longest."""
-        items, before = self.kernel.items, self.kernel.items.bytes
+        """Evicts items that only copies hold. Items that became so first go first."""
+        items = self.kernel.items
+        before = items.bytes
         while self._alone and items.bytes > before - needed:
             key = next(iter(self._alone))
             del self._alone[key]
             if items[key].holders == self.spares(key):
-                for copies in self._copies.values():
-                    if (slot := copies.columns.slot(key)) is not None:
-                        copies.evict_slots(np.array([slot]))
+                self._evict(key)
         return items.bytes < before
+
+    def _evict(self, key: int) -> None:
+        """Removes an item from all tables of copies."""
+        for copies in self._copies.values():
+            slot = copies.columns.slot(key)
+            if slot is not None:
+                copies.evict_slots(np.array([slot]))
 
     def check(self) -> None:
         super().check()

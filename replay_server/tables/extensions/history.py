@@ -1,24 +1,26 @@
 """History: the states that a trainer can go back to, and what tables have consumed since.
 
-A trainer that goes back to an older state has to train again on what it consumed after that state. But a consumed row
-is gone. So a table with `retain_consumed = n` retains its consumed rows for a while. The trainer names each of its full
-states to the server, when everything that the state contains is consumed. What was consumed since the n-th last named
-state is retained; what is older is discarded. Going back to a state returns the rows that were consumed after it.
+A trainer that goes back to an older state has to train again on the rows that it consumed after that state. But a
+consumed row is gone. So a table with `retain_consumed = n` retains its consumed rows for a while. The trainer names
+each of its full states to the server, when everything that the state contains is consumed. Rows consumed since the
+n-th last named state are retained. Older rows are discarded. Going back to a state returns the rows that were consumed
+after it.
 
         state 1 ──consumes a, b──▶ state 2 ──consumes c──▶ now                  retained with n = 2: a, b, c
                                       ◀──── back to 2: c returns ────┘            retained then: a, b; states 1, 2
 
-A retained row is a reserved row whose batch was acknowledged; the history is its owner now (columns.py). It keeps its
-slot, its facts and its item, so returning it changes its state alone, as requeueing a batch does. A selector that
-follows the order of insertion then gives it before all newer rows. Moments are numbers: each consumed row gets the next
-one, and a state has that of the last row before it. So "after the state" is one comparison, the same after a restart.
+A retained row is a reserved row whose batch was acknowledged. The history is its owner now (columns.py). The row keeps
+its slot, its facts and its item. So returning the row changes only its state, as requeueing a batch does. A selector
+that follows the order of insertion then gives the row before all newer rows. Consumed rows are numbered: each gets the
+next number, and the moment of a state is the number of the last row before it. So "after the state" is one comparison,
+which is the same after a restart.
 
 * Where no table retains, and before the first state is named, nothing is retained and nothing is remembered.
-* A row returns once. A state stays known when the trainer has gone back to it; the later ones are forgotten.
-* The bytes of retained rows count for the server. Retained rows are insurance and not data: what needs room gets
-  theirs.
-* Going back undoes versions. What they generated leaves all tables, and is refused until the trainer comes to them
-  again: then nobody can tell both apart. Nothing else is rolled back: neither priorities, nor what left in other ways.
+* A row returns once. A state stays known when the trainer has gone back to it. Later states are forgotten.
+* The bytes of retained rows count for the server. When the server needs room, it discards retained rows first.
+* Going back undoes versions. Items that these versions generated leave all tables. New ones are refused until the
+  trainer comes to these versions again: from then on old and new items cannot be told apart. Nothing else is rolled
+  back: priorities stay as they are, and items that left in other ways stay gone.
 """
 
 from __future__ import annotations
@@ -35,7 +37,7 @@ from replay_server.tables.table import SampleBatch, Table
 
 @dataclass(frozen=True)
 class SavedState:
-    """A training checkpoint of the trainer, which contains all that was consumed before it."""
+    """A training checkpoint of the trainer. It contains the training on all rows that were consumed before it."""
 
     id: str
     version: int
@@ -44,19 +46,22 @@ class SavedState:
 
 
 class Consumed(NamedTuple):
-    """When a retained row was consumed."""
+    """The consumption of one retained row."""
 
     number: int
+    """The position of the row among all consumed rows."""
     permit: bool
-    """Whether its item was inserted with a permit, and was used here for the first time."""
+    """True if the item was inserted with a permit, and this was its first use here."""
 
 
 class History(Extension):
+    """The retained rows of all tables, and the states of the trainer that can bring them back."""
+
     record = b"history"
 
     def __init__(self, most: int, permits: Mapping[str, set[int]]) -> None:
-        """`most`: states that are known at a time. `permits`: by table that uses them the keys of items whose permits
-        it has not used."""
+        """`most`: the most states that are known at a time. `permits`: by name of each table that uses permits, the
+        keys of its items whose permits it has not used."""
         self._most = most
         self._permits = permits
         self.states: list[SavedState] = []
@@ -64,9 +69,9 @@ class History(Extension):
         self._consumed = 0
         """The number of the row that was consumed last."""
         self.rows: dict[tuple[str, int], Consumed] = {}
-        """The retained rows by table and key, in the order of their consumption."""
+        """The retained rows by name of the table and key, in the order of their consumption."""
         self.undone = 0
-        """The newest policy version that was undone. Those from the current one to here do not exist any more."""
+        """The newest policy version that was undone. Versions after the current one, up to it, are gone."""
 
     def concerns(self, table: TableConfig) -> bool:
         return bool(table.retain_consumed)
@@ -87,11 +92,11 @@ class History(Extension):
             self._consumed += 1
             permit = key in self._permits.get(table.name, ())
             self.rows[table.name, key] = Consumed(self._consumed, permit)
-        self.kernel.items.freed = True  # for whoever needs it
+        self.kernel.items.freed = True  # an insert that waits for bytes may discard these rows
         return ()
 
     def discard(self, table: Table, keys: Iterable[int]) -> None:
-        """The retained rows among these leave for good."""
+        """Removes the rows of these keys that the table retains, for good."""
         retained = [key for key in keys if key in table.columns.retained]
         for key in retained:
             del self.rows[table.name, key]
@@ -101,61 +106,83 @@ class History(Extension):
         self.discard(table, list(table.columns.retained))
 
     def _trim(self) -> None:
-        """Discards what no known state could bring back."""
-        self.states = self.states[-self._most :] if self._most else []
+        """Forgets the oldest states beyond `most`, and discards rows that no known state could bring back."""
+        self.states = _last(self.states, self._most)
         for table in self.kernel.tables.values():
-            if table.columns.retained:
-                known = self.states[-table.config.retain_consumed :] if table.config.retain_consumed else []
-                first = known[0].moment if known else self._consumed
-                retained = table.columns.retained
-                self.discard(table, [key for key in retained if self.rows[table.name, key].number <= first])
+            if not table.columns.retained:
+                continue
+            known = _last(self.states, table.config.retain_consumed)
+            first = known[0].moment if known else self._consumed
+            retained = table.columns.retained
+            self.discard(table, [key for key in retained if self.rows[table.name, key].number <= first])
 
     # ------------------------------------------------------------------------------------------------ room
 
     def spares(self, key: int) -> int:
-        return sum(key in table.columns.retained for table in self.kernel.tables.values()) if self.rows else 0
+        if not self.rows:  # the most frequent case
+            return 0
+        return sum(key in table.columns.retained for table in self.kernel.tables.values())
 
     def spare_keys(self) -> Iterable[int]:
         return (key for _, key in self.rows)
 
     def free(self, needed: float) -> bool:
-        """Discards retained rows, the oldest first.
+        """Discards retained rows, the oldest first. O(retained rows).
 
-        Rows whose item is in a table too, or in a batch, are passed over: they cost nothing. O(retained rows).
+        Rows whose item is also in a table or in a batch stay: to discard them would free no bytes.
         """
-        items, chosen = self.kernel.items, set[int]()
+        items = self.kernel.items
+        chosen: set[int] = set()
         for _, key in self.rows:
-            if key not in chosen and (item := items[key]).holders == items.spare(key):
+            if key in chosen:
+                continue
+            item = items[key]
+            if item.holders == items.spare(key):
                 chosen.add(key)
                 needed -= item.cost
                 if needed <= 0:
                     break
-        for table in self.kernel.tables.values() if chosen else ():
+        if not chosen:
+            return False
+        for table in self.kernel.tables.values():
             keys = [key for key in table.columns.retained if key in chosen]
             table.counters.retained_discarded += len(keys)
             self.discard(table, keys)
-        return bool(chosen)
+        return True
 
     # ------------------------------------------------------------------------------------------------ states
 
     def why_no_policy(self, change: PolicyChange) -> Refused | None:
-        if not (id := change.state):
+        id = change.state
+        if not id:
             return None
         if not change.rollback:
             if any(state.id == id for state in self.states[:-1]):
                 return invalid(f"state {id!r} was named before, and others since: choose a new id for each state")
             return None
-        known = ", ".join(f"{state.id!r} (version {state.version})" for state in self.states)
-        if (found := self._state(id)) is None:
-            why = f"this server knows {known}" if known else "none was named since this server has its tables"
-            why = why if self._most else "no table of this server has retain_consumed"
+        state = self._state(id)
+        if state is None:
+            why = self._why_unknown()
             return invalid(f"there is no state {id!r} to go back to: {why}; without a state only the version goes back")
-        if found.version != change.version:
-            return invalid(f"state {id!r} is of version {found.version}, and not of {change.version}")
+        if state.version != change.version:
+            return invalid(f"state {id!r} is of version {state.version}, and not of {change.version}")
         return None
 
     def _state(self, id: str) -> SavedState | None:
-        return next((state for state in self.states if state.id == id), None)
+        """The state with this id; None: it is not known."""
+        for state in self.states:
+            if state.id == id:
+                return state
+        return None
+
+    def _why_unknown(self) -> str:
+        """Why a state is not known: the known states, or why there are none."""
+        if not self._most:
+            return "no table of this server has retain_consumed"
+        if not self.states:
+            return "none was named since this server has its tables"
+        known = ", ".join(f"{state.id!r} (version {state.version})" for state in self.states)
+        return f"this server knows {known}"
 
     def on_policy(self, change: PolicyChange) -> None:
         if change.state and change.rollback:
@@ -166,22 +193,23 @@ class History(Extension):
             self._undo(0)  # only the version goes back: nothing is undone
 
     def _name(self, change: PolicyChange) -> None:
-        """The trainer has saved a state, which contains all that was consumed until now.
+        """The trainer has saved a state, which contains the training on all rows that were consumed until now.
 
-        What it named last it may name again: that changes nothing.
+        The trainer may name its last state again: that changes nothing.
         """
         if self._most and change.state != self.last_state:
             self.states.append(SavedState(change.state, change.version, self._consumed))
             self._trim()
 
     def _go_back(self, change: PolicyChange) -> None:
-        """Returns to their tables what was consumed after a state, and drops what later versions generated."""
+        """Returns the rows that were consumed after a state to their tables. Drops items of later versions."""
         state = self._state(change.state)
         assert state is not None
         self.states = self.states[: self.states.index(state) + 1]
         for table in self.kernel.tables.values():
             retained = table.columns.retained
-            if after := [key for key in retained if self.rows[table.name, key].number > state.moment]:
+            after = [key for key in retained if self.rows[table.name, key].number > state.moment]
+            if after:
                 self._restore(table, after)
         self._undo(max(self.undone, change.before))
         for table in self.kernel.trained:  # now that it is known whose permits are unused again
@@ -189,6 +217,7 @@ class History(Extension):
             table.drop_undone()
 
     def _restore(self, table: Table, keys: list[int]) -> None:
+        """Returns these retained rows to the table, with the permits of their items."""
         consumed = {key: self.rows.pop((table.name, key)) for key in keys}
         for watcher in self.kernel.watchers:
             watcher.changed(keys)
@@ -196,10 +225,10 @@ class History(Extension):
                 watcher.scope_changed(table.name, scope)
         table.restore(keys)
         if table.name in self._permits:
-            self._permits[table.name].update(key for key, each in consumed.items() if each.permit)
+            self._permits[table.name].update(key for key, row in consumed.items() if row.permit)
 
     def _undo(self, version: int) -> None:
-        """The versions from the current one to here do not exist any more."""
+        """The versions after the current one, up to this version, do not exist any more."""
         self.undone = version
         for table in self.kernel.trained:
             table.undone = version
@@ -213,7 +242,7 @@ class History(Extension):
 
     def load_state_dict(self, state: dict[str, Any] | None, offset: float, version: int) -> None:
         if state is not None:
-            self.states = [SavedState(*each) for each in state["states"]]
+            self.states = [SavedState(*fields) for fields in state["states"]]
             self._consumed = state["consumed"]
             self._undo(state["undone"])
 
@@ -223,12 +252,15 @@ class History(Extension):
             self.rows[table.name, key] = Consumed(number, permit)
 
     def reconcile(self) -> None:
-        self.rows = dict(sorted(self.rows.items(), key=lambda row: row[1].number))
+        in_order = sorted(self.rows.items(), key=lambda entry: entry[1].number)
+        self.rows = dict(in_order)
         self._trim()
 
     def check(self) -> None:
         super().check()
-        retained = {(table.name, key) for table in self.kernel.tables.values() for key in table.columns.retained}
+        retained: set[tuple[str, int]] = set()
+        for table in self.kernel.tables.values():
+            retained.update((table.name, key) for key in table.columns.retained)
         assert self.rows.keys() == retained, self.rows.keys() ^ retained
         numbers = [row.number for row in self.rows.values()]
         assert numbers == sorted(set(numbers)), "rows are not in the order of their consumption"
@@ -240,3 +272,8 @@ class History(Extension):
         assert not moments or moments[-1] <= self._consumed, (moments[-1], self._consumed)
         for table in self.kernel.trained:
             assert table.undone == self.undone, (table.name, table.undone, self.undone)
+
+
+def _last(states: list[SavedState], n: int) -> list[SavedState]:
+    """The last n states, or all if there are fewer."""
+    return states[-n:] if n else []

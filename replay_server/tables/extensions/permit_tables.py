@@ -1,10 +1,10 @@
-"""PermitTables: tables of partial groups, which keep the permit that they came with until they are closed.
+"""PermitTables: tables of partial groups. Each partial group keeps its permit until it is closed.
 
-The tables `permit_tables` of [admission] hold such groups. An item that comes into one of them with a permit is a unit
-from then on. The unit ends when its reader acknowledges it, usually by the insert of the finished group that closes it,
-or when the item leaves in any other way. An insert into one of these tables that closes a unit makes the new item the
-unit: so a group goes from stage to stage with its permit. A server knows the units from the items alone, so they
-outlive a restart and a rollback as items do.
+The tables `permit_tables` of [admission] hold partial groups. An item that comes into one of them with a permit is a
+unit from then on. The unit ends when its reader acknowledges the item, usually by the insert of the finished group that
+closes it, or when the item leaves in any other way. If an insert into one of these tables closes a unit, the new item
+is the unit from then on: so a group goes from stage to stage with its permit. A server knows the units from the items
+alone, so units outlive a restart and a rollback as items do.
 """
 
 from __future__ import annotations
@@ -20,11 +20,13 @@ from replay_server.tables.table import InsertBatch, SampleBatch, Table
 
 
 class PermitTables(Extension):
+    """The partial groups that hold permits."""
+
     mark = 2
 
     def __init__(self, tables: Collection[str]) -> None:
-        """`tables`: those of partial groups."""
-        self.tables = {*tables}
+        """`tables`: the names of the tables of partial groups."""
+        self.tables = set(tables)
         self.marked = set()
         """The units, drawn ones included."""
 
@@ -32,7 +34,11 @@ class PermitTables(Extension):
         return table.name in self.tables
 
     def why_not(self, insert: InsertBatch) -> Refused | None:
-        if not insert.permits or len(insert.priorities) == 1 or self.tables.isdisjoint(insert.priorities):
+        if not insert.permits:
+            return None
+        if len(insert.priorities) == 1:
+            return None
+        if self.tables.isdisjoint(insert.priorities):
             return None
         return invalid(
             f"item {insert.keys[0]} comes with a permit into {', '.join(insert.priorities)}: a partial "
@@ -40,7 +46,9 @@ class PermitTables(Extension):
         )
 
     def on_insert(self, insert: InsertBatch) -> Iterable[Table]:
-        if self.tables.issuperset(insert.priorities) and (insert.permits or closes(insert, self.marked, self.kernel)):
+        if not self.tables.issuperset(insert.priorities):
+            return ()
+        if insert.permits or closes(insert, self.marked, self.kernel):
             self.marked.update(insert.keys)
         return ()
 
@@ -53,11 +61,16 @@ class PermitTables(Extension):
 
     def load_marked(self, keys: Sequence[int]) -> None:
         loaded = np.array(keys, dtype=np.uint64)
-        for table in self.tables:  # it may have had another name before
+        # An item of a table that is no table of partial groups any more is no unit.
+        for table in self.tables:
             there = self.kernel.tables[table].columns.find(loaded) >= 0
             self.marked.update(loaded[there].tolist())
 
 
 def closes(insert: InsertBatch, units: Collection[int], kernel: Kernel) -> bool:
-    """Whether an insert takes the place of one of these items."""
-    return any(key in units for each in insert.closes for key in kernel.batches[each][1].keys.tolist())
+    """True if an insert closes a batch with one of these units, and so takes the place of the unit."""
+    for batch_id in insert.closes:
+        _, batch = kernel.batches[batch_id]
+        if any(key in units for key in batch.keys.tolist()):
+            return True
+    return False
