@@ -293,12 +293,12 @@ def decode_segments(view: memoryview, extras: dict[str, Array], axes: dict[str, 
         if decoded.arrays:
             raise ValueError(f"segment {number} has {', '.join(decoded.arrays)} beside extras")
         view = decoded.rest
-        taken = set(extras)
+        names_before = set(extras)
         for name, array in decoded.extras.items():
             # Offsets are left out if their values are left out.
             values_name = name.removesuffix(OFFSETS)
             owner = values_name if decoded.axes.get(values_name) == RAGGED else name
-            if owner not in taken:
+            if owner not in names_before:
                 extras[name] = array
                 if name in decoded.axes:
                     axes[name] = decoded.axes[name]

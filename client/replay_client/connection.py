@@ -89,7 +89,7 @@ class Connection:
         return NOT_KNOWN if self._transport is None else self._transport.carries
 
     async def find_transport(self) -> str:
-        """As `carries`, but first finds out whether the server is on this host."""
+        """As `carries`, but first finds out if the server is on this host."""
         await self.transport.find_out()
         return self.carries
 
@@ -221,7 +221,7 @@ class OneServer(Connection):
     # ------------------------------------------------------------------------------------------------ as a Fleet
 
     def connect(self) -> None:
-        """The first request connects."""
+        """Does nothing: the first request connects."""
 
     def up(self) -> list[OneServer]:
         return self.shards

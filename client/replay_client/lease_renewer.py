@@ -83,17 +83,17 @@ class AsyncLeaseRenewer(AbstractAsyncContextManager["AsyncLeaseRenewer"]):
                 self._log.wait(f"leases are not renewed: {error}")
                 continue
             self._log.go_on()
-            asked = {sample.info.lease_id for sample in samples}
-            self._note_missing(set(renewed.missing), asked)
+            leases = {sample.info.lease_id for sample in samples}
+            self._note_missing(set(renewed.missing), leases)
 
-    def _note_missing(self, missing: set[int], asked: set[int]) -> None:
+    def _note_missing(self, missing: set[int], leases: set[int]) -> None:
         """Reports the leases that are missing for the first time, and forgets those that have been missing for long.
 
-        `asked` are the leases of the last renewal. A lease that `forget` has removed meanwhile is not reported.
+        `leases` are those of the last renewal. A lease that `forget` has removed meanwhile is not reported.
         """
         now = asyncio.get_running_loop().time()
         lost: list[SampleInfo] = []
-        for lease in asked & self._batches.keys():
+        for lease in leases & self._batches.keys():
             if lease not in missing:
                 self._lost_at.pop(lease, None)
             elif lease not in self._lost_at:

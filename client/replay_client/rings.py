@@ -94,7 +94,8 @@ class SharedMemory:
                 await asyncio.wait({request}, timeout=_MOMENT)
         if not idle:
             return None
-        return idle.pop()
+        ring: R = idle.pop()
+        return ring
 
     def _came(self, kind: type[Ring], request: asyncio.Task[Segment | None]) -> None:
         self._requested_kinds.discard(kind)

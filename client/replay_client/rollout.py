@@ -471,7 +471,7 @@ def _bits(arrays: dict[str, npt.NDArray[Any]]) -> dict[str, Any]:
     return {name: (array.dtype, array.shape, array.tobytes()) for name, array in arrays.items()}
 
 
-def _spans(ends: npt.NDArray[np.int64]) -> list[slice]:
+def _spans(ends: npt.NDArray[np.integer[Any]]) -> list[slice]:
     """The spans that follow each other and end at these positions."""
     edges = [0, *ends.tolist()]
     return [slice(start, end) for start, end in pairwise(edges)]

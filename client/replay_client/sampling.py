@@ -375,7 +375,7 @@ class AsyncSampler(AbstractAsyncContextManager["AsyncSampler"]):
         self._ahead: deque[asyncio.Future[Batch]] = deque()
         """The draws under way."""
         self._taking: tuple[int, list[Sample]] | None = None
-        """The batch that the caller gets next, until the server has confirmed or revoked it."""
+        """The id and the samples of the next batch, until the server has confirmed or revoked it."""
         self._answer: asyncio.Future[pb.SampleResponse] | None = None
         """The server's answer to the acknowledgement of that batch."""
         self._closed = False

@@ -55,6 +55,7 @@ def settings(*, kw_only: bool = False) -> Callable[[type[T]], type[T]]:
         construct = checked.__init__
         known = [setting.name for setting in fields(checked)]
 
+        # The constructor of pydantic, with errors of one line.
         @functools.wraps(construct)
         def __init__(self: Any, *values: Any, **named: Any) -> None:
             for name in named:

@@ -112,7 +112,7 @@ def look_around() -> None:
 
 
 def beat() -> None:
-    """Gives the file a new time of change. Raises ValueError if that is impossible."""
+    """Updates the time of the file that REPLAY_HEARTBEAT names. Raises ValueError if that is impossible."""
     path = os.environ.get(VARIABLE)
     if not path:
         return
