@@ -91,7 +91,7 @@ def check_advantages(advantages: str | AdvantageFunction, group_size: int = _TRI
 def advantages_by(
     advantages: str | AdvantageFunction, rewards_G: npt.NDArray[np.float64], facts: Mapping[str, Any]
 ) -> FloatArray:
-    """Float32 (G,) advantages that the function computes from these rewards. `facts` has those of FACTS that are known.
+    """Float32 (G,) advantages that the function computes from these rewards. `facts` has the known ones of FACTS.
 
     Raises ValueError, which names the function, if the function raises an exception, and as `as_advantages` does.
     """
@@ -106,7 +106,7 @@ def advantages_by(
 
 
 def why_scaled_again(scale_rewards: object, advantages: str | AdvantageFunction | None) -> str:
-    """The reason why a trainer with this `scale_rewards` cannot train on the generator's `advantages`; empty: it can."""
+    """Why a trainer with this `scale_rewards` cannot train on the `advantages` of a generator; empty: it can."""
     if not isinstance(scale_rewards, str) or not advantages:
         return ""
     return (

@@ -165,7 +165,7 @@ def _view(body: memoryview, name: str, dtype_name: str, shape: list[int], offset
     if offset % ALIGNMENT or stop > len(body):
         raise ValueError(f"array {name!r} lies at {offset} to {stop}, outside {len(body)} bytes or unaligned")
     if not count:
-        offset = 0  # an empty array may lie at the end of the buffer, where np.frombuffer takes no offset
+        offset = 0  # an empty array has no bytes
     return np.frombuffer(body, dtype=dtype, count=count, offset=offset).reshape(shape), stop
 
 

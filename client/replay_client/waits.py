@@ -37,7 +37,7 @@ STOP_SECONDS = 20.0
 """Seconds in which a generator ends after it was told to stop, on any machine. A container must wait longer before it
 kills the generator."""
 LAST_WORD = STOP_SECONDS / 10
-"""Seconds for each last call of a server. Up to five calls follow each other, and `stop_grace` comes before them."""
+"""Seconds for each last call to a server. Up to five calls follow each other, and `stop_grace` comes before them."""
 ENGINE_STOP = STOP_SECONDS - 6 * LAST_WORD
 """Seconds for the engine to end. It ends last."""
 _SHORT_WAIT = 1.0

@@ -458,7 +458,7 @@ class InsertLine:
             while not reader.done():
                 await self._wake.wait()
                 self._wake.clear()
-                items = self._next_items(all_items=True)
+                items = self._next_items(at_once=True)
                 while not reader.done() and items:
                     for request in pack_items(items, stream.bytes_per_message):
                         await stream.write(request)
@@ -481,11 +481,11 @@ class InsertLine:
             if oldest is not None and self.unacknowledged and self.unacknowledged[0] is oldest:
                 self.shard.doubt()
 
-    def _next_items(self, *, all_items: bool = False) -> list[Item]:
-        """The next items to send; none if they should wait for others, unless `all_items` is True."""
+    def _next_items(self, *, at_once: bool = False) -> list[Item]:
+        """The next items to send; none if they should wait for others. With `at_once` they do not wait."""
         with self._lock:
             items: list[Item] = []
-            if all_items or self._worth_sending():
+            if at_once or self._worth_sending():
                 count = min(len(self._unsent), ROWS_PER_MESSAGE)
                 items = [self._unsent.popleft() for _ in range(count)]
             self._unsent_bytes -= sum(item.nbytes for item in items)
