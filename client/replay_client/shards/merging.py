@@ -26,14 +26,17 @@ M = TypeVar("M", bound=Message)
 
 
 def merge_infos(infos: Mapping[str, ServerInfo], gone: Iterable[str]) -> ShardedInfo:
-    """`infos` has at least one entry."""
+    """All shards as one server, from the answers of the shards by name, of which there is at least one.
+
+    `gone` are the names of the shards that did not answer.
+    """
     merged = _merged(pb.ServerInfo.DESCRIPTOR, list(infos.values()), names=list(infos))
     merged["clients"] = tuple(sorted(merged["clients"].values(), key=lambda client: client.age))
     return ShardedInfo(**merged, shards=dict(infos), gone=tuple(gone))
 
 
 def merge_messages(parts: Sequence[M], weights: Sequence[float] = ()) -> M:
-    """One message of those of all shards, of which there is at least one."""
+    """One message, merged from those of all shards. There is at least one. `weights` are those of means."""
     if len(parts) == 1:
         return parts[0]
     merged = _merged(parts[0].DESCRIPTOR, parts, weights=weights)
