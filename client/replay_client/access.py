@@ -1,4 +1,4 @@
-"""Access: the address, token and TLS files with which a client reaches a server.
+"""Access: finds and checks the address, token and TLS files with which a client reaches a server.
 
 Every command and `ReplayClient.from_env()` take each setting from the first of these sources that has it:
 
@@ -9,7 +9,7 @@ Every command and `ReplayClient.from_env()` take each setting from the first of 
 A token comes from REPLAY_TOKEN or from a file (`token_file`). It never comes from the command line, which other users
 of the machine can read.
 
-`ListenAddress` is the other end: where something of ours listens, and whom it lets in.
+`ListenAddress` is for the other end: the address at which a part of this package listens, and its token.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import grpc
 import grpc.aio
@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 DEFAULT_ADDRESS = "127.0.0.1:7400"
 RAY_SCHEME = "ray://"
 MOST_NAME = 64
-"""Characters in the name of a client."""
+"""The most characters in the name of a client."""
 SETTINGS = (
     "address",
     "token",
@@ -55,10 +55,10 @@ _FLAGS = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no"
 
 
 def joined_addresses(address: str | Sequence[str]) -> str:
-    """The addresses of a list in one text, with commas. Raises ValueError for what is neither text nor list."""
+    """The addresses of a list in one text, with commas. Raises ValueError for a value that is neither text nor list."""
     if isinstance(address, str):
         return address
-    if not isinstance(address, Iterable) or any(not isinstance(one, str) for one in address):
+    if not isinstance(address, Iterable) or any(not isinstance(part, str) for part in address):
         raise ValueError(f"address must be a text such as 127.0.0.1:7400, or a list of these, not {address!r}")
     return ",".join(address)
 
@@ -66,24 +66,32 @@ def joined_addresses(address: str | Sequence[str]) -> str:
 def split_addresses(address: str) -> dict[str, str]:
     """host:port by the name of each server, from a text with commas. Empty for a ray:// address: Ray knows both.
 
-    `NAME=host:port` gives a server its name. Another one is called by its address, in one spelling. Raises ValueError
-    for a name that cannot be used or comes twice.
+    `NAME=host:port` gives a server its name. A server without a name is called by its address, in one spelling. Raises
+    ValueError for a name that cannot be used or comes twice.
     """
     if address.startswith(RAY_SCHEME):
         return {}
     servers: dict[str, str] = {}
-    for one in address.split(","):
-        own_name, equals, where = one.strip().rpartition("=")
-        host, colon, port = where.lower().rpartition(":")
-        name = own_name if equals else f"{'127.0.0.1' if host == 'localhost' else host}{colon}{port}"
+    for part in address.split(","):
+        name, equals, server = part.strip().rpartition("=")
         if equals:
-            check_name(own_name)
-        if equals and (not own_name or "/" in own_name):
-            raise ValueError(f"address {one!r}: a name before = is not empty, and has no /")
+            check_name(name)
+            if not name or "/" in name:
+                raise ValueError(f"address {part!r}: a name before = is not empty, and has no /")
+        else:
+            name = _name_of_address(server)
         if name in servers:
             raise ValueError(f"addresses and their names must differ: {name} comes twice in {address}")
-        servers[name] = where
+        servers[name] = server
     return servers
+
+
+def _name_of_address(address: str) -> str:
+    """The address in one spelling."""
+    host, colon, port = address.lower().rpartition(":")
+    if host == "localhost":
+        host = "127.0.0.1"
+    return f"{host}{colon}{port}"
 
 
 @dataclass(frozen=True)
@@ -119,7 +127,7 @@ class Access:
     shared_memory: bool = True
     """Payloads go through shared memory if the server is on this host. Otherwise they always go over gRPC."""
     name: str | None = None
-    """What the server calls this client, if it inserts, samples or publishes. None: host:pid. Empty: nothing."""
+    """The name of this client at the server, if it inserts, samples or publishes. None: host:pid. Empty: no name."""
     _credentials: grpc.ChannelCredentials | None = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -137,7 +145,8 @@ class Access:
                     remedy="Use TLS (tls=..., REPLAY_TLS_CA or --tls-ca), or say that you trust the network "
                     "(allow_insecure_token=True, REPLAY_ALLOW_INSECURE_TOKEN=1)",
                 )
-        object.__setattr__(self, "_credentials", None if self.tls is None else self.tls.credentials())
+        credentials = None if self.tls is None else self.tls.credentials()
+        object.__setattr__(self, "_credentials", credentials)
 
     @classmethod
     def find(cls, *, environment: Mapping[str, str] | None = None, **options: Any) -> Self:
@@ -146,35 +155,24 @@ class Access:
         `options` may have any of SETTINGS, and `client_config`; None counts as not given. Raises ValueError that names
         the source of a bad setting.
         """
-        environment = os.environ if environment is None else environment
-        named = {name: (value, name) for name, value in options.items() if value is not None}
-        if unknown := named.keys() - {*SETTINGS, "client_config"}:
-            raise TypeError(f"no setting {', '.join(sorted(unknown))}; settings: {', '.join(SETTINGS)}")
-        variables = {
-            name: (environment[variable], variable)
-            for name in (*SETTINGS, "client_config")
-            if environment.get(variable := f"REPLAY_{name.upper()}")
-        }
-        found: dict[str, tuple[Any, str]] = {}
-        if path := (named.get("client_config") or variables.get("client_config") or (None,))[0]:
-            found = _read_config(path)
-        # A token from one source replaces a token file from another, and the reverse.
-        for source in (variables, named):
-            if {"token", "token_file"} & source.keys():
-                found = {name: value for name, value in found.items() if name not in ("token", "token_file")}
-            found |= source
-        if "token" in found and "token_file" in found:
-            raise ValueError(f"both {found['token'][1]} and {found['token_file'][1]} are set: set one of them")
-        values: dict[str, Any] = {name: found[name][0] for name in SETTINGS if name in found}
-        values |= {name: _flag(*found[name]) for name in _SWITCHES if name in found}
+        if environment is None:
+            environment = os.environ
+        found = _find_settings(options, environment)
+        values: dict[str, Any] = {name: found[name].value for name in SETTINGS if name in found}
+        for name in _SWITCHES:
+            if name in found:
+                values[name] = _flag(found[name].value, found[name].source)
         if "token_file" in found:
-            values["token"] = read_token(values.pop("token_file"), found["token_file"][1])
+            values["token"] = read_token(values.pop("token_file"), found["token_file"].source)
         elif "token" in found:
-            check_token(*found["token"])
-        for one in split_addresses(values.get("address", DEFAULT_ADDRESS)).values():
-            check_address(one, found["address"][1] if "address" in found else "address")
+            check_token(found["token"].value, found["token"].source)
+        source = found["address"].source if "address" in found else "address"
+        for address in split_addresses(values.get("address", DEFAULT_ADDRESS)).values():
+            check_address(address, source)
         files = {name: values.pop(f"tls_{name}", None) for name in ("ca", "cert", "key", "server_name")}
-        values["tls"] = TLS(**files) if values.get("tls", any(files.values())) else None
+        # A file turns TLS on, unless `tls` says otherwise.
+        uses_tls = values.get("tls", any(files.values()))
+        values["tls"] = TLS(**files) if uses_tls else None
         return cls(**values)
 
     def arguments(self) -> dict[str, Any]:
@@ -184,10 +182,12 @@ class Access:
 
     def channel(self, options: list[tuple[str, Any]]) -> grpc.aio.Channel:
         """A channel that sends the name with every call. It belongs to the running event loop."""
-        if name := own_name() if self.name is None else self.name:
+        name = own_name() if self.name is None else self.name
+        if name:
             # The user agent goes with every call anyway, so that a name costs nothing.
             options = [*options, ("grpc.primary_user_agent", f"replay/{name}")]
-        if all(is_near(address.rpartition(":")[0]) for address in split_addresses(self.address).values()):
+        hosts = [address.rpartition(":")[0] for address in split_addresses(self.address).values()]
+        if all(is_near(host) for host in hosts):
             options = [*options, ("grpc.enable_http_proxy", 0)]
         if self.tls is not None and self.tls.server_name:
             options = [*options, ("grpc.ssl_target_name_override", self.tls.server_name)]
@@ -199,7 +199,9 @@ class Access:
     def metadata(self) -> tuple[tuple[str, str], ...]:
         """The metadata of every call: the token."""
         # gRPC's call credentials need TLS and use a thread for each call. Its interceptors slow streams down.
-        return () if self.token is None else (("authorization", f"Bearer {self.token}"),)
+        if self.token is None:
+            return ()
+        return (("authorization", f"Bearer {self.token}"),)
 
 
 def check_address(address: str, source: str, least_port: int = 1) -> str:
@@ -213,7 +215,7 @@ def check_address(address: str, source: str, least_port: int = 1) -> str:
 def check_token_way(address: str, *, is_encrypted: bool, is_allowed: bool, remedy: str) -> None:
     """Raises ValueError with the remedy if a token would go unencrypted to another machine.
 
-    `address`: host:port. `is_allowed`: somebody has said that the network is trusted.
+    `address` is host:port. `is_allowed`: the user trusts the network.
     """
     if is_encrypted or is_allowed or is_loopback(address.rpartition(":")[0]):
         return
@@ -223,14 +225,19 @@ def check_token_way(address: str, *, is_encrypted: bool, is_allowed: bool, remed
 
 
 def own_name() -> str:
-    """host:pid of this process, by which a client is known that was given no name."""
-    host = "".join(letter for letter in socket.gethostname() if "!" <= letter <= "~")
+    """host:pid of this process: the name of a client that was given none."""
+    host = "".join(letter for letter in socket.gethostname() if _may_be_in_name(letter))
     return f"{host[:48]}:{os.getpid()}"
+
+
+def _may_be_in_name(letter: str) -> bool:
+    """True for the printable characters of ASCII, without the space."""
+    return "!" <= letter <= "~"
 
 
 def check_name(name: str) -> None:
     """Raises ValueError for a name that cannot travel in the header of a call."""
-    if not isinstance(name, str) or len(name) > MOST_NAME or any(not "!" <= letter <= "~" for letter in name):
+    if not isinstance(name, str) or len(name) > MOST_NAME or not all(_may_be_in_name(letter) for letter in name):
         raise ValueError(f"name must have at most {MOST_NAME} printable ASCII characters without spaces, not {name!r}")
 
 
@@ -251,20 +258,60 @@ def read_token(path: PathLike, source: str) -> str:
     return token
 
 
-def _read_config(path: PathLike) -> dict[str, tuple[Any, str]]:
+class _Found(NamedTuple):
+    """The value of a setting, and its source for errors."""
+
+    value: Any
+    source: str
+
+
+def _find_settings(options: Mapping[str, Any], environment: Mapping[str, str]) -> dict[str, _Found]:
+    """The settings of `options`, the environment and the file, each from the first source that has it.
+
+    Raises TypeError for an unknown option.
+    """
+    arguments = {name: _Found(value, name) for name, value in options.items() if value is not None}
+    unknown = arguments.keys() - {*SETTINGS, "client_config"}
+    if unknown:
+        raise TypeError(f"no setting {', '.join(sorted(unknown))}; settings: {', '.join(SETTINGS)}")
+    variables: dict[str, _Found] = {}
+    for name in (*SETTINGS, "client_config"):
+        variable = f"REPLAY_{name.upper()}"
+        if environment.get(variable):
+            variables[name] = _Found(environment[variable], variable)
+    found: dict[str, _Found] = {}
+    config = arguments.get("client_config") or variables.get("client_config")
+    if config is not None and config.value:
+        found = _read_config(config.value)
+    for settings in (variables, arguments):
+        # A token from one source replaces a token file from another, and the reverse.
+        if "token" in settings or "token_file" in settings:
+            found.pop("token", None)
+            found.pop("token_file", None)
+        found |= settings
+    if "token" in found and "token_file" in found:
+        raise ValueError(f"both {found['token'].source} and {found['token_file'].source} are set: set one of them")
+    return found
+
+
+def _read_config(path: PathLike) -> dict[str, _Found]:
+    """The settings of a file. Raises ValueError that names the file and the setting."""
     try:
         data = parse_toml(Path(path).read_text())
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise ValueError(f"client_config {path}: {error}") from error
-    if unknown := data.keys() - set(SETTINGS):
+    unknown = data.keys() - set(SETTINGS)
+    if unknown:
         raise ValueError(f"client_config {path}: no setting {', '.join(sorted(unknown))}; it has {', '.join(SETTINGS)}")
     for name, value in data.items():
-        if not isinstance(value, bool if name in _SWITCHES else str):
+        expected = bool if name in _SWITCHES else str
+        if not isinstance(value, expected):
             raise ValueError(f"client_config {path}: {name} has a value of the wrong type, {type(value).__name__}")
-    return {name: (value, f"{name} in {path}") for name, value in data.items()}
+    return {name: _Found(value, f"{name} in {path}") for name, value in data.items()}
 
 
 def _flag(value: bool | str, source: str) -> bool:
+    """The value of a switch. Raises ValueError that names the source."""
     if isinstance(value, bool):
         return value
     if value.lower() not in _FLAGS:
@@ -277,7 +324,7 @@ def _flag(value: bool | str, source: str) -> bool:
 
 @dataclass(frozen=True)
 class ListenAddress:
-    """Where something listens, and whom it lets in.
+    """An address at which a part of this package listens, with the token that it asks for, and its certificate.
 
     Raises ValueError for an address, a token file or a certificate that cannot be used, and for an address that other
     machines reach without a token.
@@ -287,7 +334,7 @@ class ListenAddress:
     address: str
     """host:port"""
     token_file: PathLike | None = None
-    """None: everybody who reaches the address may come in."""
+    """None: every client that reaches the address is let in."""
     cert: PathLike | None = None
     """None: connections are not encrypted."""
     key: PathLike | None = None
@@ -312,7 +359,7 @@ class ListenAddress:
         return host.strip("[]"), int(port)
 
     def tls(self) -> ssl.SSLContext | None:
-        """With the certificate that is in the file now."""
+        """A context with the certificate that is in the file now; None: connections are not encrypted."""
         if self.cert is None:
             return None
         context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)

@@ -1,4 +1,4 @@
-"""Advantage functions of the user: `advantages = "package.module:function"`.
+"""Advantage functions of the user: loads, checks and calls them. `advantages = "package.module:function"` names one.
 
 The function gets the rewards of one group, and returns the advantage of each rollout. The caller checks the result.
 
@@ -23,19 +23,23 @@ from replay_client.settings import load_function, raised_in
 from replay_client.words import counted
 
 AdvantageFunction = Callable[..., npt.ArrayLike]
-"""Takes float64 rewards (G,), and by name those of FACTS that it has a parameter for. Returns (G,) advantages."""
+"""A function that takes float64 rewards (G,), and by name those of FACTS for which it has a parameter. It returns (G,)
+advantages."""
 FloatArray = npt.NDArray[np.float32]
 FACTS = ("row", "lengths_G", "rewards_by_function")
-"""row: the row of the prompt, a mapping. lengths_G: int64 (G,) tokens that the policy wrote in each rollout.
-rewards_by_function: float64 (G,) of each reward function by its name, before its weight; NaN where it abstained."""
+"""The names of the facts that a function may ask for.
+
+row: the row of the prompt, a mapping. lengths_G: int64 (G,) tokens that the policy wrote in each rollout.
+rewards_by_function: float64 (G,) rewards of each reward function, before its weight, by the function's name; NaN where
+the function abstained."""
 ADVANTAGES_BY = "advantages_by"
 """The key in `RolloutGroup.meta` that names the function of the user which computed the advantages of the group."""
 _TRIED = 4
-"""Rollouts of the made-up groups, where nobody knows how many real ones have."""
+"""The number of rollouts of the made-up groups, if that of the real groups is not known."""
 
 
 def name_of(advantages: str | AdvantageFunction) -> str:
-    """The name of a function for messages: as the settings have it, or its own."""
+    """The name of a function for messages: the name in the settings, or that of the function itself."""
     if isinstance(advantages, str):
         return advantages
     return getattr(advantages, "__qualname__", type(advantages).__name__)
@@ -69,13 +73,14 @@ def load_advantages(advantages: str | AdvantageFunction) -> AdvantageFunction:
 def check_advantages(advantages: str | AdvantageFunction, group_size: int = _TRIED) -> None:
     """Calls the function with made-up rewards, so that a mistake ends a run before its first group.
 
-    One group has different rewards, and one has equal ones, for which a division by their standard deviation is NaN.
-    A function that asks for rows, or for the rewards of each function, is not called: nobody can make these up.
-    Raises ValueError as `load_advantages` and `advantages_by` do.
+    One group has different rewards, and one has equal rewards, for which a division by their standard deviation is NaN.
+    A function that asks for rows, or for the rewards of each function, is not called, because such facts cannot be made
+    up. Raises ValueError as `load_advantages` and `advantages_by` do.
     """
     function = load_advantages(advantages)
     facts = {"lengths_G": np.arange(1, group_size + 1)}
-    if facts_for(function, dict.fromkeys(FACTS)).keys() - facts:
+    wanted = facts_for(function, dict.fromkeys(FACTS)).keys()
+    if wanted - facts:
         return
     different_G = np.array([float(rollout % 2) for rollout in range(group_size)])
     for rewards_G in (different_G, np.ones(group_size)):
@@ -86,13 +91,14 @@ def check_advantages(advantages: str | AdvantageFunction, group_size: int = _TRI
 def advantages_by(
     advantages: str | AdvantageFunction, rewards_G: npt.NDArray[np.float64], facts: Mapping[str, Any]
 ) -> FloatArray:
-    """Float32 (G,) advantages that the function computes of these rewards. `facts`: those of FACTS that are known.
+    """Float32 (G,) advantages that the function computes from these rewards. `facts` has the known ones of FACTS.
 
-    Raises ValueError, which names the function, for an exception of it, and as `as_advantages` does.
+    Raises ValueError, which names the function, if the function raises an exception, and as `as_advantages` does.
     """
     function = load_advantages(advantages)
     try:
-        result = function(rewards_G.copy(), **facts_for(function, facts))  # a copy, which it may change
+        # A copy of the rewards, because the function may change them.
+        result = function(rewards_G.copy(), **facts_for(function, facts))
     except (Exception, SystemExit) as error:
         raised = f"{type(error).__name__}: {error}{raised_in(error, skip=1)}"
         raise ValueError(f"the advantage function {name_of(advantages)!r} raised {raised}") from error
@@ -112,7 +118,7 @@ def why_scaled_again(scale_rewards: object, advantages: str | AdvantageFunction 
 def as_advantages(result: Any, rewards_G: npt.NDArray[np.float64], name: str) -> FloatArray:
     """The advantages that the function `name` returned for these rewards, as float32 (G,).
 
-    Raises ValueError unless it is one number for each rollout, within ±MAX_VALUE.
+    Raises ValueError unless the result has one number for each rollout, within ±MAX_VALUE.
     """
     size = rewards_G.size
     wanted = f"one number for each of the {counted(size, 'rollout')}, an array of shape ({size},)"
@@ -125,7 +131,7 @@ def as_advantages(result: Any, rewards_G: npt.NDArray[np.float64], name: str) ->
         raise ValueError(f"{failed} {_shown(result)}: return {wanted}")
     if returned.shape != (size,):
         raise ValueError(f"{failed} an array of shape {returned.shape}: return {wanted}")
-    # NaN is not at most anything.
+    # A comparison with NaN is False, so that NaN is wrong too.
     wrong_G = ~(np.abs(returned) <= MAX_VALUE)
     if wrong_G.any():
         rollout = int(wrong_G.argmax())
@@ -142,11 +148,12 @@ def facts_for(function: AdvantageFunction, facts: Mapping[str, Any]) -> dict[str
         parameters = inspect.signature(function).parameters
     except (TypeError, ValueError):  # some functions written in C
         return {}
-    takes_all = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values())
+    takes_all = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
     return {name: value for name, value in facts.items() if takes_all or name in parameters}
 
 
 def _shown(value: Any) -> str:
+    """The value as an error shows it, with at most 200 characters."""
     if isinstance(value, np.ndarray):
         return str(value.tolist())[:200]
     return f"{value!r:.200}"

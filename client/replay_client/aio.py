@@ -1,7 +1,7 @@
 """AsyncReplayClient: the client for code with asyncio. ReplayClient is derived from it.
 
-Each method makes a request of its arguments. With one server the request goes straight to it (`OneServer`); with
-several, `replay_client.shards` has the rules by which they share it.
+Each method makes a request of its arguments. With one server, the request goes straight to it (`OneServer`). With
+several servers, `replay_client.shards` has the rules by which they share the request.
 """
 
 from __future__ import annotations
@@ -72,18 +72,30 @@ class Servers(NamedTuple):
 
 
 def servers_of(access: Access, timeout: float | None) -> Servers:
-    """The servers at the address of `access`. Raises ValueError for one that cannot be used."""
+    """The servers at the address of `access`. Raises ValueError for an address that cannot be used."""
     if len(split_addresses(access.address)) == 1:
-        one = OneServer(access, timeout)
-        return Servers(one, one, SingleBatches(one), one, one)
-    # A client of one server needs none of this.
+        server = OneServer(access, timeout)
+        return Servers(
+            fleet=server,
+            placement=server,
+            draws=SingleBatches(server),
+            board=server,
+            permits=server,
+        )
+    # Imported here, because a client of one server needs none of these modules.
     from replay_client.shards.fleet import Fleet
     from replay_client.shards.placing import Placement
     from replay_client.shards.policy import PermitOffice, PolicyBoard
     from replay_client.shards.sampling import Drawer
 
     fleet = Fleet(access, timeout)
-    return Servers(fleet, Placement(fleet), Drawer(fleet), PolicyBoard(fleet), PermitOffice(fleet))
+    return Servers(
+        fleet=fleet,
+        placement=Placement(fleet),
+        draws=Drawer(fleet),
+        board=PolicyBoard(fleet),
+        permits=PermitOffice(fleet),
+    )
 
 
 @tracing.spans
@@ -91,7 +103,7 @@ class AsyncReplayClient:
     """A client of the replay server at `address` ("host:port").
 
     Several addresses, as a list or with commas, or "ray://NAMESPACE/NAME", make a client of all these servers with the
-    same methods; `replay_client.shards` says what each then does.
+    same methods. `replay_client.shards` says what each method does then.
 
     Every method takes `timeout` in seconds. Without it the client's own timeout applies; None waits for ever. While no
     server answers, a method tries again until its time is up, and then raises ServerUnavailableError. All errors are
@@ -120,12 +132,28 @@ class AsyncReplayClient:
         Raises ValueError for an address, token or file that cannot be used, and RuntimeError in a process that was
         forked while gRPC was in use.
         """
-        files = tls if isinstance(tls, TLS) else TLS() if tls else None
-        access = Access(joined_addresses(address), token, files, allow_insecure_token, shared_memory, name)
+        files: TLS | None = None
+        if isinstance(tls, TLS):
+            files = tls
+        elif tls:
+            files = TLS()
+        access = Access(
+            address=joined_addresses(address),
+            token=token,
+            tls=files,
+            allow_insecure_token=allow_insecure_token,
+            shared_memory=shared_memory,
+            name=name,
+        )
         check_timeout(timeout)
         self._timeout = timeout
         self._keys = KeySequence()
-        self._fleet, self._placement, self._draws, self._board, self._permits = servers_of(access, timeout)
+        servers = servers_of(access, timeout)
+        self._fleet = servers.fleet
+        self._placement = servers.placement
+        self._draws = servers.draws
+        self._board = servers.board
+        self._permits = servers.permits
 
     def _seconds(self, timeout: Timeout) -> float | None:
         return seconds_of(timeout, self._timeout)
@@ -134,8 +162,8 @@ class AsyncReplayClient:
     def from_env(cls, timeout: float | None = 30.0, **settings: Any) -> Self:
         """A client with the settings of the environment, for example REPLAY_ADDRESS, REPLAY_TOKEN and REPLAY_TLS_CA.
 
-        `replay_client.access` lists the settings. Those given here by name win over the environment. Raises ValueError
-        that names the source of a bad setting.
+        `replay_client.access` lists the settings. An argument with the name of a setting wins over the environment.
+        Raises ValueError that names the source of a bad setting.
         """
         access = Access.find(**settings)
         return cls(access.address, timeout, **access.arguments())
@@ -147,14 +175,14 @@ class AsyncReplayClient:
 
     @property
     def transport(self) -> str:
-        """How payloads travel: "shared memory", or "grpc: " with the reason.
+        """The way of the payloads: "shared memory", or "grpc: " with the reason.
 
-        Of several servers each that has an address, "SHARD: TRANSPORT", with semicolons.
+        For several servers: "SHARD: TRANSPORT" of each one that has an address, with semicolons.
         """
         return self._fleet.carries
 
     async def find_transport(self) -> str:
-        """As `transport`, but first finds out whether the server is on this host."""
+        """As `transport`, but first finds out if the server is on this host."""
         return await self._fleet.find_transport()
 
     # ------------------------------------------------------------------------------------------------ insert
@@ -187,7 +215,8 @@ class AsyncReplayClient:
         ServerBusyError, StorageError, or DeadlineExceededError with the reason of the wait.
         """
         seconds = self._seconds(timeout)
-        key = next(self._keys) if key is None else key
+        if key is None:
+            key = next(self._keys)
         item = Item.of(key, group, priorities, policy_version, seconds, permits, tags, closes)
         await self._placement.insert(item)
         return item.key
@@ -197,9 +226,9 @@ class AsyncReplayClient:
     ) -> AsyncWriter:
         """A pipeline of inserts: `insert` returns before the server has acknowledged the group.
 
-        At most `max_in_flight` groups and `max_bytes` payload bytes are not acknowledged at any time. Where one of
-        several servers is away, what it has of them does not count. `timeout` bounds how long each group may wait for
-        its tables, in seconds.
+        At most `max_in_flight` groups and `max_bytes` payload bytes are not acknowledged at any time. If one of several
+        servers is away, the groups and bytes that wait for it do not count. `timeout` is the most seconds that each
+        group may wait for its tables.
         """
         seconds = self._seconds(timeout)
         return AsyncWriter(self._fleet, self._placement, self._keys, max_in_flight, max_bytes, seconds)
@@ -236,19 +265,22 @@ class AsyncReplayClient:
         if isinstance(key, Sample | StoredItem):
             check_extension(key, extras, axes or {})
             key = key.info.key if isinstance(key, Sample) else key.key
-        deadline, left, present = Deadline(self._seconds(timeout)), dict(extras), set[str]()
+        deadline = Deadline(self._seconds(timeout))
+        columns = dict(extras)
+        present: set[str] = set()
+        # The server refuses a segment if the item has one of its columns already. Then only the others are sent.
         while True:
-            its_axes = {name: axis for name, axis in (axes or {}).items() if name not in present}
-            item = Item.segment(key, left, its_axes, deadline.seconds)
+            column_axes = {name: axis for name, axis in (axes or {}).items() if name not in present}
+            item = Item.segment(key, columns, column_axes, deadline.seconds)
             item.closes = tuple(sample.info.lease_id for sample in held)
             row = await self._placement.extend(item)
             if row is None:
-                return ExtendResult(added=tuple(left), present=tuple(sorted(present)))
+                return ExtendResult(added=tuple(columns), present=tuple(sorted(present)))
             if row.missing:
                 return ExtendResult(missing=True)
             present.update(row.present)
-            left = {name: values for name, values in left.items() if name not in present}
-            if not left:
+            columns = {name: values for name, values in columns.items() if name not in present}
+            if not columns:
                 return ExtendResult(present=tuple(sorted(present)))
 
     # ------------------------------------------------------------------------------------------------ sample
@@ -299,7 +331,8 @@ class AsyncReplayClient:
         The result counts batches, and not samples. It names a batch as `missing` if its lease had ended; the server
         has then taken the items back.
         """
-        return await self._draws.end(samples, "requeue" if requeue else "acknowledge", self._seconds(timeout))
+        what = "requeue" if requeue else "acknowledge"
+        return await self._draws.end(samples, what, self._seconds(timeout))
 
     async def renew(self, samples: Iterable[Sample], lease: float, *, timeout: Timeout = DEFAULT) -> MutationResult:
         """Lets the leases of samples end `lease` seconds from now. The samples are in use from then on.
@@ -324,7 +357,7 @@ class AsyncReplayClient:
     async def consume(self, table: str, keys: Iterable[int], *, timeout: Timeout = DEFAULT) -> MutationResult:
         """Consumes the items that a reader has used, and that are back in the table because its lease has ended.
 
-        They count as sampled once more. `missing` are those that are not in the table.
+        The items count as sampled once more. `missing` has the keys that are not in the table.
         """
         request = message_of(pb.ConsumeItemsRequest, table=table, keys=list(keys))
         return await self._placement.change("ConsumeItems", once(request), self._seconds(timeout))
@@ -346,8 +379,13 @@ class AsyncReplayClient:
         back after this many seconds, unless `renew` or `acknowledge` comes before; 0: the batch is the caller's.
         `on_lease` is called with each batch just before its lease begins, on the thread of the event loop.
         """
-        fields = {"num_samples": batch_size, "allow_repeats": not distinct, "lease": lease}
-        request = message_of(pb.SampleRequest, table=table, **fields)
+        request = message_of(
+            pb.SampleRequest,
+            table=table,
+            num_samples=batch_size,
+            allow_repeats=not distinct,
+            lease=lease,
+        )
         return self._draws.sampler(Series(request, prefetch, self._seconds(timeout), on_lease))
 
     # ---------------------------------------------------------------------------------- update, delete, get, list
@@ -383,13 +421,15 @@ class AsyncReplayClient:
     async def get(self, keys: Iterable[int], *, payloads: bool = True, timeout: Timeout = DEFAULT) -> list[StoredItem]:
         """The items with these keys, as far as the server holds them. Does not count as sampling.
 
-        Without `payloads` no bytes travel, and those of the items are empty: to see which items are there.
+        Without `payloads` no bytes travel, and the payloads of the items are empty. So a caller can see which items are
+        there.
         """
         wanted = list(keys)
         request = message_of(pb.GetRequest, keys=wanted, without_payloads=not payloads)
         items = await self._fleet.ask("Get", request, self._seconds(timeout), lambda answer: stored_items_of(*answer))
         found = {item.key: item for item in items}
-        return [found[key] for key in dict.fromkeys(wanted) if key in found]
+        keys_once = dict.fromkeys(wanted)
+        return [found[key] for key in keys_once if key in found]
 
     async def list_items(
         self,
@@ -445,7 +485,7 @@ class AsyncReplayClient:
         )
 
     async def reset(self, table: str, *, timeout: Timeout = DEFAULT) -> int:
-        """Empties a table and sets its counters to 0. Returns how many items were removed."""
+        """Empties a table and sets its counters to 0. Returns the number of items that were removed."""
         request = message_of(pb.ResetRequest, table=table)
         return await self._fleet.ask_all("Reset", once(request), self._seconds(timeout), lambda answer: answer.removed)
 
@@ -456,17 +496,23 @@ class AsyncReplayClient:
     ) -> Policy:
         """Announces that the trainer has finished `version` updates, and where it saved the weights.
 
-        `state` names the training checkpoint that is saved with this version: any id that was not used before. It
-        contains all that was acknowledged until now. Tables with retain_consumed retain what is acknowledged after it.
+        `state` names the training checkpoint that is saved with this version: any id that was not used before. The
+        checkpoint contains the effect of all items that were acknowledged until now. Tables with retain_consumed retain
+        the items that are acknowledged later.
 
         With `rollback` the trainer starts again from this version, which may be the current one or a lower one, and the
-        server counts permits anew. With `state` too, what was acknowledged after that state is back in its tables, and
-        items of later versions are dropped. Without it, what was acknowledged stays away. Raises InvalidRequestError
-        for a lower version without `rollback`, and for a state that the server does not know or that has another
-        version.
+        server counts permits anew. With `state` too, the items that were acknowledged after that state are back in
+        their tables, and items of later versions are dropped. Without `state`, acknowledged items stay away. Raises
+        InvalidRequestError for a lower version without `rollback`, and for a state that the server does not know or
+        that has another version.
         """
-        fields = {"version": version, "weights": weights, "rollback": rollback, "state": state}
-        request = message_of(pb.SetPolicyVersionRequest, **fields)
+        request = message_of(
+            pb.SetPolicyVersionRequest,
+            version=version,
+            weights=weights,
+            rollback=rollback,
+            state=state,
+        )
         if rollback and state:
             once(request)
         return await self._board.publish(request, self._seconds(timeout))
@@ -490,27 +536,28 @@ class AsyncReplayClient:
         Raises DeadlineExceededError with the reason, and UnsupportedError if the server has no [admission].
         """
         seconds = self._seconds(timeout)
-        return await self._permits.acquire(message_of(pb.AcquirePermitsRequest, count=count, timeout=seconds), seconds)
+        request = message_of(pb.AcquirePermitsRequest, count=count, timeout=seconds)
+        return await self._permits.acquire(request, seconds)
 
     async def release_permits(self, grant: PermitGrant, count: int = 0, *, timeout: Timeout = DEFAULT) -> int:
-        """Releases `count` unused permits; 0: all unused permits of the grant. Returns how many it released."""
+        """Releases `count` unused permits; 0: all unused permits of the grant. Returns the number of released ones."""
         request = message_of(pb.ReleasePermitsRequest, grant=grant.id, count=count)
         return await self._permits.release(grant, request, self._seconds(timeout))
 
     # ------------------------------------------------------------------------------------------------ the client
 
     async def describe(self, settings: Mapping[str, str], *, timeout: Timeout = 5.0) -> None:
-        """Says, if a server answers, what this client is set to. `server_info` has it beside the client's name.
+        """Sends the settings of this client, if a server answers. `server_info` has them beside the client's name.
 
-        It replaces what this client said before. A server that starts again has forgotten it. `settings`: at most 64,
-        which have at most 4096 bytes as JSON, or InvalidRequestError is raised. So it is if another connection of the
-        same name is open.
+        They replace the settings that this client sent before. A server that starts again has forgotten them. Raises
+        InvalidRequestError for more than 64 settings, for more than 4096 bytes as JSON, and if another connection of
+        the same name is open.
         """
         request = message_of(pb.DescribeRequest, settings=settings)
         await self._fleet.say("Describe", request, self._seconds(timeout))
 
     async def leave(self, *, timeout: Timeout = 5.0) -> None:
-        """Says, if a server answers, that this client ends on purpose. Otherwise `replay doctor` will miss it."""
+        """Tells the server, if it answers, that this client ends on purpose. Otherwise `replay doctor` misses it."""
         await self._fleet.say("Leave", pb.LeaveRequest(), self._seconds(timeout))
 
     async def create_checkpoint(self, name: str = "", *, timeout: Timeout = DEFAULT) -> str:
@@ -533,7 +580,7 @@ class AsyncReplayClient:
         )
 
     async def close(self) -> None:
-        """Closes the connection. The server takes back what it drew ahead for this client."""
+        """Closes the connection. The server requeues the batches that it drew ahead for this client."""
         await self._draws.close()
         await self._fleet.close()
 

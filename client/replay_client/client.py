@@ -40,7 +40,8 @@ def blocking(
         return self._thread.run(method(self._aio, *args, **kwargs))
 
     # `wraps` copies these too. Tracebacks and the reference must name the method of this class.
-    call.__module__, call.__qualname__ = __name__, f"ReplayClient.{method.__name__}"
+    call.__module__ = __name__
+    call.__qualname__ = f"ReplayClient.{method.__name__}"
     return call
 
 
@@ -56,7 +57,8 @@ def handing_out(
 
         return wrapper(self._thread, self._thread.run(make()))
 
-    call.__module__, call.__qualname__ = __name__, f"ReplayClient.{method.__name__}"
+    call.__module__ = __name__
+    call.__qualname__ = f"ReplayClient.{method.__name__}"
     call.__annotations__ = {**method.__annotations__, "return": wrapper.__name__}
     return call
 
@@ -69,7 +71,10 @@ def constructed_as(
 
 
 class _Blocking(Generic[A]):
-    """A writer, sampler or renewer of a blocking client, for `with`. It calls the asyncio one on its thread."""
+    """A writer, sampler or renewer of a blocking client, for `with`.
+
+    It calls the asyncio writer, sampler or renewer on the thread of the client's loop.
+    """
 
     def __init__(self, thread: LoopThread, aio: A) -> None:
         self._thread = thread
@@ -89,19 +94,19 @@ class _Blocking(Generic[A]):
 class Writer(_Blocking[AsyncWriter]):
     """Inserts without waiting for each acknowledgement; made by `ReplayClient.writer()`, for `with`.
 
-    The end of the `with` block flushes the writer. `close` alone does not wait: the server may or may not have what it
-    has not acknowledged.
+    The end of the `with` block flushes the writer. `close` alone does not wait: the server may or may not have the
+    items that it has not acknowledged.
     """
 
     def __init__(self, thread: LoopThread, writer: AsyncWriter) -> None:
         super().__init__(thread, writer)
         self.refused: Mapping[int, ReplayError] = writer.refused
-        """The items that the server refused: their keys, each with the reason."""
+        """The reason for each item that the server refused, by the key of the item."""
         self.evicted: Mapping[int, tuple[str, ...]] = writer.evicted
-        """The items that left a full table at once, because its remover chose them: their tables by key.
+        """The tables that an item left at once because they were full and their remover chose it, by the item's key.
 
-        The newest 65,536 of them. They were inserted, so this is no error; a pool that keeps the best does not keep
-        them.
+        The mapping has the newest 65,536 of these items. They were inserted, so this is no error: a pool that keeps the
+        best items does not keep them.
         """
 
     def insert(
@@ -118,9 +123,10 @@ class Writer(_Blocking[AsyncWriter]):
 
         Raises the first error of earlier inserts that was not raised yet, and then does not queue this group.
         """
-        # No hand-over to the loop: it would cost more than all the rest.
+        # This thread makes and offers the item itself. To hand it over to the loop would cost more than all the rest.
         self._thread.check()
-        key = next(self._aio.keys) if key is None else key
+        if key is None:
+            key = next(self._aio.keys)
         item = Item.of(key, group, priorities, policy_version, self._aio.timeout, permits, tags)
         if not self._aio.offer(item):
             room = Wake()
@@ -149,7 +155,7 @@ class LeaseRenewer(_Blocking[AsyncLeaseRenewer]):
     """
 
     def add(self, samples: Iterable[Sample]) -> None:
-        """Renews their leases from now on, the first time at once. Samples without a lease are passed over."""
+        """Renews the leases of these samples from now on, the first time at once. Ignores samples without a lease."""
         self._thread.run(self._call(self._aio.add, samples))
 
     def forget(self, samples: Iterable[Sample]) -> None:
@@ -182,7 +188,7 @@ class ReplayClient:
     """A client of the replay server at `address` ("host:port"). Any number of threads may use one client.
 
     Several addresses, as a list or with commas, or "ray://NAMESPACE/NAME", make a client of all these servers with the
-    same methods; `replay_client.shards` says what each then does.
+    same methods. `replay_client.shards` says what each method does then.
 
     Every method takes `timeout` in seconds. Without it the client's own timeout applies; None waits for ever. While no
     server answers, a method tries again until its time is up, and then raises ServerUnavailableError. All errors are
@@ -214,7 +220,7 @@ class ReplayClient:
 
     @property
     def transport(self) -> str:
-        """How payloads travel: "shared memory", or "grpc: " with the reason. Asks the server if that is not known."""
+        """The way of the payloads: "shared memory", or "grpc: " with the reason. Asks the server if it is not known."""
         return self.find_transport()
 
     find_transport = blocking(AsyncReplayClient.find_transport)
@@ -263,7 +269,7 @@ class ReplayClient:
 
     async def _close(self) -> None:
         await self._aio.close()
-        # An iterator of `watch_policy` that outlives the client can no longer end its watch on this loop.
+        # End the watches here: an iterator of `watch_policy` that outlives the client can no longer use this loop.
         for watch in list(self._watches):
             with suppress(RuntimeError):  # a thread waits for it; that call is cancelled, which ends the watch
                 await watch.aclose()
@@ -281,7 +287,8 @@ class ReplayClient:
 # -------------------------------------------------------------------------------------------------------- the thread
 
 # gRPC may still call a loop after the last call on it has ended, and writes an error to stderr if the loop is closed.
-# The loops of closed clients therefore stay open, each with its `forks()`, and later clients use them again.
+# So the loops of closed clients stay open, and later clients use them again. The number is that of `forks()` when the
+# loop was made: a loop is of no use after a fork.
 _idle_loops: deque[tuple[int, asyncio.AbstractEventLoop]] = deque()
 
 
@@ -294,7 +301,10 @@ def _event_loop() -> asyncio.AbstractEventLoop:
 
 
 class Wake:
-    """Lets one thread wait until another one sets it. The wait clears it. It costs a quarter of a `threading.Event`."""
+    """A flag that one thread waits for and another one sets. The wait clears it.
+
+    It costs a quarter of a `threading.Event`.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -305,9 +315,12 @@ class Wake:
             self._lock.release()
 
     def wait(self) -> None:
-        """A signal can end the wait, and so can what `replay_client.waits.looking` calls."""
-        # A wait without an end would miss a signal that comes in the moment before it: Python has noted it then, and
-        # looks at its notes when the wait ends, not before. Ctrl-C and SIGTERM would do nothing.
+        """Waits until the flag is set.
+
+        An exception of a signal's handler, or of the function of `replay_client.waits.looking`, ends the wait.
+        """
+        # The wait has a timeout because of signals. Python runs the handler of a signal that comes right before the
+        # wait only when the wait ends. Without a timeout, Ctrl-C and SIGTERM would do nothing then.
         while not self._lock.acquire(timeout=1.0):
             look_around()
 
@@ -315,15 +328,17 @@ class Wake:
 class _Call(Generic[T]):
     """A coroutine that runs on a loop while the calling thread waits for it.
 
-    It tells the thread itself that it has ended. The future of `asyncio.run_coroutine_threadsafe` would learn that from
-    a callback, one turn of the loop later.
+    The task of the coroutine wakes the thread itself when it ends. The future of `asyncio.run_coroutine_threadsafe`
+    would wake the thread from a callback, one turn of the loop later.
     """
 
     def __init__(self, work: Coroutine[Any, Any, T], loop: asyncio.AbstractEventLoop) -> None:
-        self._work, self._loop = work, loop
+        self._work = work
+        self._loop = loop
         self._task: asyncio.Task[None] | None = None
         self._value: T
-        self._error: BaseException | None = asyncio.CancelledError()  # before it began
+        # The error of a task that is cancelled before it begins.
+        self._error: BaseException | None = asyncio.CancelledError()
         self._ended = Wake()
         loop.call_soon_threadsafe(self._start)
 
@@ -338,7 +353,7 @@ class _Call(Generic[T]):
             try:
                 raise self._error
             finally:
-                self._error = None  # it refers to this frame, which refers to it
+                self._error = None  # the error's traceback refers to this frame: a reference cycle
         return self._value
 
     def _start(self) -> None:
@@ -351,7 +366,8 @@ class _Call(Generic[T]):
 
     async def _run(self) -> None:
         try:
-            self._value, self._error = await self._work, None
+            self._value = await self._work
+            self._error = None
         except BaseException as error:
             self._error = error
             if isinstance(error, KeyboardInterrupt | SystemExit):

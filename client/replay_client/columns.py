@@ -1,4 +1,4 @@
-"""Columns: arrays with names, their axes, and the bytes in which groups and segments hold them.
+"""Columns: checks named arrays and their axes, and encodes them to the bytes of groups and segments.
 
     0        8               16                     H                      64-aligned
     +--------+---------------+----------------------+-----------+----------+--------- ...
@@ -6,27 +6,25 @@
     +--------+---------------+----------------------+-----------+----------+--------- ...
 
 The header names every array with its dtype, shape, offset and, if it has one, its axis; and it holds small fields.
-Arrays are little-endian, in C order, each aligned to 64 bytes, and the whole is a multiple of 64 bytes: what is
-appended is aligned too. Decoding makes views of the buffer and checks everything in it.
+Arrays are little-endian, in C order, each aligned to 64 bytes. The whole is a multiple of 64 bytes, so that appended
+bytes are aligned too. Decoding makes views of the buffer and checks everything in it.
 
-The axis of a column says what its rows belong to. Whoever cuts a group into sequences or rollouts cuts each array of
+The axis of a column says what its rows belong to. Code that cuts a group into sequences or rollouts cuts each array of
 its extras by its axis, and never by its shape: a group of 8 completions with 8 tokens has arrays of one shape that mean
-different things. An array without an axis belongs to the group as a whole. It is carried, and nobody cuts it.
+different things. An array without an axis belongs to the group as a whole, and is never cut.
 
 Segments are columns that arrive after their group was stored, as bytes that are appended to those of the group:
 
     group | segment | segment | ...
 
-Nothing that is stored ever changes. A reader gets the group with the columns of all segments that were there at that
-moment. Of several columns with one name the first counts: whoever repeats an append after a broken connection changes
-nothing.
+Stored bytes never change. A reader gets the group with the columns of all segments that were there at that moment. Of
+several columns with one name the first counts. So an append that is repeated after a broken connection changes nothing.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from itertools import chain
 from typing import Any, NamedTuple
 
 import ml_dtypes
@@ -42,33 +40,30 @@ MAGIC_BYTES = 8
 """Bytes of a magic number. Its last byte is the version of the format."""
 _PREFIX = MAGIC_BYTES + 8
 _FIELDS = 4
-"""Name, dtype, shape and offset of an array in the header. A fifth is its axis."""
+"""The number of fields of an array in the header: name, dtype, shape and offset. The axis is a fifth one."""
 _EXTRAS = "extras/"
 """The beginning of the names of extras in a header."""
 _MAX_HEADER = 4 * 2**20
 """The most bytes of a header. A decoded hostile header takes about 60 times as much memory."""
-DTYPES = {
-    name: np.dtype(name).newbyteorder("<")
-    for name in (
-        *("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"),
-        *("float16", "float32", "float64", "complex64", "complex128"),
-    )
-} | {"bfloat16": np.dtype(ml_dtypes.bfloat16)}
+_INTEGERS = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
+_FLOATS = ("float16", "float32", "float64", "complex64", "complex128")
+DTYPES = {name: np.dtype(name).newbyteorder("<") for name in ("bool", *_INTEGERS, *_FLOATS)}
+DTYPES["bfloat16"] = np.dtype(ml_dtypes.bfloat16)
 DAMAGE = (KeyError, TypeError, AttributeError, IndexError, OverflowError, RecursionError, msgpack.UnpackException)
-"""What decoding raises, beside ValueError, for bytes that encoding cannot have written."""
+"""The errors, beside ValueError, with which decoding fails for bytes that encoding cannot have written."""
 
 
 class Decoded(NamedTuple):
-    """What the bytes of a group or segment hold."""
+    """The decoded bytes of a group or segment."""
 
     fields: dict[str, Any]
     """The small fields."""
     arrays: dict[str, Any]
-    """By name, as read-only views of the bytes."""
+    """The arrays beside the extras by name, as read-only views of the bytes."""
     extras: dict[str, Array]
-    """Likewise."""
+    """The extras by name, as read-only views of the bytes."""
     axes: dict[str, str]
-    """Of extras that have one, by name."""
+    """The axes of the extras that have one, by name."""
     rest: memoryview
     """The bytes that follow."""
 
@@ -76,13 +71,18 @@ class Decoded(NamedTuple):
 def encode_arrays(
     magic: bytes, fields: dict[str, Any], arrays: Arrays, extras: Arrays, axes: Mapping[str, str]
 ) -> list[Buffer]:
-    """Consecutive buffers: the header, then each array without a copy. `axes`: of the extras that have one."""
-    table, stored, offset = [], [], 0
-    for name, array in chain(arrays.items(), ((_EXTRAS + name, array) for name, array in extras.items())):
+    """Consecutive buffers: the header, then each array without a copy. `axes` has the axes of some extras."""
+    table: list[list[Any]] = []
+    stored: list[Array] = []
+    offset = 0
+    named: list[tuple[str, Array, str | None]] = [(name, array, None) for name, array in arrays.items()]
+    named += [(_EXTRAS + name, array, axes.get(name)) for name, array in extras.items()]
+    for name, array, axis in named:
         array = np.ascontiguousarray(array, dtype=DTYPES[array.dtype.name]).reshape(array.shape)
-        table.append([name, array.dtype.name, list(array.shape), offset])
-        if name.startswith(_EXTRAS) and (axis := axes.get(name.removeprefix(_EXTRAS))):
-            table[-1].append(axis)
+        entry = [name, array.dtype.name, list(array.shape), offset]
+        if axis:
+            entry.append(axis)
+        table.append(entry)
         stored.append(array)
         offset += _aligned(array.nbytes)
     try:
@@ -101,7 +101,8 @@ def encode_arrays(
     for array in stored:
         if array.nbytes:
             pieces.append(array.reshape(-1).view(np.uint8).data)
-            if padding := _aligned(array.nbytes) - array.nbytes:
+            padding = _aligned(array.nbytes) - array.nbytes
+            if padding:
                 pieces.append(bytes(padding))
     return pieces
 
@@ -119,18 +120,27 @@ def check_magic(view: memoryview, magic: bytes, kind: str) -> int:
 
 
 def decode_arrays(view: memoryview, header_length: int) -> Decoded:
-    """What `encode_arrays` wrote, after `check_magic`. Raises ValueError, or one of DAMAGE."""
+    """The fields and arrays that `encode_arrays` wrote. Call `check_magic` first.
+
+    Raises ValueError, or one of DAMAGE.
+    """
     header = msgpack.unpackb(view[_PREFIX : _PREFIX + header_length], strict_map_key=True)
     table = header["arrays"]
     body = view[min(_aligned(_PREFIX + header_length), len(view)) :]
-    arrays, extras, axes, end = dict[str, Array](), dict[str, Array](), dict[str, str](), 0
+    arrays: dict[str, Array] = {}
+    extras: dict[str, Array] = {}
+    axes: dict[str, str] = {}
+    end = 0
     for entry in table:
         if len(entry) > _FIELDS:
             *entry, axis = entry
             axes[entry[0].removeprefix(_EXTRAS)] = axis
         name, dtype, shape, offset = entry
         array, stop = _view(body, name, dtype, shape, offset)
-        (extras if name.startswith(_EXTRAS) else arrays)[name.removeprefix(_EXTRAS)] = array
+        if name.startswith(_EXTRAS):
+            extras[name.removeprefix(_EXTRAS)] = array
+        else:
+            arrays[name] = array
         if stop > end:
             end = stop
     if len(arrays) + len(extras) != len(table):
@@ -138,22 +148,25 @@ def decode_arrays(view: memoryview, header_length: int) -> Decoded:
     return Decoded(header["fields"], arrays, extras, axes, body[_aligned(end) :])
 
 
-def _aligned(n: int) -> int:
-    return -(-n // ALIGNMENT) * ALIGNMENT
+def _aligned(nbytes: int) -> int:
+    """The next multiple of ALIGNMENT from `nbytes` on."""
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
 def _view(body: memoryview, name: str, dtype_name: str, shape: list[int], offset: int) -> tuple[Array, int]:
-    """The array, and where it ends."""
+    """The array as a view of `body`, and the offset of its end."""
     dtype = DTYPES.get(dtype_name)
     if dtype is None:
         raise ValueError(f"array {name!r} has dtype {dtype_name!r}, not one of {', '.join(DTYPES)}")
-    if not all(type(n) is int and n >= 0 for n in (offset, *shape)) or len(shape) > 32:
+    if not all(type(number) is int and number >= 0 for number in (offset, *shape)) or len(shape) > 32:
         raise ValueError(f"array {name!r} has shape {shape} and offset {offset}")
     count = math.prod(shape)
     stop = offset + count * dtype.itemsize
     if offset % ALIGNMENT or stop > len(body):
         raise ValueError(f"array {name!r} lies at {offset} to {stop}, outside {len(body)} bytes or unaligned")
-    return np.frombuffer(body, dtype=dtype, count=count, offset=offset if count else 0).reshape(shape), stop
+    if not count:
+        offset = 0  # an empty array has no bytes
+    return np.frombuffer(body, dtype=dtype, count=count, offset=offset).reshape(shape), stop
 
 
 # -------------------------------------------------------------------------------------------------------------- axes
@@ -167,17 +180,17 @@ AXES = {
     "group": "anything: the group as a whole",
     RAGGED: "T + 1 offsets into its values",
 }
-"""What the first dimension of an array counts, by its axis."""
+"""The meaning of the first dimension of an array, by its axis."""
 OFFSETS = "/offsets"
 """The end of the name of the offsets that belong to an array with the axis "ragged:token"."""
 
 
 def checked_columns(extras: Mapping[str, npt.ArrayLike]) -> dict[str, Array]:
-    """The values as arrays of a dtype that the byte format has. Raises ValueError that names what is none."""
+    """The values as arrays of a dtype that the byte format has. Raises ValueError that names a value that is none."""
     columns: dict[str, Array] = {}
     for name, values in extras.items():
         try:
-            columns[name] = array = np.asarray(values)
+            array = np.asarray(values)
         # numpy raises these for a tensor on a GPU, in bfloat16, or in a graph.
         except (TypeError, ValueError, RuntimeError) as error:
             raise ValueError(
@@ -186,13 +199,15 @@ def checked_columns(extras: Mapping[str, npt.ArrayLike]) -> dict[str, Array]:
             ) from None
         if array.dtype.name not in DTYPES:
             raise ValueError(f"extras[{name!r}] has dtype {array.dtype}, not one of {', '.join(DTYPES)}")
+        columns[name] = array
     return columns
 
 
 def check_axes(extras: Arrays, axes: Mapping[str, str], sizes: Mapping[str, int] | None = None) -> None:
-    """Raises ValueError, with the remedy, for an axis that there is not, and for an array that does not fit its axis.
+    """Raises ValueError, with the remedy, for an unknown axis, and for an array that does not fit its axis.
 
-    `sizes`: the rows of "token", "whole", "sequence" and "rollout". Without it, arrays with one axis must agree.
+    `sizes` has the number of rows of "token", "whole", "sequence" and "rollout". Without it, arrays with the same axis
+    must have the same number of rows.
     """
     known = dict(sizes or {})
     for name, axis in axes.items():
@@ -213,9 +228,12 @@ def check_axes(extras: Arrays, axes: Mapping[str, str], sizes: Mapping[str, int]
                 f"rows ({AXES[axis]}): give it these rows or another axis"
             )
     for name in extras:
-        if name.endswith(OFFSETS) and axes.get(name.removesuffix(OFFSETS)) != RAGGED:
+        if not name.endswith(OFFSETS):
+            continue
+        values_name = name.removesuffix(OFFSETS)
+        if axes.get(values_name) != RAGGED:
             raise ValueError(
-                f"extras[{name!r}] is the name of offsets, and extras has no {name.removesuffix(OFFSETS)!r} with the "
+                f"extras[{name!r}] is the name of offsets, and extras has no {values_name!r} with the "
                 f"axis {RAGGED!r}: choose another name or say this axis"
             )
 
@@ -251,11 +269,12 @@ SEGMENT_MAGIC = b"RPLYSEG\x01"
 def encode_columns(extras: Mapping[str, npt.ArrayLike], axes: Mapping[str, str] | None = None) -> list[Buffer]:
     """A segment with these columns, as consecutive buffers; together they are a multiple of 64 bytes.
 
-    `extras` and `axes` are as in RolloutGroup. Raises ValueError that names the column for none at all, a dtype, an
-    axis that there is not, and for arrays of one axis that differ in rows. Whether the rows are those of the group only
-    its readers know: `RolloutGroup.decode` refuses others.
+    `extras` and `axes` are as in RolloutGroup. Raises ValueError, which names the column, for an unknown dtype or axis,
+    and for arrays of one axis that differ in rows. Raises it for no columns, too. Only a reader of the group can see
+    if the numbers of rows fit the group: `RolloutGroup.decode` refuses a group with wrong ones.
     """
-    columns, axes = checked_columns(extras), axes or {}
+    columns = checked_columns(extras)
+    axes = axes or {}
     if not columns:
         raise ValueError("extras is empty: name at least one column")
     check_axes(columns, axes)
@@ -263,9 +282,9 @@ def encode_columns(extras: Mapping[str, npt.ArrayLike], axes: Mapping[str, str] 
 
 
 def decode_segments(view: memoryview, extras: dict[str, Array], axes: dict[str, str]) -> None:
-    """Adds the columns of all segments in `view` to `extras` and `axes`. What has a name there already is left out.
+    """Adds the columns of all segments in `view` to `extras` and `axes`. A column whose name is there is left out.
 
-    Errors: those of `check_magic` and `decode_arrays`.
+    Raises as `check_magic` and `decode_arrays`.
     """
     number = 0
     while len(view):
@@ -274,12 +293,12 @@ def decode_segments(view: memoryview, extras: dict[str, Array], axes: dict[str, 
         if decoded.arrays:
             raise ValueError(f"segment {number} has {', '.join(decoded.arrays)} beside extras")
         view = decoded.rest
-        taken = set(extras)
+        names_before = set(extras)
         for name, array in decoded.extras.items():
-            # Offsets go where their values go.
-            values = name.removesuffix(OFFSETS)
-            owner = values if decoded.axes.get(values) == RAGGED else name
-            if owner not in taken:
+            # Offsets are left out if their values are left out.
+            values_name = name.removesuffix(OFFSETS)
+            owner = values_name if decoded.axes.get(values_name) == RAGGED else name
+            if owner not in names_before:
                 extras[name] = array
                 if name in decoded.axes:
                     axes[name] = decoded.axes[name]

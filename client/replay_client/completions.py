@@ -1,4 +1,4 @@
-"""Makes groups of completions: of one shared prompt, or of rows that each have a prompt of their own."""
+"""Makes groups of completions that share one prompt, or of rows that each have a prompt of their own."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from replay_client.rollout import Int32, RolloutGroup, vector
 from replay_protos.words import counted
 
 Columns = Mapping[str, tuple[str, Sequence[Any]]]
-"""Arrays of rows by name: the axis, and an entry for each of the S rows."""
+"""The columns of S rows by name. Each has an axis and one entry for each row."""
 
 
 def group_from_completions(
@@ -32,16 +32,19 @@ def group_from_completions(
     the field or completion.
     """
     tokens_S = [vector("completions", np.asarray(ids).reshape(-1), np.int32) for ids in completions]
-    logprobs_S = [np.asarray(lps, dtype=np.float32).reshape(-1) for lps in logprobs]
-    for index, (tokens, lps) in enumerate(zip(tokens_S, logprobs_S, strict=True)):
-        if tokens.size != lps.size:
-            sizes = f"{counted(tokens.size, 'token')} and {counted(lps.size, 'log-probability')}"
+    logprobs_S = [np.asarray(row, dtype=np.float32).reshape(-1) for row in logprobs]
+    for index, (tokens, row) in enumerate(zip(tokens_S, logprobs_S, strict=True)):
+        if tokens.size != row.size:
+            sizes = f"{counted(tokens.size, 'token')} and {counted(row.size, 'log-probability')}"
             raise ValueError(f"completion {index} has {sizes}")
+    # NumPy cannot concatenate nothing.
+    completion_ids = np.concatenate(tokens_S) if tokens_S else np.zeros(0, np.int32)
+    rollout_logprobs = np.concatenate(logprobs_S) if logprobs_S else np.zeros(0, np.float32)
     return RolloutGroup(
         prompt_ids=np.asarray(prompt_ids),
-        completion_ids=np.concatenate(tokens_S) if tokens_S else np.zeros(0, np.int32),
+        completion_ids=completion_ids,
         completion_lengths=np.array([tokens.size for tokens in tokens_S], dtype=np.int32),
-        rollout_logprobs=np.concatenate(logprobs_S) if logprobs_S else np.zeros(0, np.float32),
+        rollout_logprobs=rollout_logprobs,
         rewards=np.asarray(rewards, dtype=np.float32),
         advantages=np.asarray(advantages, dtype=np.float32),
         **fields,
@@ -74,29 +77,39 @@ def group_from_rows(
     contexts. Other arguments and errors: `group_from_completions`.
     """
     prompts_S = [vector("prompts", np.asarray(ids).reshape(-1), np.int32) for ids in prompts]
-    whole = [rows for axis, rows in (columns or {}).values() if axis == "whole"]
-    shared = _common_beginning(prompts_S, whole)
+    whole_columns = [rows for axis, rows in (columns or {}).values() if axis == "whole"]
+    shared = _common_beginning(prompts_S, whole_columns)
     contexts_S = [ids[shared:] for ids in prompts_S]
     completions_S = [np.asarray(ids).reshape(-1) for ids in completions]
-    logprobs_S = [np.asarray(lps, dtype=np.float32).reshape(-1) for lps in logprobs]
+    logprobs_S = [np.asarray(row, dtype=np.float32).reshape(-1) for row in logprobs]
     lengths_S = [ids.size for ids in contexts_S]
     if any(lengths_S):
         fields["context_lengths"] = np.array(lengths_S, np.int32)
     if loss_masks is not None:
-        fields["loss_mask"] = _behind(lengths_S, (np.asarray(row, np.bool_).reshape(-1) for row in loss_masks))
+        masks_S = (np.asarray(row, np.bool_).reshape(-1) for row in loss_masks)
+        fields["loss_mask"] = _behind(lengths_S, masks_S)
     if token_advantages is not None:
         advantages_S = (np.asarray(row, np.float32).reshape(-1) for row in token_advantages)
         fields["token_advantages"] = _behind(lengths_S, advantages_S)
     if columns:
-        extras, axes = dict(fields.get("extras", {})), dict(fields.get("axes", {}))
+        extras = dict(fields.get("extras", {}))
+        axes = dict(fields.get("axes", {}))
         for name, (axis, rows) in columns.items():
             extras |= _column(name, axis, rows, shared, lengths_S)
             axes[name] = axis
-        fields |= {"extras": extras, "axes": axes}
+        fields["extras"] = extras
+        fields["axes"] = axes
+    sequences: list[npt.NDArray[Any]] = []
+    for context, completion in zip(contexts_S, completions_S, strict=True):
+        sequences.append(_joined(context, completion))
+    sequence_logprobs: list[npt.NDArray[Any]] = []
+    for context, row in zip(contexts_S, logprobs_S, strict=True):
+        unknown = np.full(context.size, np.nan)
+        sequence_logprobs.append(_joined(unknown, row))
     return group_from_completions(
         prompt_ids=prompts_S[0][:shared] if prompts_S else (),
-        completions=[_joined(*pair) for pair in zip(contexts_S, completions_S, strict=True)],
-        logprobs=[_joined(np.full(c.size, np.nan), x) for c, x in zip(contexts_S, logprobs_S, strict=True)],
+        completions=sequences,
+        logprobs=sequence_logprobs,
         rewards=rewards,
         advantages=advantages,
         **fields,
@@ -105,17 +118,17 @@ def group_from_rows(
 
 def _behind(contexts_S: Sequence[int], rows: Iterable[npt.NDArray[Any]]) -> npt.NDArray[Any]:
     """(T, ...) the values of all rows, with zeros for the tokens of their contexts."""
-    parts = [
-        part
-        for context, row in zip(contexts_S, rows, strict=True)
-        for part in (np.zeros_like(row, shape=(context, *row.shape[1:])), row)
-    ]
+    parts: list[npt.NDArray[Any]] = []
+    for context, row in zip(contexts_S, rows, strict=True):
+        parts.append(np.zeros_like(row, shape=(context, *row.shape[1:])))
+        parts.append(row)
     return np.concatenate(parts or [np.zeros(0)])
 
 
 def row_of(group: RolloutGroup, name: str, sequence: int) -> Any:
-    """What `columns` of `group_from_rows` had under this name for the row `sequence`, as views where possible."""
-    axis, array = group.axes.get(name, "group"), group.extra_of(name, sequence)
+    """The entry that `columns` of `group_from_rows` had under this name for the row `sequence`; a view if possible."""
+    axis = group.axes.get(name, "group")
+    array = group.extra_of(name, sequence)
     context = 0 if group.context_lengths is None else int(group.context_lengths[sequence])
     if axis == "token":
         return array[context:]
@@ -132,27 +145,37 @@ def _column(
     check_row_axis(name, axis)
     if axis == "whole":
         rows_S = [np.asarray(row) for row in rows]
-        return {name: np.concatenate([*(row[:shared] for row in rows_S[:1]), *(row[shared:] for row in rows_S)])}
+        of_shared_prompt = [row[:shared] for row in rows_S[:1]]
+        of_rows = [row[shared:] for row in rows_S]
+        return {name: np.concatenate([*of_shared_prompt, *of_rows])}
     if axis == "token":
         return {name: _behind(contexts_S, map(np.asarray, rows))}
-    offsets, start = [np.zeros(1, np.int8)], 0
+    offsets = [np.zeros(1, np.int8)]
+    start = 0
     for context, (_, row_offsets) in zip(contexts_S, rows, strict=True):
-        offsets.append(start + np.pad(np.asarray(row_offsets)[1:], (context, 0)))
+        # The sets of the context's tokens are empty: each ends where the row begins.
+        ends = np.pad(np.asarray(row_offsets)[1:], (context, 0))
+        offsets.append(start + ends)
         start += int(row_offsets[-1])
-    return {name: np.concatenate([values for values, _ in rows]), name + OFFSETS: np.concatenate(offsets)}
+    values = [row_values for row_values, _ in rows]
+    return {name: np.concatenate(values), name + OFFSETS: np.concatenate(offsets)}
 
 
 def _common_beginning(rows: list[Int32], columns: Sequence[Sequence[Any]] = ()) -> int:
-    """Number of entries with which all rows begin, and in which the rows of each of `columns` agree too."""
+    """The number of entries with which all rows begin, and in which the rows of each of `columns` agree too."""
     shared = min((row.size for row in rows), default=0)
-    for each in (rows, *columns):
-        for row in each[1:]:
-            differs: npt.NDArray[Any] = np.asarray(row)[:shared] != np.asarray(each[0])[:shared]
-            places = np.flatnonzero(differs.reshape(len(differs), -1).any(axis=1)) if shared else differs
-            shared = int(places[0]) if places.size else shared
+    for column in (rows, *columns):
+        for row in column[1:]:
+            if not shared:
+                return 0
+            differs: npt.NDArray[Any] = np.asarray(row)[:shared] != np.asarray(column[0])[:shared]
+            positions = np.flatnonzero(differs.reshape(len(differs), -1).any(axis=1))
+            if positions.size:
+                shared = int(positions[0])
     return shared
 
 
 def _joined(*arrays: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """The arrays one after the other. Empty ones count for nothing: NumPy makes them floats."""
-    return np.concatenate([array for array in arrays if array.size] or [np.zeros(0, np.int32)])
+    """The arrays one after the other. Empty arrays are left out: NumPy makes floats of them."""
+    filled = [array for array in arrays if array.size]
+    return np.concatenate(filled or [np.zeros(0, np.int32)])

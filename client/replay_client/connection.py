@@ -34,11 +34,13 @@ from replay_protos.transport import proxy_remedy
 T = TypeVar("T")
 
 _SHORT_BYTES = 1 << 20
-"""Bytes of a request above which a call of its own costs no more."""
+"""Bytes of a request from which on a call of its own costs no more than an exchange on an idle stream."""
 _GRACE = 5.0
 """Seconds after the timeout. In this time the server can still answer why the request waited."""
-_FIRST_PAUSE, _LONGEST_PAUSE = 0.05, 1.0
-"""Seconds between two attempts to reach a server that does not answer. Each pause doubles the one before."""
+_FIRST_PAUSE = 0.05
+"""Seconds between the first two attempts to reach a server that does not answer. Each pause doubles the last one."""
+_LONGEST_PAUSE = 1.0
+"""Seconds of the longest of these pauses."""
 
 
 LATE_SECONDS = 0.5
@@ -64,7 +66,7 @@ class Connection:
     name = ""
     """The name of this server among those of a client; empty: it is the only one."""
     is_up = True
-    """Whether the server can be reached. It stays True for a server that nobody watches."""
+    """True while the server can be reached. It stays True for a server that nobody watches."""
 
     def __init__(self, access: Access, timeout: float | None) -> None:
         check_grpc()
@@ -72,9 +74,9 @@ class Connection:
         self.timeout = timeout
         self._transport: Transport | None = None
         self._made_at = 0
-        """`forks()` when the transport was made."""
+        """The value of `forks()` when the transport was made."""
         self._left: list[Transport] = []
-        """Those of earlier addresses."""
+        """The transports to earlier addresses."""
         self._closed = False
 
     @property
@@ -83,11 +85,11 @@ class Connection:
 
     @property
     def carries(self) -> str:
-        """How payloads travel: "shared memory", or "grpc: " with the reason."""
+        """The way of the payloads: "shared memory", or "grpc: " with the reason."""
         return NOT_KNOWN if self._transport is None else self._transport.carries
 
     async def find_transport(self) -> str:
-        """As `carries`, but first finds out whether the server is on this host."""
+        """As `carries`, but first finds out if the server is on this host."""
         await self.transport.find_out()
         return self.carries
 
@@ -99,7 +101,8 @@ class Connection:
             if self._closed:
                 raise ServerClosedError("this client is closed")
             check_grpc()
-            self._transport, self._made_at = open_transport(self.access), forks()
+            self._transport = open_transport(self.access)
+            self._made_at = forks()
         elif self._made_at != forks():
             raise RuntimeError(
                 "this client was used before a fork and does not work after it; make one in each process"
@@ -107,7 +110,7 @@ class Connection:
         return self._transport
 
     def move(self, address: str) -> None:
-        """Send new calls to `address`. Calls under way stay on the old connection and end with it."""
+        """Sends new calls to `address`. Calls under way stay on the old connection and end with it."""
         self.access = replace(self.access, address=address)
         if self._transport is not None:
             self._left.append(self._transport)
@@ -119,8 +122,10 @@ class Connection:
         deadline = patience.start()
 
         async def again() -> T:
-            left = deadline.seconds
-            return await attempt(None if left is None else left + _GRACE)
+            rpc_timeout = deadline.seconds
+            if rpc_timeout is not None:
+                rpc_timeout += _GRACE
+            return await attempt(rpc_timeout)
 
         return await patience.result(again)
 
@@ -131,22 +136,27 @@ class Connection:
             if not isinstance(error, grpc.aio.AioRpcError):
                 raise error
             details = error.details() or ""
-            if remedy := _tls_remedy(details, self.access.tls):
+            remedy = _tls_remedy(details, self.access.tls)
+            if remedy is not None:
                 raise AuthenticationError(f"{self.address}: {remedy}") from None
-            # grpc.aio reports INTERNAL, and not the true status, for a write to a stream that has just ended. A server
-            # that stops without grace ends its calls with CANCELLED; a call that this client cancels raises
-            # CancelledError. A server that answers says why it cannot do it now.
-            if error.code() not in GONE_CODES or (late and (error.trailing_metadata() or {}).get(REASON_KEY)):
+            if error.code() not in GONE_CODES:
                 raise reported(error, self.address, timeout) from None
-            if late:
-                waited = "" if not timeout else f" (tried for {timeout:.3g} s)"
-                raise ServerUnavailableError(
-                    f"no replay server answers at {self.address}{waited}: {details}; is it running (`replay serve`), "
-                    f"and is the address right?{_closed_remedy(details, self.access.tls)}"
-                    f"{proxy_remedy(self.address.rpartition(':')[0])}"
-                ) from None
+            if not late:
+                return
+            if (error.trailing_metadata() or {}).get(REASON_KEY):  # a server answers, and says why it cannot do it now
+                raise reported(error, self.address, timeout) from None
+            raise self._no_answer(details, timeout) from None
 
         return Patience(judge, timeout, first=_FIRST_PAUSE, longest=_LONGEST_PAUSE)
+
+    def _no_answer(self, details: str, timeout: float | None) -> ServerUnavailableError:
+        """The error of a call that no server has answered in time. `details` are those of gRPC's error."""
+        waited = f" (tried for {timeout:.3g} s)" if timeout else ""
+        host = self.address.rpartition(":")[0]
+        return ServerUnavailableError(
+            f"no replay server answers at {self.address}{waited}: {details}; is it running (`replay serve`), "
+            f"and is the address right?{_closed_remedy(details, self.access.tls)}{proxy_remedy(host)}"
+        )
 
     async def unary(self, method: str, request: Message, timeout: float | None) -> Any:
         """The server's answer to one request. Tries again until the server answers or the timeout ends."""
@@ -167,31 +177,36 @@ class Connection:
         return await self.call(attempt, timeout)
 
     async def insert(self, item: Item) -> pb.InsertResponse:
-        """Inserts or extends one item, and tries again likewise. Raises the reason if the server refuses it."""
-        answer: pb.InsertResponse = await self.call(
-            lambda left: self.transport.inserts.exchange(lambda size: pack_items([item], size), left), item.timeout
-        )
+        """Inserts or extends one item. Tries again as `unary`. Raises the reason if the server refuses the item."""
+
+        async def attempt(seconds: float | None) -> Any:
+            return await self.transport.inserts.exchange(lambda size: pack_items([item], size), seconds)
+
+        answer: pb.InsertResponse = await self.call(attempt, item.timeout)
         for error in answer.errors:
             raise error_of(error.code, error.message, error.reason)
         return answer
 
     def doubt(self) -> None:
-        """An answer is late. Whoever has other servers asks this one for a sign of life."""
+        """Notes that an answer is late. A `Shard`, one of several servers, is then asked for a sign of life."""
 
     async def close(self) -> None:
-        """Close the channel. With the last channel gRPC ends its threads; the process may then fork."""
-        opened, self._transport, self._closed = self._transport, None, True
-        for each in (*self._left, opened):
-            if each is not None:
-                await each.close()
+        """Closes the channel. With the last channel gRPC ends its threads; the process may then fork."""
+        transports = list(self._left)
+        if self._transport is not None:
+            transports.append(self._transport)
+        self._transport = None
+        self._closed = True
+        for transport in transports:
+            await transport.close()
 
 
 class OneServer(Connection):
-    """The server of a client of one. Nothing is shared out: each request goes straight to it.
+    """The only server of a client. Each request goes straight to it.
 
-    It stands where a client of several has a Fleet, a Placement, a PolicyBoard and a PermitOffice, and has their
-    methods. `aio.servers_of` chooses between the two, once. Timeouts are in seconds; None waits for ever. Errors are
-    those of `Connection.unary`.
+    It has the methods of a Fleet, a Placement, a PolicyBoard and a PermitOffice, which a client of several servers has
+    in its place. `aio.servers_of` chooses between the two, once. Timeouts are in seconds; None waits for ever. Errors
+    are those of `Connection.unary`.
     """
 
     decided = True
@@ -201,12 +216,12 @@ class OneServer(Connection):
         super().__init__(access, timeout)
         self.shards = [self]
         self.listeners: list[Callable[[Any], None]] = []
-        """Nobody watches the only server, so that these are never called."""
+        """Functions that are never called, because nobody watches the only server."""
 
     # ------------------------------------------------------------------------------------------------ as a Fleet
 
     def connect(self) -> None:
-        """The first request connects."""
+        """Does nothing: the first request connects."""
 
     def up(self) -> list[OneServer]:
         return self.shards
@@ -273,8 +288,9 @@ async def watch_policy(connection: Connection) -> AsyncGenerator[Policy]:
             while True:
                 message = await stream.read()
                 patience.renew()
-                if (message.version, message.weights) != last:
-                    last = message.version, message.weights
+                policy = (message.version, message.weights)
+                if policy != last:
+                    last = policy
                     yield message
         except grpc.aio.AioRpcError as error:
             await patience.pause_or_raise(error)
@@ -283,15 +299,20 @@ async def watch_policy(connection: Connection) -> AsyncGenerator[Policy]:
 
 
 GONE_CODES = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.INTERNAL, grpc.StatusCode.CANCELLED)
+"""The status codes that mean that the server does not answer now.
+
+grpc.aio reports INTERNAL, and not the true status, for a write to a stream that has just ended. A server that stops
+without grace ends its calls with CANCELLED. A call that this client cancels raises CancelledError, and not this code.
+"""
 
 
 def reported(error: grpc.aio.AioRpcError, address: str, timeout: float | None) -> ReplayError:
     """The error that a caller gets for a failed call."""
     if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED and error.details() == "Deadline Exceeded":
-        # This text is gRPC's own: the server did not answer, even after the grace.
+        # This text is gRPC's own: the server did not answer, even within the grace.
         return error_of(error.code(), f"{address} did not answer within {timeout} s")
     if error.code() is grpc.StatusCode.UNIMPLEMENTED and error.details() == "Method not found!":
-        # This text, too: the server has no such service, or no such method of it.
+        # This text is gRPC's own, too: the server lacks the service, or the method of it.
         other = f"{address} is of another version than this client, which speaks {SERVICE}"
         return error_of(error.code(), f"{other}: install one version of replay-server on both sides")
     reason = (error.trailing_metadata() or {}).get(REASON_KEY, "")
@@ -299,7 +320,7 @@ def reported(error: grpc.aio.AioRpcError, address: str, timeout: float | None) -
 
 
 def _tls_remedy(details: str, tls: TLS | None) -> str | None:
-    """The remedy for a failed TLS handshake, found by gRPC's text. None for other failures, and for passing ones."""
+    """The remedy for a failed TLS handshake, found by gRPC's text. None for other failures, and for temporary ones."""
     if "CERTIFICATE_VERIFY_FAILED" in details:
         reason = details.partition("CERTIFICATE_VERIFY_FAILED: ")[2].removesuffix(": OK")
         trusted = "the authorities that gRPC knows" if tls is None or tls.ca is None else str(tls.ca)
@@ -318,7 +339,7 @@ def _tls_remedy(details: str, tls: TLS | None) -> str | None:
 
 
 def _closed_remedy(details: str, tls: TLS | None) -> str:
-    """Why the server may have closed the connection at once. gRPC does not report the reason, so this is a guess."""
+    """The remedy if the server closed the connection at once. gRPC does not report the reason, so this is a guess."""
     if "Socket closed" not in details and "Connection reset by peer" not in details:
         return ""
     if tls is None:

@@ -1,4 +1,4 @@
-"""What can go wrong, one class a remedy, each carrying the gRPC code it travels as."""
+"""Errors of the client: one class for each remedy, with the gRPC code in which the error travels."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import grpc
 class ReplayError(Exception):
     """Base of every error of this package.
 
-    `code` says what happened to a program; the message says it to a person and is never to be parsed. `reason` is what
-    the server says with a code that several errors share; empty: any other reason, or none.
+    Programs read the `code`. The message is for people; do not parse it. `reason` is the text that the server sends
+    with a code that several errors share; empty: any other reason, or none.
     """
 
     code: ClassVar[grpc.StatusCode] = grpc.StatusCode.UNKNOWN
@@ -19,7 +19,7 @@ class ReplayError(Exception):
 
 
 class TableNotFoundError(ReplayError):
-    """The server has no table of that name; the message lists those it has."""
+    """The server has no table of that name. The message lists the tables that it has."""
 
     code = grpc.StatusCode.NOT_FOUND
 
@@ -74,15 +74,15 @@ class StorageError(ReplayError):
 
 
 class DeadlineExceededError(ReplayError, TimeoutError):
-    """The wait ended before the request could proceed; the message says what it waited for."""
+    """The wait ended before the request could proceed. The message gives the reason of the wait."""
 
     code = grpc.StatusCode.DEADLINE_EXCEEDED
 
 
 class ServerUnavailableError(ReplayError, ConnectionError):
-    """No server answers in time at the address, or it answers until then that it cannot do it now, and why.
+    """No server answers in time at the address, or until then it answers that it cannot do this now, with the reason.
 
-    The request may have taken effect, or may yet.
+    The request may have taken effect, or may do so later.
     """
 
     code = grpc.StatusCode.UNAVAILABLE
@@ -110,10 +110,9 @@ class ShardDrainingError(ServerClosedError):
 
 
 class LeaseEndedError(ReplayError):
-    """A batch that the insert was to close has gone back to its table, or was acknowledged: another reader may have it
-    now.
+    """A batch that the insert was to close has gone back to its table, or was acknowledged already.
 
-    The item was not inserted. To try again cannot help.
+    Another reader may have the batch now. The item was not inserted. Another attempt cannot help.
     """
 
     code = grpc.StatusCode.ABORTED
@@ -126,19 +125,19 @@ class UnsupportedError(ReplayError):
     code = grpc.StatusCode.UNIMPLEMENTED
 
 
-_CLASSES = {
-    (kind.code, kind.reason): kind
-    for kind in list(vars().values())
-    if isinstance(kind, type) and issubclass(kind, ReplayError)
-} | {(grpc.StatusCode.PERMISSION_DENIED, ""): AuthenticationError}
+_KINDS = [kind for kind in list(vars().values()) if isinstance(kind, type) and issubclass(kind, ReplayError)]
+_CLASSES = {(kind.code, kind.reason): kind for kind in _KINDS}
+_CLASSES[grpc.StatusCode.PERMISSION_DENIED, ""] = AuthenticationError
 STATUSES = {code.value[0]: code for code in grpc.StatusCode}
-"""By their numbers on the wire."""
+"""The status codes by their numbers on the wire."""
 GONE = (ServerUnavailableError, ServerClosedError)
-"""Errors that mean: this server does not answer now. It may be back soon, and another shard may answer."""
+"""The errors of a server that does not answer now. It may be back soon, and another shard may answer."""
 
 
 def error_of(code: grpc.StatusCode | int, message: str, reason: str = "") -> ReplayError:
     """The error for a gRPC status (an enum member or its number) and the reason that the server gave with it."""
     status = STATUSES.get(code, grpc.StatusCode.UNKNOWN) if isinstance(code, int) else code
-    kind = _CLASSES.get((status, reason)) or _CLASSES.get((status, ""), ReplayError)
+    kind = _CLASSES.get((status, reason))
+    if kind is None:  # a reason that this client does not know
+        kind = _CLASSES.get((status, ""), ReplayError)
     return kind(message or f"the server answered {status.name} without a message")

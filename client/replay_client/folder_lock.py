@@ -1,4 +1,4 @@
-"""FolderLock: one process at a time works in a folder."""
+"""FolderLock: lets only one process at a time work in a folder."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ class FolderLock:
     """Holds a folder for this process, until `release` or the end of the process, however it ends."""
 
     def __init__(self, folder: Path, holder: str = "training run") -> None:
-        """`holder`: what works in the folder, for the sentence that it is in use."""
+        """`holder` names the program that works in the folder, for the sentence that the folder is in use."""
         self.folder = folder
         self._holder = holder
         self._file: IO[str] | None = None
 
     def acquire(self) -> str:
-        """Lock the folder, and make it if it is missing. Returns why it is not free; empty: it is locked now."""
+        """Locks the folder, and makes it if it is missing. Returns why it is not free; empty: it is locked now."""
         self.folder.mkdir(parents=True, exist_ok=True)
         file = (self.folder / _NAME).open("a+")
         try:
@@ -38,7 +38,7 @@ class FolderLock:
         return ""
 
     def release(self) -> None:
-        """Free the folder, if it is held. The file stays: who finds it there locks it."""
+        """Frees the folder, if this process holds it. The file stays: the next process locks it."""
         if self._file is not None:
             self._file.close()
             self._file = None

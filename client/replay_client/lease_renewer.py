@@ -11,16 +11,16 @@ from replay_client.records import MutationResult, Sample, SampleInfo
 from replay_client.waits import WaitLog
 
 RENEWALS = 4
-"""In the time of a lease. So a lease outlives three of them that a server does not hear."""
+"""Renewals in the time of a lease. So a lease survives if a server misses three of them."""
 _TOGETHER = 0.05
 """Seconds in which samples share their first renewal."""
 
 OnLost = Callable[[list[SampleInfo]], None]
-"""Called with samples whose lease has ended: another reader may have them now."""
+"""A function that is called with samples whose lease has ended: another reader may have them now."""
 
 
 Renew = Callable[..., Awaitable[MutationResult]]
-"""`AsyncReplayClient.renew`."""
+"""The type of `AsyncReplayClient.renew`."""
 
 
 class AsyncLeaseRenewer(AbstractAsyncContextManager["AsyncLeaseRenewer"]):
@@ -30,17 +30,20 @@ class AsyncLeaseRenewer(AbstractAsyncContextManager["AsyncLeaseRenewer"]):
     """
 
     def __init__(self, renew: Renew, lease: float, on_lost: OnLost) -> None:
-        self._renew, self._lease, self._on_lost = renew, lease, on_lost
+        """`lease`: seconds of each lease."""
+        self._renew = renew
+        self._lease = lease
+        self._on_lost = on_lost
         self._batches: dict[int, list[SampleInfo]] = {}
-        """What was drawn under each lease. The payloads are not kept."""
+        """The samples under each lease, without their payloads, by the lease."""
         self._lost_at: dict[int, float] = {}
-        """On the loop's clock: when the renewal of a lease failed first. Each is one of `_batches`."""
+        """The time on the loop's clock at which the renewal of a lease failed first. Each lease is in `_batches`."""
         self._new = asyncio.Event()
         self._log = WaitLog("the renewal of leases", late=True)
         self._task: asyncio.Task[None] | None = None
 
     def add(self, samples: Iterable[Sample]) -> None:
-        """Renews their leases from now on, the first time at once. Samples without a lease are passed over."""
+        """Renews the leases of these samples from now on, the first time at once. Ignores samples without a lease."""
         for sample in samples:
             if sample.info.lease_id:
                 self._batches.setdefault(sample.info.lease_id, []).append(sample.info)
@@ -76,14 +79,20 @@ class AsyncLeaseRenewer(AbstractAsyncContextManager["AsyncLeaseRenewer"]):
             try:
                 renewed = await self._renew(samples, self._lease, timeout=self._lease / RENEWALS)
             except ReplayError as error:
-                # A server that is away keeps them. When it answers, it says which have ended.
+                # A server that is away ends no lease. When it answers again, it says which leases have ended.
                 self._log.wait(f"leases are not renewed: {error}")
                 continue
             self._log.go_on()
-            self._check_missing(set(renewed.missing), {sample.info.lease_id for sample in samples})
+            leases = {sample.info.lease_id for sample in samples}
+            self._note_missing(set(renewed.missing), leases)
 
-    def _check_missing(self, missing: set[int], leases: set[int]) -> None:
-        now, lost = asyncio.get_running_loop().time(), list[SampleInfo]()
+    def _note_missing(self, missing: set[int], leases: set[int]) -> None:
+        """Reports the leases that are missing for the first time, and forgets those that have been missing for long.
+
+        `leases` are those of the last renewal. A lease that `forget` has removed meanwhile is not reported.
+        """
+        now = asyncio.get_running_loop().time()
+        lost: list[SampleInfo] = []
         for lease in leases & self._batches.keys():
             if lease not in missing:
                 self._lost_at.pop(lease, None)
@@ -91,14 +100,15 @@ class AsyncLeaseRenewer(AbstractAsyncContextManager["AsyncLeaseRenewer"]):
                 self._lost_at[lease] = now
                 lost += self._batches[lease]
             elif now - self._lost_at[lease] > self._lease:
-                # A shard that is away counts as missing too. By now it has taken its samples back.
-                del self._batches[lease], self._lost_at[lease]
+                # The leases of a shard that is away count as missing too. By now it has taken its samples back.
+                del self._batches[lease]
+                del self._lost_at[lease]
         self.check()
         if lost:
             self._on_lost(lost)
 
     def check(self) -> None:
-        """Asserts that each lease that failed is still renewed, and names its own samples."""
+        """Asserts that each lease that failed is still renewed, and that the samples of a lease name this lease."""
         assert self._lost_at.keys() <= self._batches.keys(), self._lost_at.keys() - self._batches.keys()
         for lease, infos in self._batches.items():
             assert all(info.lease_id == lease for info in infos), (lease, infos)

@@ -35,7 +35,7 @@ OverdueClient = pb.OverdueClient
 
 
 class Tagged:
-    """What has the labels of an item."""
+    """A record with the labels of an item."""
 
     __slots__ = ()
     labels: Labels
@@ -47,7 +47,7 @@ class Tagged:
 
 
 class Holding:
-    """What has the payload of an item."""
+    """A record with the payload of an item."""
 
     payload: Buffer
 
@@ -60,28 +60,28 @@ class Holding:
         return RolloutGroup.decode(self.payload)
 
 
-@dataclass(slots=True)  # not frozen, here and below: frozen ones take four times as long to create
+@dataclass(slots=True)  # not frozen, here and below: frozen dataclasses take four times as long to create
 class SampleInfo(Tagged):
     """The state of an item and its table at the moment when the item was drawn."""
 
     key: int
     priority: float
     probability: float
-    """The probability of this item to be drawn first in its request. Selectors without chance give 1 or 0."""
+    """The probability that this item is drawn first in its request. Selectors without chance give 1 or 0."""
     age: float
     """Seconds since the item was inserted."""
     policy_version: int
     staleness: int
     """The current policy version minus the item's."""
     times_sampled: int
-    """How often this item was sampled from the table, this time included."""
+    """The number of times that this item was sampled from the table, this time included."""
     table_size: int
     lease_id: int = 0
-    """Names the batch for `acknowledge`, if it was drawn with a lease; 0: no lease."""
+    """The name of the batch for `acknowledge`, if it was drawn with a lease; 0: no lease."""
     shard: str = ""
     """The name of the server that gave the sample, if the client has several."""
     labels: Labels = NO_LABELS
-    """Of a sample only the tags."""
+    """Its tags. A sample has no names of columns."""
 
 
 @dataclass
@@ -90,7 +90,7 @@ class Sample(Holding):
 
     info: SampleInfo
     payload: Buffer
-    """The inserted bytes, and after them those of the columns that `extend` added."""
+    """The inserted bytes, followed by those of the columns that `extend` added."""
 
 
 @dataclass(frozen=True)
@@ -129,11 +129,11 @@ class ItemInfo(Tagged):
     times_sampled: int
     nbytes: int
     effective_priority: float
-    """As `Membership.effective_priority`."""
+    """The weight in the sampler, as in `Membership`."""
     labels: Labels = NO_LABELS
     """Its tags, and the names of its columns."""
     missing_columns: tuple[str, ...] = ()
-    """Names of the columns that it lacks and the table requires. While there are some, it is not sampled."""
+    """The names of columns that the table requires and the item lacks. The item is not sampled while there are any."""
 
 
 @dataclass(frozen=True)
@@ -142,7 +142,7 @@ class ItemPage:
 
     items: Sequence[ItemInfo]
     matching: int
-    """How many items match on all pages."""
+    """The number of items that match, on all pages."""
     next_page: str
     """The argument `page` of `list_items` for the next page; empty: this is the last page."""
 
@@ -155,7 +155,7 @@ class ItemPage:
 
 @dataclass(frozen=True)
 class MutationResult:
-    """What an update, delete or acknowledgement changed."""
+    """The changes that an update, delete or acknowledgement made."""
 
     applied: int
     missing: tuple[int, ...]
@@ -164,12 +164,12 @@ class MutationResult:
 
 @dataclass(frozen=True)
 class ExtendResult:
-    """What became of the columns with which an item was to be extended."""
+    """The outcome of an attempt to add columns to an item."""
 
     added: tuple[str, ...] = ()
-    """Names of the columns that the item has from this call."""
+    """Names of the columns that this call added."""
     present: tuple[str, ...] = ()
-    """Names of the columns that it had before. They are as they were."""
+    """Names of the columns that the item had before. They have not changed."""
     missing: bool = False
     """The item is gone, so nothing was added."""
 
@@ -219,32 +219,37 @@ class ServerInfo:
     commits: int
     """Commits to durable storage since the start."""
     commit_error: str
-    """Why the last commit failed; empty: it succeeded. While it is set, the server refuses inserts."""
+    """The reason why the last commit failed; empty: it succeeded. While it is set, the server refuses inserts."""
     damaged: int
     """Items that the server lost since its start because their bytes on disk were damaged."""
     fell_back: str
-    """If the server started from an older state of its data: which state, and why. Empty: it did not."""
+    """The older state of its data from which the server started, and why; empty: it started from the last state."""
     long_wait: float
-    """Seconds from which on a wait is long: three usual steps of the run."""
+    """Seconds after which a wait counts as long: three usual steps of the run."""
     overdue: tuple[OverdueClient, ...]
     """Trainer and generators, if they are overdue."""
     clients: tuple[ClientInfo, ...]
-    """The named clients that insert, sample or publish. The one that was seen last comes first."""
+    """The named clients that insert, sample or publish. The client that was seen last comes first."""
 
     def is_long(self, wait: Waiting) -> bool:
-        """Whether requests wait, and none was served for longer than steps of this run usually take."""
+        """True if requests wait, and none was served for longer than steps of this run usually take."""
         return bool(wait.count and wait.seconds >= self.long_wait)
 
     def clients_of(self, role: str) -> list[ClientInfo]:
-        """The clients with this role, beside others that they may have."""
+        """The clients with this role. They may have other roles, too."""
         return [client for client in self.clients if role in client.role.split(", ")]
 
     def is_connected(self, client: ClientInfo) -> bool:
-        """A client is connected during its calls, and `long_wait` seconds longer, unless it said that it ends."""
-        return not client.ended and bool(client.open or client.age < self.long_wait)
+        """True during the calls of a client, and `long_wait` seconds longer, unless the client said that it ends."""
+        if client.ended:
+            return False
+        return bool(client.open or client.age < self.long_wait)
 
     def settings_of(self, part: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
-        """The name of each generator or trainer that is there, and what it says of itself."""
+        """The name and the settings of each connected client that describes itself as this part of a run.
+
+        `part` is for example a generator or a trainer.
+        """
         for client in self.clients:
             settings = read_described(client.settings)
             if self.is_connected(client) and settings.get("part") == part:
@@ -253,20 +258,20 @@ class ServerInfo:
 
 @dataclass(frozen=True)
 class ShardedInfo(ServerInfo):
-    """All shards as one server: counts, bytes and rates are sums, the policy is the lowest one.
+    """All shards as one server. Counts, bytes and rates are sums. The policy is the one with the lowest version.
 
-    Quantiles of a table: `min` and `max` are those of all items, `mean` is their mean, and the others are means of the
-    shards' quantiles, each weighted by its items.
+    Quantiles of a table: `min`, `max` and `mean` are those of all items. The other quantiles are means of the shards'
+    quantiles, each weighted by the number of its items.
     """
 
     shards: Mapping[str, ServerInfo]
     """Each shard that answered, by its name."""
     gone: tuple[str, ...]
-    """The shards that did not answer. Nothing of them is in the sums."""
+    """The names of the shards that did not answer. The sums are without them."""
 
 
 def shards_of(info: ServerInfo) -> Iterator[tuple[str, ServerInfo | None]]:
-    """Each server of several by its name; None: it does not answer. Nothing for a single server."""
+    """Each of several servers with its name; None: the server does not answer. Empty for a single server."""
     if isinstance(info, ShardedInfo):
         yield from info.shards.items()
         for name in info.gone:
@@ -274,47 +279,58 @@ def shards_of(info: ServerInfo) -> Iterator[tuple[str, ServerInfo | None]]:
 
 
 def starts_of(info: ServerInfo) -> dict[str, int]:
-    """The id that each server drew at its start, by its name; a single one has no name. One that is gone is absent."""
-    return {name: shard.server_id for name, shard in shards_of(info) if shard is not None} or {"": info.server_id}
+    """The id that each server drew at its start, by the server's name. A single server has the name "".
+
+    A server that does not answer is absent.
+    """
+    starts = {name: shard.server_id for name, shard in shards_of(info) if shard is not None}
+    return starts or {"": info.server_id}
 
 
 def restarted(last: ServerInfo, info: ServerInfo) -> bool:
-    """Returns whether a server that answers now has started again since the last look."""
+    """True if a server that answers now has started again since the last look."""
     before = starts_of(last)
-    return any(before.get(name, start) != start for name, start in starts_of(info).items())
+    return any(name in before and before[name] != start for name, start in starts_of(info).items())
 
 
 def rates_between(last: ServerInfo | None, info: ServerInfo) -> dict[str, tuple[float, float]]:
     """Inserts and samples a second of each table between two looks at a server.
 
-    A table is absent if its counters began anew in between, or if it was not there before. All are absent if other
-    servers answer than before: what a shard counted while it was away did not happen between the two looks.
+    A table is absent if its counters began anew in between, or if it was not there before. All tables are absent if
+    other servers answer than before: what a shard counted while it was away did not happen between the two looks.
     """
-    if last is None or starts_of(last) != starts_of(info) or (seconds := info.uptime - last.uptime) <= 0:
+    if last is None or starts_of(last) != starts_of(info):
         return {}
-    return {
-        name: ((table.inserts - before.inserts) / seconds, (table.samples - before.samples) / seconds)
-        for name, table in info.tables.items()
-        if (before := last.tables.get(name)) is not None
-        and table.inserts >= before.inserts
-        and table.samples >= before.samples
-    }
+    seconds = info.uptime - last.uptime
+    if seconds <= 0:
+        return {}
+    rates: dict[str, tuple[float, float]] = {}
+    for name, table in info.tables.items():
+        before = last.tables.get(name)
+        if before is None:
+            continue
+        inserts = table.inserts - before.inserts
+        samples = table.samples - before.samples
+        if inserts >= 0 and samples >= 0:
+            rates[name] = (inserts / seconds, samples / seconds)
+    return rates
 
 
-@lru_cache(maxsize=2048)  # each look at a server reads what hundreds of clients said, a dozen times
+@lru_cache(maxsize=2048)  # each look at a server reads the settings of hundreds of clients a dozen times
 def read_described(text: str) -> Mapping[str, Any]:
-    """What a client has said of itself, from the `settings` of its ClientInfo. What is no JSON is a text.
+    """The settings with which a client described itself, from `settings` of its ClientInfo. The result is read-only.
 
-    A client may say anything. `tables` is a list of names here, or nothing. Nobody may change the result.
+    A client may send anything. A value that is no JSON is a text. `tables` is absent unless it is a list of names.
     """
     settings = {name: _parsed(value) for name, value in json.loads(text or "{}").items()}
     tables = settings.get("tables")
-    if not (isinstance(tables, list) and all(isinstance(name, str) for name in tables)):
+    if not isinstance(tables, list) or not all(isinstance(name, str) for name in tables):
         settings.pop("tables", None)
     return MappingProxyType(settings)
 
 
 def _parsed(text: str) -> Any:
+    """The value of a JSON text; the text itself if it is no JSON."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError):
@@ -322,21 +338,22 @@ def _parsed(text: str) -> Any:
 
 
 def grant_of(message: pb.Permits, shard: str = "") -> PermitGrant:
-    """The permits in their message, and the name of the server that granted them."""
+    """The record of a message with permits. `shard` is the name of the server that granted them."""
     return PermitGrant(message.grant, message.count, message.ttl, shard)
 
 
 def server_info_of(message: pb.ServerInfo) -> ServerInfo:
-    """The server and its tables in their message."""
+    """The record of a message about a server and its tables."""
     values: dict[str, Any] = {field.name: getattr(message, field.name) for field in fields(ServerInfo)}
     values["admission"] = message.admission if message.HasField("admission") else None
     values["tables"] = {table.name: table for table in message.tables}
-    values |= {"overdue": tuple(message.overdue), "clients": tuple(message.clients)}
+    values["overdue"] = tuple(message.overdue)
+    values["clients"] = tuple(message.clients)
     return ServerInfo(**values)
 
 
 def samples_of(first: pb.SampleResponse, payloads: Sequence[Buffer], leased: bool = False) -> list[Sample]:
-    """The samples of a batch; `first` is the message with its columns."""
+    """The samples of a batch. `first` is the message with its columns."""
     lease = first.batch if leased else 0
     labels = _labels((), first.tags, len(first.keys))
     columns = zip(
@@ -350,7 +367,9 @@ def samples_of(first: pb.SampleResponse, payloads: Sequence[Buffer], leased: boo
         payloads,
         strict=True,
     )
-    now, size = first.policy_version, first.table_size
+    now = first.policy_version
+    size = first.table_size
+    # A comprehension with positional arguments, because it runs for each sample.
     return [
         Sample(
             SampleInfo(key, priority, chance, age, version, max(0, now - version), times, size, lease, "", of_row),
@@ -361,28 +380,44 @@ def samples_of(first: pb.SampleResponse, payloads: Sequence[Buffer], leased: boo
 
 
 def _labels(columns: Sequence[pb.Columns], tags: Sequence[pb.Tags], n: int) -> Iterable[Labels]:
-    """One for each of the n rows of a message."""
+    """The labels of each of the n rows of a message."""
     return labels_of_rows(columns, tags, n) or repeat(NO_LABELS, n)
 
 
 def stored_items_of(first: pb.GetResponse, payloads: Sequence[Buffer]) -> list[StoredItem]:
-    """The items of a response; `first` is the message with its columns, `payloads` has one entry a row."""
+    """The items of a response. `first` is the message with its columns. `payloads` has one entry for each row."""
     tables: list[dict[str, Membership]] = [{} for _ in first.keys]
     for member in first.memberships:
-        columns = zip(member.rows, member.priorities, member.times_sampled, member.effective_priorities, strict=True)
-        for row, priority, times, aged in columns:
-            tables[row][member.table] = Membership(priority, times, aged)
-    labels = _labels(first.columns, first.tags, len(first.keys))
-    return [
-        StoredItem(key, age, version, max(0, first.policy_version - version), held, payload, of_row)
-        for key, age, version, held, payload, of_row in zip(
-            first.keys, first.ages, first.policy_versions, tables, payloads, labels, strict=True
+        rows = zip(member.rows, member.priorities, member.times_sampled, member.effective_priorities, strict=True)
+        for row, priority, times, effective_priority in rows:
+            tables[row][member.table] = Membership(priority, times, effective_priority)
+    columns = zip(
+        first.keys,
+        first.ages,
+        first.policy_versions,
+        tables,
+        payloads,
+        _labels(first.columns, first.tags, len(first.keys)),
+        strict=True,
+    )
+    now = first.policy_version
+    items: list[StoredItem] = []
+    for key, age, version, memberships, payload, labels in columns:
+        item = StoredItem(
+            key=key,
+            age=age,
+            policy_version=version,
+            staleness=max(0, now - version),
+            tables=memberships,
+            payload=payload,
+            labels=labels,
         )
-    ]
+        items.append(item)
+    return items
 
 
 def item_page_of(response: pb.ListItemsResponse) -> ItemPage:
-    """The page that a response holds; rows in its order."""
+    """The page that a response holds, with its rows in the same order."""
     columns = zip(
         response.keys,
         response.priorities,
@@ -396,11 +431,19 @@ def item_page_of(response: pb.ListItemsResponse) -> ItemPage:
         strict=True,
     )
     now = response.policy_version
-    items = [
-        ItemInfo(
-            *(key, priority, age, version, max(0, now - version), times, nbytes, effective, of_row),
-            tuple(sorted(lacking.columns)),
+    items: list[ItemInfo] = []
+    for key, priority, age, version, times_sampled, nbytes, effective_priority, labels, missing in columns:
+        item = ItemInfo(
+            key=key,
+            priority=priority,
+            age=age,
+            policy_version=version,
+            staleness=max(0, now - version),
+            times_sampled=times_sampled,
+            nbytes=nbytes,
+            effective_priority=effective_priority,
+            labels=labels,
+            missing_columns=tuple(sorted(missing.columns)),
         )
-        for key, priority, age, version, times, nbytes, effective, of_row, lacking in columns
-    ]
+        items.append(item)
     return ItemPage(items, response.matching, response.next_page)

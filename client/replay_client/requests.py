@@ -27,9 +27,11 @@ from replay_protos.labels import NO_LABELS, Labels, TagValue, labels_of
 M = TypeVar("M", bound=Message)
 
 MOST_KEYS = 1_000_000
-"""Keys in one request."""
-FIRST_KEY, LAST_KEY = 1 << 62, (1 << 63) - 1
-"""The smallest and the largest key of a KeySequence."""
+"""The most keys in one request."""
+FIRST_KEY = 1 << 62
+"""The smallest key of a KeySequence."""
+LAST_KEY = (1 << 63) - 1
+"""The largest key of a KeySequence."""
 _LONGEST = 80
 """The most characters of a value that an error shows."""
 
@@ -52,11 +54,15 @@ class KeySequence:
 def priorities_message(
     table: str, keys: npt.NDArray[np.uint64], priorities: npt.NDArray[np.float64]
 ) -> pb.UpdatePrioritiesRequest:
-    """Both arrays of shape (K,). Raises InvalidRequestError for too many keys, and for keys that are no integers."""
+    """A request that sets the priorities (K,) of `keys` (K,).
+
+    Raises InvalidRequestError for too many keys, and for keys that are no integers.
+    """
     if len(keys) > MOST_KEYS:
         raise InvalidRequestError(f"{len(keys)} keys in one request: send at most {MOST_KEYS} at a time")
-    if (kind := np.asarray(keys).dtype).kind not in "ui":
-        raise InvalidRequestError(f"keys of type {kind}: keys are integers, which {kind} would not keep exactly")
+    dtype = np.asarray(keys).dtype
+    if dtype.kind not in "ui":
+        raise InvalidRequestError(f"keys of type {dtype}: keys are integers, which {dtype} would not keep exactly")
     return pb.UpdatePrioritiesRequest(
         table=table,
         keys=np.ascontiguousarray(keys, dtype="<u8").tobytes(),
@@ -65,18 +71,18 @@ def priorities_message(
 
 
 def new_id() -> int:
-    """For a draw or another request. No other client chooses the same one."""
+    """An id for a draw or another request. No other client chooses the same id."""
     return secrets.randbits(62) | 1 << 62
 
 
 def once(request: M) -> M:
-    """Give the request an id. The server then answers a retry as it answered the first time, and changes nothing."""
+    """Gives the request an id. The server then answers a retry as it answered the first time, and changes nothing."""
     cast("Any", request).request = new_id()
     return request
 
 
 def tag_filters(tags: Mapping[str, TagValue] | None) -> list[pb.TagFilter]:
-    """The tags that items must have. Raises InvalidRequestError for what no item can have."""
+    """The filters for items that have these tags. Raises InvalidRequestError for tags that no item can have."""
     try:
         return [pb.TagFilter(name=name, value=str(value)) for name, value in labels_of((), tags).pairs]
     except ValueError as error:
@@ -92,11 +98,12 @@ def message_of(kind: type[M], **fields: Any) -> M:
 
 
 def _explain(kind: type[Message], fields: Mapping[str, Any], error: Exception) -> str:
+    """The error of the first field that the message refuses alone; if there is none, that of the whole message."""
     for name, value in fields.items():
         try:
             kind(**{name: value})
-        except (TypeError, ValueError) as its_own:
-            return f"{name} {shortened(value)}: {its_own}"
+        except (TypeError, ValueError) as field_error:
+            return f"{name} {shortened(value)}: {field_error}"
     return str(error)
 
 
@@ -121,17 +128,21 @@ def whole_number(name: str, value: SupportsIndex, bits: int) -> int:
 
 
 def shortened(value: object) -> str:
+    """The value as an error shows it, with at most `_LONGEST` characters."""
     text = repr(value)
-    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
+    if len(text) <= _LONGEST:
+        return text
+    return f"{text[:_LONGEST]}..."
 
 
 # ------------------------------------------------------------------------------------------------------------- items
 
 ROWS_PER_MESSAGE = 1024
-"""Items in one message. A message costs both sides what a hundred small items do."""
+"""The most items in one message. A message costs both sides as much as a hundred small items."""
 BYTES_TOGETHER = 2 << 20
-"""Payload bytes of items that share a message, at most. Only a single item is cut, and at less: the server waits up to
-`stall_timeout` for each next piece of a cut item, and a slow link must carry a piece in that time."""
+"""The most payload bytes of items that share a message. An item that does not share a message is cut at fewer bytes:
+the server waits up to `stall_timeout` for each next piece of a cut item, and a slow link must carry a piece in that
+time."""
 
 
 @dataclass(slots=True)  # not frozen: that would make it four times as slow to create
@@ -147,35 +158,44 @@ class Item:
     timeout: float | None
     """Seconds that the item may wait for its tables; None: for ever."""
     permits: int = 0
-    """The id of the grant of which the item uses up a permit; 0: of none."""
+    """The id of the grant from which the item uses up a permit; 0: it uses up none."""
     granted_by: str = ""
     """The name of the shard that granted the permit."""
     labels: Labels = NO_LABELS
     closes: tuple[int, ...] = ()
-    """The leases of the batches that the item closes; of a segment: that its writer must still have."""
+    """The leases of the batches that the item closes; for a segment, the leases that its writer must still have."""
     closed_on: str = ""
-    """The name of the shard that gave them."""
+    """The name of the shard that gave these batches."""
     request: int = 0
-    """Of a segment, which is appended to the item that is there with its key: a number under which it is known if it
-    comes again; 0: a new item."""
+    """The id of a segment, which is appended to the stored item with its key. By the id the server knows a segment that
+    is sent again. 0: this is a new item."""
     completions: int = 0
     """The number of completions in the group; 0: the item is no group, or its bytes were encoded before."""
     completion_tokens: int = 0
     """The number of tokens of all these completions."""
     moved: bool = False
-    """Whether the item goes to another shard, which counts it, and the one that granted the permit hears of it next."""
+    """True if the item goes to another shard than the one that granted the permit. That one hears of it afterwards."""
 
     @classmethod
     def segment(
         cls, key: int, extras: Mapping[str, npt.ArrayLike], axes: Mapping[str, str] | None, timeout: float | None
     ) -> Item:
-        """A segment with these columns. Raises InvalidRequestError for what `encode_columns` refuses."""
+        """A segment with these columns. Raises InvalidRequestError for columns that `encode_columns` refuses."""
         try:
-            payload, labels = encode_columns(extras, axes), labels_of(extras, None)
+            payload = encode_columns(extras, axes)
+            labels = labels_of(extras, None)
         except ValueError as error:
             raise InvalidRequestError(str(error)) from None
-        key, nbytes = whole_number("key", key, 64), sum(map(len, payload))
-        return cls(key, {}, 0, payload, nbytes, timeout, labels=labels, request=new_id())
+        return cls(
+            key=whole_number("key", key, 64),
+            priorities={},
+            policy_version=0,
+            payload=payload,
+            nbytes=sum(map(len, payload)),
+            timeout=timeout,
+            labels=labels,
+            request=new_id(),
+        )
 
     @classmethod
     def of(
@@ -189,6 +209,11 @@ class Item:
         tags: Mapping[str, TagValue] | None = None,
         closes: Sequence[Sample] = (),
     ) -> Item:
+        """An item with this group or these bytes.
+
+        `timeout` is in seconds. `closes` are samples with a lease, which the insert acknowledges. Raises
+        InvalidRequestError.
+        """
         columns: Iterable[str] = ()
         completions = completion_tokens = 0
         if isinstance(group, RolloutGroup):
@@ -200,11 +225,13 @@ class Item:
         elif isinstance(group, bytes | bytearray | memoryview):
             if isinstance(group, memoryview):
                 group = group.cast("B")  # the length of any other view is not its number of bytes
-            payload, version = (group,), policy_version or 0
+            payload = (group,)
+            version = policy_version or 0
         else:
             raise InvalidRequestError(f"a group must be a RolloutGroup or its bytes, not a {type(group).__name__}")
         # Check everything here, in the caller's thread: an error later, in the pipeline, would also fail other items.
-        key, version = whole_number("key", key, 64), whole_number("policy_version", version, 63)
+        key = whole_number("key", key, 64)
+        version = whole_number("policy_version", version, 63)
         if not isinstance(priorities, Mapping):
             raise InvalidRequestError(f'priorities must be by table, such as {{"replay": 1.0}}, not {priorities!r}')
         try:
@@ -217,7 +244,11 @@ class Item:
         except ValueError as error:
             raise InvalidRequestError(str(error)) from None
         nbytes = len(payload[0]) if len(payload) == 1 else sum(map(len, payload))
-        grant, granted_by = (permits.id, permits.shard) if permits else (0, "")
+        grant = 0
+        granted_by = ""
+        if permits:
+            grant = permits.id
+            granted_by = permits.shard
         leases: tuple[int, ...] = ()
         closed_on = ""
         if closes:
@@ -240,12 +271,19 @@ class Item:
 
 
 def _closed(samples: Sequence[Sample]) -> tuple[tuple[int, ...], str]:
-    """The leases of these samples, and the shard that gave all of them. Raises InvalidRequestError."""
-    if taken := [sample.info.key for sample in samples if not sample.info.lease_id]:
-        raise InvalidRequestError(f"item {taken[0]} cannot be closed: it was drawn without a lease")
-    if len(shards := {sample.info.shard for sample in samples}) > 1:
+    """The leases of these samples, and the shard that gave all of them.
+
+    Raises InvalidRequestError for a sample without a lease, and for samples of several shards.
+    """
+    for sample in samples:
+        if not sample.info.lease_id:
+            raise InvalidRequestError(f"item {sample.info.key} cannot be closed: it was drawn without a lease")
+    shards = {sample.info.shard for sample in samples}
+    if len(shards) > 1:
         raise InvalidRequestError(f"an item closes samples of one shard, not of {', '.join(sorted(shards))}")
-    return tuple(dict.fromkeys(sample.info.lease_id for sample in samples)), "".join(shards)
+    (shard,) = shards
+    leases = dict.fromkeys(sample.info.lease_id for sample in samples)  # each lease once, in order
+    return tuple(leases), shard
 
 
 def check_extension(item: Sample | StoredItem, extras: Mapping[str, npt.ArrayLike], axes: Mapping[str, str]) -> None:
@@ -254,10 +292,11 @@ def check_extension(item: Sample | StoredItem, extras: Mapping[str, npt.ArrayLik
         group = item.group
     except ValueError as error:
         raise InvalidRequestError(f"the item is no group that columns could join: {error}") from None
-    columns = {name: np.asarray(values) for name, values in extras.items() if name not in group.extras}
-    its_axes = {name: axis for name, axis in axes.items() if name in columns or name not in extras}
+    new_columns = {name: np.asarray(values) for name, values in extras.items() if name not in group.extras}
+    # The axis of a column that the group has already is left out; the axis of a missing column is refused below.
+    new_axes = {name: axis for name, axis in axes.items() if name in new_columns or name not in extras}
     try:
-        replace(group, extras=group.extras | columns, axes=group.axes | its_axes, validate=False)
+        replace(group, extras=group.extras | new_columns, axes=group.axes | new_axes, validate=False)
     except ValueError as error:
         raise InvalidRequestError(str(error)) from None
 
@@ -271,24 +310,37 @@ def pack_items(items: Sequence[Item], bytes_per_message: int = BYTES_PER_MESSAGE
     bytes_together = max(bytes_per_message, BYTES_TOGETHER)
     start = 0
     while start < len(items):
-        first, stop, nbytes = items[start], start, 0
-        while (
-            stop < len(items)
-            and stop - start < ROWS_PER_MESSAGE
-            and (stop == start or nbytes + items[stop].nbytes <= bytes_together)
-            and (items[stop].permits, items[stop].moved) == (first.permits, first.moved)
-            and items[stop].timeout == first.timeout
-            and bool(items[stop].request) == bool(first.request)
-            and (stop == start or not (items[stop].closes or first.closes))
-        ):
-            nbytes += items[stop].nbytes
+        first = items[start]
+        nbytes = first.nbytes
+        stop = start + 1
+        end = min(len(items), start + ROWS_PER_MESSAGE)
+        while stop < end:
+            item = items[stop]
+            if nbytes + item.nbytes > bytes_together or not _share_a_message(first, item):
+                break
+            nbytes += item.nbytes
             stop += 1
         yield from _message(items[start:stop], nbytes, bytes_per_message)
         start = stop
 
 
+def _share_a_message(first: Item, item: Item) -> bool:
+    """True if the fields that a message has once are the same for both items."""
+    return (
+        item.permits == first.permits
+        and item.moved == first.moved
+        and item.timeout == first.timeout
+        and bool(item.request) == bool(first.request)
+        and not item.closes
+        and not first.closes
+    )
+
+
 def _message(items: Sequence[Item], nbytes: int, bytes_per_message: int) -> Iterator[Frame[pb.InsertRequest]]:
-    first, keys, sizes = items[0], [item.key for item in items], [item.nbytes for item in items]
+    """Yields the message with these items, or several messages if there is one large item."""
+    first = items[0]
+    keys = [item.key for item in items]
+    sizes = [item.nbytes for item in items]
     request = pb.InsertRequest(keys=keys, payload_sizes=sizes, timeout=first.timeout)
     if first.request:
         request.extend = True
@@ -296,7 +348,8 @@ def _message(items: Sequence[Item], nbytes: int, bytes_per_message: int) -> Iter
     else:
         request.policy_versions.extend(item.policy_version for item in items)
         request.targets.extend(_targets(items))
-        request.permits, request.moved = first.permits, first.moved
+        request.permits = first.permits
+        request.moved = first.moved
     request.closes.extend(first.closes)
     if any(item.labels is not NO_LABELS for item in items):
         labels = [item.labels for item in items]
@@ -306,42 +359,50 @@ def _message(items: Sequence[Item], nbytes: int, bytes_per_message: int) -> Iter
         request.lengths.completions.extend(item.completions for item in items)
         request.lengths.tokens.extend(item.completion_tokens for item in items)
     if len(items) > 1 or nbytes <= bytes_per_message:
-        yield Frame(request, [chunk for item in items for chunk in item.payload])
+        pieces: list[Buffer] = []
+        for item in items:
+            pieces.extend(item.payload)
+        yield Frame(request, pieces)
         return
-    for chunks in cut(items[0].payload, bytes_per_message):
+    for chunks in cut(first.payload, bytes_per_message):
         yield Frame(request, chunks)
-        request = pb.InsertRequest()
+        request = pb.InsertRequest()  # the later messages have only bytes
 
 
 def _targets(items: Sequence[Item]) -> list[pb.InsertTarget]:
-    rows: dict[str, list[int]] = {}
+    """The tables of these items, each with the rows that go there and their priorities."""
+    rows_of_tables: dict[str, list[int]] = {}
     for row, item in enumerate(items):
         for table in item.priorities:
-            rows.setdefault(table, []).append(row)
-    return [
-        pb.InsertTarget(
-            table=table,
-            priorities=[items[row].priorities[table] for row in chosen],
-            rows=[] if len(chosen) == len(items) else chosen,
-        )
-        for table, chosen in rows.items()
-    ]
+            rows_of_tables.setdefault(table, []).append(row)
+    targets: list[pb.InsertTarget] = []
+    for table, rows in rows_of_tables.items():
+        priorities = [items[row].priorities[table] for row in rows]
+        if len(rows) == len(items):
+            rows = []  # all rows
+        targets.append(pb.InsertTarget(table=table, priorities=priorities, rows=rows))
+    return targets
 
 
 def unchanged_row(answer: pb.InsertResponse) -> pb.UnchangedRow | None:
-    """Why the only segment of a request was not appended; None: it was."""
+    """The reason why the only segment of a request was not appended; None: it was appended."""
     return answer.unchanged[0] if answer.unchanged else None
 
 
 class EvictedItems(dict[int, tuple[str, ...]]):
-    """Items that left a full table at once, because its remover chose them: their tables by key, the newest last."""
+    """The tables that an item left at once because they were full and their remover chose it, by the item's key.
+
+    The newest entry is the last one.
+    """
 
     MOST = 1 << 16
-    """Entries kept. A pool that keeps the best evicts many new items, so the oldest entries must make room."""
+    """The most entries. A pool that keeps the best items evicts many new ones, so the oldest entries are forgotten."""
 
     def record(self, response: pb.InsertResponse) -> None:
         """Adds the evicted items that an acknowledgement names."""
         for row in response.evicted:
-            self[row.key] = (*self.pop(row.key, ()), row.table)
+            tables = self.pop(row.key, ())  # removed, so that the entry becomes the last one
+            self[row.key] = (*tables, row.table)
         while len(self) > self.MOST:
-            del self[next(iter(self))]
+            oldest = next(iter(self))
+            del self[oldest]

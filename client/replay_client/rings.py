@@ -1,9 +1,9 @@
-"""Rings: shared memory through which large payloads travel, if the server is on the same host; messages go over gRPC.
+"""Rings: sends large payloads through shared memory if the server is on the same host. Messages go over gRPC.
 
-* The client finds out by itself: it asks the server for a ring and looks whether it can map it.
-* A stream asks for its ring at its first large payload. Clients with small payloads never have one.
-* A ring takes milliseconds to make. One whose call has ended in good order serves the next call of its kind.
-* Where no ring can be had, payloads travel in the messages. Nobody else can tell, except by `carries`.
+* The client finds out by itself if it can: it asks the server for a ring and tries to map it.
+* A stream asks for its ring at its first large payload. Clients with small payloads never have a ring.
+* A ring takes milliseconds to make. If its call ends in good order, the ring serves the next call of its kind.
+* If there is no ring, payloads travel in the messages. Other code sees the difference only in `carries`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from replay_protos.framing import Frame
 from replay_protos.shared_memory import BYTES_PER_FRAME, FrameWriter, Mailbox, RingReader, Segment, is_large
 
 SHARED = "shared memory"
-"""What `carries` says if payloads go through rings."""
+"""The value of `carries` if payloads go through rings."""
 _CAPACITY = 16 << 20
 """Bytes of a ring. Many messages fit into it, and it fits into a processor's cache."""
 _MOMENT = 0.1
@@ -34,11 +34,11 @@ _MOMENT = 0.1
 _PAUSE = 10.0
 """Seconds. After a refusal no stream asks for a ring during this time."""
 _ANSWER = 5.0
-"""Seconds for which `find_out` waits."""
+"""The most seconds that `find_out` waits."""
 _GOODBYE = 1.0
-"""Seconds that the server has to end the call."""
+"""Seconds in which the server must end the call."""
 _MOST_IDLE = 4
-"""Rings of each direction that are kept for later calls."""
+"""The most rings of each direction that are kept for later calls."""
 
 Ring = RingReader | FrameWriter
 R = TypeVar("R", RingReader, FrameWriter)
@@ -57,14 +57,14 @@ class SharedMemory:
         self._idle: dict[type[Ring], list[Any]] = {RingReader: [], FrameWriter: []}
         """Rings that later calls may use: those that bring payloads, and those of inserts."""
         self._requested_kinds: set[type[Ring]] = set()
-        """The kinds of which a ring was asked for and is under way."""
+        """The kinds of rings that the server was asked for and has not given yet."""
         self.large_responses = False
-        """Whether the last response was so large that a ring is worth while."""
+        """True if the last response was so large that a ring is worth while."""
         self.carries = ""
         """`SHARED`, or "grpc: " with the reason; "" while nothing is known."""
 
     async def find_out(self) -> None:
-        """Wait until `carries` is known, or until the server has had time to answer."""
+        """Waits until `carries` is known, or until the server has had time to answer."""
         with suppress(TimeoutError):
             async with asyncio.timeout(_ANSWER):
                 async with self._one_exchange:  # a ring may be on its way
@@ -76,10 +76,11 @@ class SharedMemory:
                     await asyncio.wait({request})
 
     def ask(self, capacity: int = _CAPACITY) -> asyncio.Task[Segment | None] | None:
-        """Ask the server for a ring. With capacity 0, ask only whether it has rings. None: no ring now."""
+        """Asks the server for a ring. With capacity 0, asks only if the server has rings. None: do not ask now."""
         if self._closed or asyncio.get_running_loop().time() < self._ask_again_at:
             return None
-        # In its own task: if the caller stops waiting, the next exchange must not get the response to this one.
+        # The exchange has a task of its own. If the caller stops waiting, the task still reads the response, so that
+        # the next exchange does not get it.
         return self._start(self._ask(capacity))
 
     async def ring(self, kind: type[R]) -> R | None:
@@ -91,7 +92,10 @@ class SharedMemory:
                 self._requested_kinds.add(kind)
                 request.add_done_callback(partial(self._came, kind))
                 await asyncio.wait({request}, timeout=_MOMENT)
-        return idle.pop() if idle else None
+        if not idle:
+            return None
+        ring: R = idle.pop()
+        return ring
 
     def _came(self, kind: type[Ring], request: asyncio.Task[Segment | None]) -> None:
         self._requested_kinds.discard(kind)
@@ -104,14 +108,14 @@ class SharedMemory:
     def keep(self, ring: Ring) -> None:
         """Keeps a ring for later calls. Its call, if it had one, has ended in good order."""
         idle = self._idle[type(ring)]
-        assert all(ring is not each for each in idle), "two calls would use one ring"
+        assert all(ring is not idle_ring for idle_ring in idle), "two calls would use one ring"
         if len(idle) < _MOST_IDLE:
             idle.append(ring)
         else:
             self.close(ring)
 
     def close(self, ring: Ring) -> None:
-        """Tell the server that this client no longer uses the ring."""
+        """Tells the server that this client no longer uses the ring."""
         if self._stream is not None:
             self._start(self._ask_to_close(ring.segment.ring_id))
 
@@ -123,7 +127,8 @@ class SharedMemory:
             for task in late:
                 task.cancel()  # which ends the call, too
             await asyncio.gather(*late, return_exceptions=True)
-        if (stream := self._forget_stream()) is not None and not stream.ended:
+        stream = self._forget_stream()
+        if stream is not None and not stream.ended:
             await stream.end()
 
     def _start(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
@@ -133,13 +138,14 @@ class SharedMemory:
         return task
 
     async def _ask(self, capacity: int) -> Segment | None:
+        """The memory of a new ring; None, with the reason in `carries`, if there is none."""
         try:
             async with self._one_exchange:
                 return await self._open_ring(capacity)
         except (OSError, ValueError, ReplayError) as error:
             self._refuse(str(error))
         except grpc.aio.AioRpcError as error:
-            # Not an error here: the calls that carry payloads report it better, and retry.
+            # This is no error here: the calls that carry payloads report it better, and try again.
             self.carries = f"grpc: {error.details()}"
         except BaseException:
             self._drop_stream()
@@ -155,7 +161,8 @@ class SharedMemory:
             mailbox = Mailbox(Path(opened.path))
             try:
                 sent = await self._exchange(pb.ShareMemoryRequest(send=opened.ring))
-            finally:  # on a thread, because the system maps every page of the ring now
+            finally:
+                # On a thread, because the system maps every page of the ring now.
                 segment = await asyncio.to_thread(mailbox.receive, opened.ring, capacity)
             if segment is None:
                 raise OSError(sent.refusal or "the memory of the ring did not arrive")
@@ -172,6 +179,7 @@ class SharedMemory:
                     await self._exchange(pb.ShareMemoryRequest(close=ring_id))
 
     async def _exchange(self, request: pb.ShareMemoryRequest) -> Any:
+        """The server's answer to one request. Opens the stream if it is not open."""
         if self._stream is None or self._stream.ended:
             self._forget_stream()
             self._stream = self._open_stream()
@@ -189,8 +197,9 @@ class SharedMemory:
             stream.cancel()
 
     def _forget_stream(self) -> Stream | None:
-        """All rings end with their stream."""
-        stream, self._stream = self._stream, None
+        """Returns the stream, and forgets it and its rings, which end with it."""
+        stream = self._stream
+        self._stream = None
         for idle in self._idle.values():
             idle.clear()
         return stream
@@ -201,7 +210,7 @@ class SharedMemory:
 
 
 class RingTransport(Transport):
-    """A channel, and the rings of its streams. A server that has none gets everything over gRPC."""
+    """A channel, and the rings of its streams. A server without rings gets everything over gRPC."""
 
     def __init__(self, access: Access) -> None:
         super().__init__(access)
@@ -219,7 +228,9 @@ class RingTransport(Transport):
             return await super().call(method, request, timeout)
         # The answer comes through a ring if the answer before it was large.
         shared = self._shared
-        ring = await shared.ring(RingReader) if shared.large_responses else None
+        ring = None
+        if shared.large_responses:
+            ring = await shared.ring(RingReader)
         request.ring = 0 if ring is None else ring.ring_id
         complete = False
         try:
@@ -227,8 +238,10 @@ class RingTransport(Transport):
             complete = True
         finally:
             if ring is not None:
-                # If the answer was not read to its end, the server may still write to its ring.
-                (shared.keep if complete else shared.close)(ring)
+                if complete:
+                    shared.keep(ring)
+                else:  # the answer was not read to its end: the server may still write to its ring
+                    shared.close(ring)
         shared.large_responses = is_large(answer.payloads)
         return answer
 
@@ -253,14 +266,16 @@ class RingAnswer(BatchStream):
         self._ring = ring
 
     def _reader_of(self, ring_id: int) -> RingReader | None:
-        return self._ring if self._ring is not None and self._ring.ring_id == ring_id else None
+        if self._ring is not None and self._ring.ring_id == ring_id:
+            return self._ring
+        return None
 
 
 class RingDraws(RingAnswer):
-    """A call of Draw. After its first large payload the others come through a ring.
+    """A call of Draw. After the first large payload, the later ones come through a ring.
 
-    It takes an idle ring of the client, and names it in its next message. A stream may end before the ring that it
-    asked for is there, as a sampler's with a short timeout does: the ring then waits for the next stream.
+    The call takes an idle ring of the client, and names it in its next message. A stream may end before the ring that
+    it asked for is there, as that of a sampler with a short timeout does. Then the ring waits for the next stream.
     """
 
     def __init__(self, call: Any, shared: SharedMemory) -> None:
@@ -298,16 +313,21 @@ class RingInserts(Stream):
 
     @property
     def bytes_per_message(self) -> int:
-        # It is more if the payloads travel in a ring.
-        return super().bytes_per_message if self._writer is None or self._writer.stalled else BYTES_PER_FRAME
+        if self._writer is None or self._writer.stalled:
+            return super().bytes_per_message
+        # A message carries more if the payloads travel in a ring.
+        return BYTES_PER_FRAME
 
     async def write(self, frame: Frame[pb.InsertRequest]) -> None:
         if self._writer is None and is_large(frame.payloads):
             self._writer = await self._shared.ring(FrameWriter)
-        await super().write(frame if self._writer is None else await self._writer.place(frame))
+        if self._writer is None:
+            await super().write(frame)
+        else:
+            await super().write(await self._writer.place(frame))
 
     async def end(self, reader: asyncio.Task[None] | None = None) -> bool:
-        """As Stream. The server must have acknowledged all items: the ring serves later streams."""
+        """As Stream. The server must have acknowledged all items, because the ring serves later streams."""
         ended = await super().end(reader)
         if ended and self._writer is not None:
             self._shared.keep(self._writer)

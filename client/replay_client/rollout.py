@@ -1,19 +1,19 @@
-"""RolloutGroup, one prompt with its G rollouts, and the bytes in which it travels and is stored.
+"""RolloutGroup: holds one prompt with its G rollouts, checks them, and encodes them to bytes.
 
-A rollout is what the policy did with the prompt once: it has one reward, and counts once everywhere. Most rollouts are
-one sequence of tokens. An agent that starts others, or whose context was compacted, makes several:
+A rollout is one attempt of the policy at the prompt. It has one reward, and counts once everywhere. Most rollouts are
+one sequence of tokens. An agent that starts other agents, or whose context was compacted, makes several:
 
     prompt_ids | sequence 0 | sequence 1 | sequence 2 | ...          S sequences, T tokens after the prompt
                  rollout 0: 2 sequences  | rollout 1   ...           G rollouts, by sequence_counts
 
-What all sequences share at their start is `prompt_ids`, once. A sequence may begin with a context of its own, and may
-hold tokens that the policy did not write, such as the output of tools (`loss_mask`).
+`prompt_ids` has the tokens that all sequences share at their start, once. A sequence may begin with a context of its
+own, and may have tokens that the policy did not write, such as the output of tools (`loss_mask`).
 """
 
 from __future__ import annotations
 
 from dataclasses import InitVar, dataclass, field
-from itertools import pairwise, starmap
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -30,9 +30,11 @@ MAX_LOGPROB = 1e-4
 MAX_VALUE = 1e9
 """Largest |reward| and |advantage|. A gradient is the advantage times thousands of numbers, and the square of its norm
 must fit into float32, which ends at 3e38."""
-MIN_TEMPERATURE, MAX_TEMPERATURE = 1e-3, 1e3
-"""A trainer divides logits by the temperature. Below, the rounding of logits is larger than what they say; above, all
-tokens are equally likely."""
+MIN_TEMPERATURE = 1e-3
+"""Lowest temperature. A trainer divides logits by the temperature. Below this one, the rounding errors of logits are
+larger than their differences."""
+MAX_TEMPERATURE = 1e3
+"""Highest temperature. Above this one, all tokens are equally likely."""
 Int32 = npt.NDArray[np.int32]
 Float32 = npt.NDArray[np.float32]
 Bool = npt.NDArray[np.bool_]
@@ -51,6 +53,8 @@ _ARRAYS: dict[str, tuple[type[np.generic], str]] = {
 }
 """The dtype and the axis of each array of a group beside its extras, in the order in which they are stored."""
 _OPTIONAL = ("context_lengths", "sequence_counts", "loss_mask", "token_advantages")
+_CONVERTIBLE_KINDS = {"i": "iu", "b": "b", "f": "fiu"}
+"""The kinds of dtypes that `vector` converts, by the kind of its result."""
 
 
 @dataclass(eq=False)
@@ -95,7 +99,7 @@ class RolloutGroup:
     """(S,) tokens at the head of each sequence that are its own context, after the shared `prompt_ids`. No trainer
     trains on them. They have no log-probability, and do not count as unknown. None: no sequence has a context."""
     sequence_counts: Int32 | None = None
-    """(G,) sequences of each rollout, at least 1, in their order. Whoever plays agents of several sequences writes it:
+    """(G,) sequences of each rollout, at least 1, in their order. Generators write it for agents of several sequences:
     sub-agents, contexts that were compacted. A rollout counts once, whatever its sequences. None: one each, S = G."""
     token_advantages: Float32 | None = None
     """(T,) the advantage of each token, in the place of `advantages` in the loss. Critics and rewards for each turn
@@ -106,11 +110,11 @@ class RolloutGroup:
     """The settings with which the generator drew the tokens: temperature, top_p, top_k, min_p, logprobs_mode. The
     trainer reads them. A temperature that is absent was 1."""
     extras: dict[str, npt.NDArray[Any]] = field(default_factory=dict)
-    """Any other arrays by name: log-probabilities of a reference model, images, expert routing. Whoever has a use for
-    them writes and reads them; bfloat16 is the dtype of the package ml_dtypes."""
+    """Any other arrays by name: log-probabilities of a reference model, images, expert routing. Any program may write
+    and read them. bfloat16 is the dtype of the package ml_dtypes."""
     axes: dict[str, str] = field(default_factory=dict)
-    """What the rows of an array of `extras` belong to, by its name. Whoever writes the array writes it. Whoever cuts
-    the group into rollouts or sequences cuts the array by it (`extra_of`).
+    """The axis of an array of `extras`, by its name: it says what the rows of the array belong to. The writer of the
+    array writes it. A program that cuts the group into rollouts or sequences cuts the array by it (`extra_of`).
 
     "token": T rows. "whole": P + T rows, of the shared prompt and of the tokens after it, such as the routing of
     experts. "sequence": S rows. "rollout": G rows. "group": any shape; nobody cuts it. "ragged:token": a set of any
@@ -118,7 +122,7 @@ class RolloutGroup:
     `extras[name + "/offsets"]` T + 1 integers from 0 to N: those of token t are values[offsets[t]:offsets[t + 1]].
     A name that is absent here is "group"."""
     meta: dict[str, Any] = field(default_factory=dict)
-    """Small facts that msgpack can hold. Whoever has a use for them writes and reads them."""
+    """Small facts that msgpack can hold. Any program may write and read them."""
     validate: InitVar[bool] = True
     """Refuse values that no trainer can use. `decode` does not: tools must be able to show what is stored."""
 
@@ -127,13 +131,43 @@ class RolloutGroup:
             value = getattr(self, name)
             if value is not None or name not in _OPTIONAL:
                 setattr(self, name, vector(name, value, dtype))
-        tokens, sequences, group_size = self.completion_ids.size, self.completion_lengths.size, self.rewards.size
+        self._check_lengths()
+        self._check_contexts()
+        self._check_texts()
+        if self.finish_reasons is not None:
+            self.finish_reasons = tuple(self.finish_reasons)
+            if len(self.finish_reasons) != self.group_size:
+                raise ValueError(f"finish_reasons has {len(self.finish_reasons)} entries, not G = {self.group_size}")
+        _check_version("policy_version", self.policy_version)
+        if self.policy_version_end is not None:
+            _check_version("policy_version_end", self.policy_version_end)
+        for name in ("sampling", "extras", "axes", "meta"):
+            value = getattr(self, name)
+            if not isinstance(value, dict):
+                raise ValueError(f"{name} must be a dict, not {value!r}")
+        if self.extras or self.axes:
+            self.extras = columns.checked_columns(self.extras)
+            rows_by_axis = {
+                "token": self.num_tokens,
+                "whole": self.prompt_ids.size + self.num_tokens,
+                "sequence": self.num_sequences,
+                "rollout": self.group_size,
+            }
+            columns.check_axes(self.extras, self.axes, rows_by_axis)
+        if validate:
+            self._check_values()
+
+    def _check_lengths(self) -> None:
+        """Checks the sizes of all arrays, and that lengths and counts sum to the tokens and sequences."""
+        tokens = self.num_tokens
+        sequences = self.num_sequences
+        group_size = self.group_size
+        lengths_S = self.completion_lengths
         if sequences == 0:
             raise ValueError("completion_lengths is empty: a group has at least one completion")
-        if (self.completion_lengths < 0).any() or int(self.completion_lengths.sum(dtype=np.int64)) != tokens:
-            lengths = self.completion_lengths.tolist()
+        if (lengths_S < 0).any() or int(lengths_S.sum(dtype=np.int64)) != tokens:
             what = counted(tokens, "token")
-            raise ValueError(f"completion_lengths {lengths} must be non-negative and sum to the {what}")
+            raise ValueError(f"completion_lengths {lengths_S.tolist()} must be non-negative and sum to the {what}")
         if self.sequence_counts is None and group_size != sequences:
             remedy = "sequence_counts says which sequences make a rollout"
             raise ValueError(f"rewards has {group_size} entries, not G = {sequences}; {remedy}")
@@ -146,69 +180,36 @@ class RolloutGroup:
         if counts_G is not None and ((counts_G < 1).any() or int(counts_G.sum(dtype=np.int64)) != sequences):
             what = counted(sequences, "sequence")
             raise ValueError(f"sequence_counts {counts_G.tolist()} must be > 0 and sum to the {what}")
-        if self.context_lengths is not None:
-            outside_S = (self.context_lengths < 0) | (self.context_lengths > self.completion_lengths)
-            if outside_S.any():
-                row = int(outside_S.argmax())
-                raise ValueError(
-                    f"context_lengths[{row}] is {self.context_lengths[row]}, and must be from 0 to "
-                    f"{self.completion_lengths[row]}, the tokens of the sequence: put the context into completion_ids "
-                    f"and completion_lengths as well"
-                )
-        self._check_texts()
-        if self.finish_reasons is not None:
-            self.finish_reasons = tuple(self.finish_reasons)
-            if len(self.finish_reasons) != group_size:
-                raise ValueError(f"finish_reasons has {len(self.finish_reasons)} entries, not G = {group_size}")
-        for name in ("policy_version", "policy_version_end"):
-            value = getattr(self, name)
-            if value is None and name == "policy_version_end":
-                continue
-            if isinstance(value, bool) or not isinstance(value, int | np.integer):
-                raise ValueError(f"{name} must be an integer, not {value!r}")
-        for name in ("sampling", "extras", "axes", "meta"):
-            if not isinstance(value := getattr(self, name), dict):
-                raise ValueError(f"{name} must be a dict, not {value!r}")
-        if self.extras or self.axes:
-            self.extras = columns.checked_columns(self.extras)
-            columns.check_axes(
-                self.extras,
-                self.axes,
-                {"token": tokens, "whole": self.prompt_ids.size + tokens, "sequence": sequences, "rollout": group_size},
+
+    def _check_contexts(self) -> None:
+        """Checks that each context lies within its sequence."""
+        if self.context_lengths is None:
+            return
+        outside_S = (self.context_lengths < 0) | (self.context_lengths > self.completion_lengths)
+        if outside_S.any():
+            row = int(outside_S.argmax())
+            raise ValueError(
+                f"context_lengths[{row}] is {self.context_lengths[row]}, and must be from 0 to "
+                f"{self.completion_lengths[row]}, the tokens of the sequence: put the context into completion_ids "
+                f"and completion_lengths as well"
             )
-        if validate:
-            self._check_values()
 
     def _check_texts(self) -> None:
         if not isinstance(self.prompt_id, str):
             raise ValueError(f"prompt_id must be a string, not {self.prompt_id!r}")
         reasons = self.finish_reasons
-        if reasons is not None and not (isinstance(reasons, list | tuple) and all(isinstance(r, str) for r in reasons)):
+        if reasons is None:
+            return
+        if not isinstance(reasons, list | tuple) or not all(isinstance(reason, str) for reason in reasons):
             raise ValueError(f"finish_reasons must be a string for each rollout, or None, not {reasons!r:.200}")
 
     def _check_values(self) -> None:
+        """Refuses values that no trainer can use."""
         check_tokens(self.prompt_lengths, self.prompt_ids, self.completion_ids)
-        for name, values_G in (("rewards", self.rewards), ("advantages", self.advantages)):
-            if not np.isfinite(values_G).all():
-                raise ValueError(f"{name} {values_G.tolist()} must be finite")
-            if (largest := float(np.abs(values_G).max())) > MAX_VALUE:
-                raise ValueError(f"{name} holds {largest:g}: no trainer can use a value beyond ±{MAX_VALUE:g}")
-        if (advantages_T := self.token_advantages) is not None:
-            # A comparison with NaN is False.
-            wrong_T = ~(np.abs(advantages_T) <= MAX_VALUE)
-            if wrong_T.any():
-                token = int(wrong_T.argmax())
-                raise ValueError(
-                    f"token_advantages holds {advantages_T[token]:g} at token {token}, not a number within "
-                    f"±{MAX_VALUE:g}: write 0 for tokens that are not trained on"
-                )
-        temperature = self.sampling.get("temperature", 1.0)
-        # 0 is greedy decoding: no trainer can use it, and an evaluation can.
-        if isinstance(temperature, int | float) and not (
-            temperature == 0 or MIN_TEMPERATURE <= temperature <= MAX_TEMPERATURE
-        ):
-            valid = f"from {MIN_TEMPERATURE:g} to {MAX_TEMPERATURE:g} (0: greedy)"
-            raise ValueError(f"sampling has the temperature {temperature:g}, not one {valid}")
+        _check_numbers("rewards", self.rewards)
+        _check_numbers("advantages", self.advantages)
+        self._check_token_advantages()
+        self._check_temperature()
         check_logprobs(self.rollout_logprobs)
         if self.context_lengths is not None:
             known_T = ~self._sampled_mask() & ~np.isnan(self.rollout_logprobs)
@@ -219,13 +220,37 @@ class RolloutGroup:
                     f"context_lengths says is context: write NaN there"
                 )
         if self.sequence_counts is not None:
-            self._check_known()
+            self._check_known_logprobs()
 
-    def _check_known(self) -> None:
+    def _check_token_advantages(self) -> None:
+        advantages_T = self.token_advantages
+        if advantages_T is None:
+            return
+        # A comparison with NaN is False.
+        wrong_T = ~(np.abs(advantages_T) <= MAX_VALUE)
+        if wrong_T.any():
+            token = int(wrong_T.argmax())
+            raise ValueError(
+                f"token_advantages holds {advantages_T[token]:g} at token {token}, not a number within "
+                f"±{MAX_VALUE:g}: write 0 for tokens that are not trained on"
+            )
+
+    def _check_temperature(self) -> None:
+        temperature = self.sampling.get("temperature", 1.0)
+        if not isinstance(temperature, int | float):
+            return
+        if temperature == 0:  # greedy decoding: no trainer can use it, but an evaluation can
+            return
+        if not MIN_TEMPERATURE <= temperature <= MAX_TEMPERATURE:
+            valid = f"from {MIN_TEMPERATURE:g} to {MAX_TEMPERATURE:g} (0: greedy)"
+            raise ValueError(f"sampling has the temperature {temperature:g}, not one {valid}")
+
+    def _check_known_logprobs(self) -> None:
         """Refuses a trained token without log-probability in a sequence where others have one.
 
         Sequences of an agent are put together from turns and tools by hand. An engine knows the log-probabilities of
-        what it sampled, so the token is one of a tool, and training on it would teach the policy to write it.
+        the tokens that it sampled. So the token is one of a tool, and training on it would teach the policy to write
+        the output of tools.
         """
         trained_T = self.trained_mask
         unknown_T = trained_T & np.isnan(self.rollout_logprobs)
@@ -253,7 +278,9 @@ class RolloutGroup:
     def sequence_rollouts(self) -> Int32:
         """(S,) the rollout that each sequence belongs to, from 0 to G - 1."""
         rollouts_G = np.arange(self.group_size, dtype=np.int32)
-        return rollouts_G if self.sequence_counts is None else np.repeat(rollouts_G, self.sequence_counts)
+        if self.sequence_counts is None:
+            return rollouts_G
+        return np.repeat(rollouts_G, self.sequence_counts)
 
     @property
     def num_tokens(self) -> int:
@@ -275,13 +302,16 @@ class RolloutGroup:
         """(G,) tokens of each rollout in all its sequences, without their contexts."""
         if self.sequence_counts is None:
             return self.sampled_lengths
-        return np.add.reduceat(self.sampled_lengths, np.cumsum(self.sequence_counts) - self.sequence_counts)
+        first_sequences_G = np.cumsum(self.sequence_counts) - self.sequence_counts
+        return np.add.reduceat(self.sampled_lengths, first_sequences_G)
 
     @property
     def trained_mask(self) -> Bool:
         """(T,) True for tokens to train on: those after the contexts that `loss_mask` does not exclude."""
         mask_T = self._sampled_mask()
-        return mask_T if self.loss_mask is None else mask_T & self.loss_mask
+        if self.loss_mask is None:
+            return mask_T
+        return mask_T & self.loss_mask
 
     @property
     def nbytes(self) -> int:
@@ -290,26 +320,28 @@ class RolloutGroup:
 
     def prompts(self) -> list[Int32]:
         """The tokens before the first sampled token of each of the S sequences."""
-        return [
-            np.concatenate((self.prompt_ids, ids[:context]))
-            for ids, context in zip(self.completions(), self._contexts(), strict=True)
-        ]
+        prompts: list[Int32] = []
+        for ids, context in zip(self.completions(), self._contexts(), strict=True):
+            prompts.append(np.concatenate((self.prompt_ids, ids[:context])))
+        return prompts
 
     def sequence_spans(self) -> list[slice]:
-        """For each of the S sequences, where its tokens stand in the arrays of length T, its context included."""
-        return list(starmap(slice, pairwise([0, *np.cumsum(self.completion_lengths).tolist()])))
+        """The span of each of the S sequences in the arrays of length T, its context included."""
+        return _spans(np.cumsum(self.completion_lengths))
 
     def rollout_spans(self) -> list[slice]:
-        """For each of the G rollouts, where the tokens of all its sequences stand in the arrays of length T."""
+        """The span of each of the G rollouts, with all its sequences, in the arrays of length T."""
         if self.sequence_counts is None:
             return self.sequence_spans()
-        ends_S, stops_G = np.cumsum(self.completion_lengths), np.cumsum(self.sequence_counts)
-        return list(starmap(slice, pairwise([0, *ends_S[stops_G - 1].tolist()])))
+        ends_S = np.cumsum(self.completion_lengths)
+        last_sequences_G = np.cumsum(self.sequence_counts) - 1
+        return _spans(ends_S[last_sequences_G])
 
     def sampled_spans(self) -> list[slice]:
-        """For each of the S sequences, where its tokens after the context stand in the arrays of length T."""
+        """The span of each of the S sequences in the arrays of length T, without its context."""
         ends_S = np.cumsum(self.completion_lengths)
-        return [slice(int(end - n), int(end)) for end, n in zip(ends_S, self.sampled_lengths, strict=True)]
+        starts_S = ends_S - self.sampled_lengths
+        return [slice(start, end) for start, end in zip(starts_S.tolist(), ends_S.tolist(), strict=True)]
 
     def completions(self) -> list[Int32]:
         """The tokens of each of the S sequences with its context, as views of `completion_ids`."""
@@ -326,11 +358,15 @@ class RolloutGroup:
         of the shared prompt (a copy). "sequence", "rollout": its row, and that of its rollout. "ragged:token": the
         values of its tokens, which `offsets_of` cuts. "group": the whole array. All but "whole" are views.
         """
-        array, axis = self.extras[name], self.axes.get(name, "group")
+        array = self.extras[name]
+        axis = self.axes.get(name, "group")
         if axis == "group":
             return array
-        if axis in ("sequence", "rollout"):
-            return np.asarray(array[sequence if axis == "sequence" else self.sequence_rollouts[sequence]])
+        if axis == "sequence":
+            return np.asarray(array[sequence])
+        if axis == "rollout":
+            rollout = self.sequence_rollouts[sequence]
+            return np.asarray(array[rollout])
         span = self.sequence_spans()[sequence]
         if axis == RAGGED:
             offsets = self.extras[name + OFFSETS]
@@ -341,8 +377,10 @@ class RolloutGroup:
         return np.concatenate((array[:shared], array[shared + span.start : shared + span.stop]))
 
     def offsets_of(self, name: str, sequence: int) -> npt.NDArray[Any]:
-        """(tokens of the sequence + 1,) where the values of each of its tokens begin in `extra_of(name, sequence)`,
-        for an array with the axis "ragged:token"."""
+        """(tokens of the sequence + 1,) the offsets of its tokens' values in `extra_of(name, sequence)`.
+
+        For an array with the axis "ragged:token".
+        """
         span = self.sequence_spans()[sequence]
         offsets = self.extras[name + OFFSETS][span.start : span.stop + 1]
         return np.asarray(offsets - offsets[0])
@@ -353,7 +391,7 @@ class RolloutGroup:
 
     def encode_pieces(self) -> list[bytes | memoryview]:
         """The encoded group as consecutive buffers: the header, then each array without a copy."""
-        self._check_texts()  # somebody may have set them since the group was made
+        self._check_texts()  # the caller may have set them since the group was made
         return columns.encode_arrays(MAGIC, self._fields(), self._arrays(), self.extras, self.axes)
 
     @classmethod
@@ -370,8 +408,10 @@ class RolloutGroup:
             columns.decode_segments(rest, extras, axes)
             reasons = fields.pop("finish_reasons", None)
             known = cls.__dataclass_fields__.keys()
-            if unknown := sorted(map(str, (fields.keys() | arrays.keys()) - known)):
-                raise ValueError(f"there is no field {', '.join(unknown)}; there are {', '.join(sorted(known))}")
+            unknown = (fields.keys() | arrays.keys()) - known
+            if unknown:
+                names = ", ".join(sorted(map(str, unknown)))
+                raise ValueError(f"there is no field {names}; there are {', '.join(sorted(known))}")
             return cls(**arrays, **fields, extras=extras, axes=axes, finish_reasons=reasons, validate=False)
         except ValueError as error:
             raise ValueError(f"damaged rollout group: {error}") from error
@@ -379,8 +419,10 @@ class RolloutGroup:
             raise ValueError(f"damaged rollout group: {type(error).__name__}: {error}") from error
 
     def _contexts(self) -> Int32:
-        """(S,) `context_lengths`, 0 where it is None."""
-        return np.zeros_like(self.completion_lengths) if self.context_lengths is None else self.context_lengths
+        """(S,) `context_lengths`; zeros if it is None."""
+        if self.context_lengths is None:
+            return np.zeros_like(self.completion_lengths)
+        return self.context_lengths
 
     def _sampled_mask(self) -> Bool:
         """(T,) False for the tokens of the contexts."""
@@ -392,33 +434,61 @@ class RolloutGroup:
         return mask_T
 
     def _arrays(self) -> dict[str, npt.NDArray[Any]]:
-        """Those beside the extras, by name."""
-        return {name: array for name in _ARRAYS if (array := getattr(self, name)) is not None}
+        """The arrays beside the extras, by name, without those that are None."""
+        arrays: dict[str, npt.NDArray[Any]] = {}
+        for name in _ARRAYS:
+            array = getattr(self, name)
+            if array is not None:
+                arrays[name] = array
+        return arrays
 
     def _fields(self) -> dict[str, Any]:
-        """The small ones."""
+        """The fields that are no arrays, by name."""
+        version = int(self.policy_version)
+        version_end = None if self.policy_version_end is None else int(self.policy_version_end)
         return {
-            "policy_version": int(self.policy_version),
-            "policy_version_end": None if self.policy_version_end is None else int(self.policy_version_end),
+            "policy_version": version,
+            "policy_version_end": version_end,
             "prompt_id": self.prompt_id,
             "finish_reasons": self.finish_reasons,
             "sampling": self.sampling,
             "meta": self.meta,
         }
 
-    def _bits(self) -> list[dict[str, Any]]:
-        """The shape and the bytes of each array, by name."""
-        return [
-            {name: (array.dtype, array.shape, array.tobytes()) for name, array in arrays.items()}
-            for arrays in (self._arrays(), self.extras)
-        ]
-
     def __eq__(self, other: object) -> bool:
         """Equal in every field, bit for bit. Two unknown log-probabilities (NaN) are therefore equal."""
         if not isinstance(other, RolloutGroup):
             return NotImplemented
-        same = self._fields() == other._fields() and self.axes == other.axes
-        return same and self._bits() == other._bits()
+        if self._fields() != other._fields() or self.axes != other.axes:
+            return False
+        if _bits(self._arrays()) != _bits(other._arrays()):
+            return False
+        return _bits(self.extras) == _bits(other.extras)
+
+
+def _bits(arrays: dict[str, npt.NDArray[Any]]) -> dict[str, Any]:
+    """The dtype, shape and bytes of each array, by name."""
+    return {name: (array.dtype, array.shape, array.tobytes()) for name, array in arrays.items()}
+
+
+def _spans(ends: npt.NDArray[np.integer[Any]]) -> list[slice]:
+    """The spans that follow each other and end at these positions."""
+    edges = [0, *ends.tolist()]
+    return [slice(start, end) for start, end in pairwise(edges)]
+
+
+def _check_version(name: str, version: object) -> None:
+    if isinstance(version, bool) or not isinstance(version, int | np.integer):
+        raise ValueError(f"{name} must be an integer, not {version!r}")
+
+
+def _check_numbers(name: str, values_G: Float32) -> None:
+    """Raises ValueError for a reward or an advantage that no trainer can use."""
+    if not np.isfinite(values_G).all():
+        raise ValueError(f"{name} {values_G.tolist()} must be finite")
+    largest = float(np.abs(values_G).max())
+    if largest > MAX_VALUE:
+        raise ValueError(f"{name} holds {largest:g}: no trainer can use a value beyond ±{MAX_VALUE:g}")
 
 
 def check_tokens(prompt_lengths_S: Int32, prompt_ids: Int32, completion_ids: Int32) -> None:
@@ -445,7 +515,7 @@ def vector(name: str, value: Any, dtype: type[np.generic]) -> npt.NDArray[Any]:
         raise ValueError(f"{name} must be one-dimensional, not of shape {array.shape}")
     if array.dtype == dtype:
         return array
-    kinds = {"i": "iu", "b": "b", "f": "fiu"}[np.dtype(dtype).kind]
+    kinds = _CONVERTIBLE_KINDS[np.dtype(dtype).kind]
     if array.size and array.dtype.kind not in kinds:
         raise ValueError(f"{name} must hold {np.dtype(dtype).name}, not {array.dtype}")
     if array.size and np.dtype(dtype).kind == "i":

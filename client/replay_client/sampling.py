@@ -1,21 +1,23 @@
-"""Sampling: draws batches over a stream, and hands each one to the caller when the server has confirmed that it may.
+"""Sampling: draws batches over a stream, and gives a batch to the caller when the server has confirmed it.
 
 `DrawStream` carries draws, and the ids of the batches that their reader acknowledges, requeues or renews. The head of
 replay_server/rpc/sampling.py shows one exchange. Two readers work on such streams:
 
-* `SingleBatches`, for `sample`, `acknowledge` and `renew`: one draw, and its acknowledgement when
-  all of its bytes are here.
-* `AsyncSampler`: `prefetch` draws are under way. When the caller asks for a batch, the acknowledgement of one goes out
-  together with the next draw.
+* `SingleBatches`, for `sample`, `acknowledge` and `renew`: it makes one draw, and acknowledges it when all of its bytes
+  are here.
+* `AsyncSampler`: `prefetch` draws are under way. When the caller asks for a batch, the acknowledgement of one batch is
+  sent together with the next draw.
 
-A batch is the caller's only when its acknowledgement is confirmed. If the stream breaks before, only the server knows
-whether it was acknowledged. The client then names the same id again, on a new stream: the server recognises what is
-done. A batch that went back meanwhile is drawn again. So no broken answer costs a batch, and none comes twice.
+The caller gets a batch only when its acknowledgement is confirmed. If the stream breaks before, only the server knows
+if the batch was acknowledged. Then the client sends the same id again, on a new stream, and the server recognises what
+it has done. A batch that was requeued meanwhile is drawn again. So no batch is lost by a broken answer, and none comes
+twice.
 
-Each sampler has a stream of its own. Whatever ends it, the server takes back what the sampler had drawn ahead.
+Each sampler has a stream of its own. When the stream ends, for any reason, the server requeues the batches that the
+sampler had drawn ahead.
 
 Both are readers of one server, which makes a draw wait until it can be served. `replay_client.shards.sampling` has the
-readers of several.
+readers of several servers.
 """
 
 from __future__ import annotations
@@ -47,7 +49,7 @@ from replay_protos import replay_pb2 as pb
 from replay_protos.framing import Frame
 
 MOST_UNCONFIRMED = 16
-"""Batches kept because no server answered when they were to be acknowledged."""
+"""The most batches that a client keeps because no server answered when they were to be acknowledged."""
 _ANSWER_SECONDS = 5.0
 """Seconds past the timeout of a sampler to wait for the answer to its acknowledgement."""
 
@@ -59,7 +61,8 @@ T = TypeVar("T")
 Batch = Frame[pb.SampleResponse]
 """The columns of a batch, and one payload for each row."""
 OnLease = Callable[[list[Sample]], None]
-"""Called with each leased batch before the client acknowledges it. A trainer uses it to renew its leases."""
+"""A function that is called with each leased batch before the client acknowledges it. A trainer renews its leases with
+it."""
 
 
 def ignore(_: list[Sample]) -> None:
@@ -68,10 +71,10 @@ def ignore(_: list[Sample]) -> None:
 
 @dataclass
 class Series:
-    """The batches that a sampler draws. Raises InvalidRequestError for a `prefetch` that cannot be."""
+    """The batches that a sampler draws. Raises InvalidRequestError for a negative `prefetch`."""
 
     request: pb.SampleRequest
-    """Of each batch; its `lease`: seconds for which the caller has the batch, 0: for good."""
+    """The request for each batch. Its `lease`: seconds for which the caller has the batch; 0: the caller owns it."""
     prefetch: int
     timeout: float | None
     on_lease: OnLease
@@ -82,7 +85,7 @@ class Series:
 
 
 class DrawStream:
-    """A stream of draws to one server. The first request opens it, and so does the first one after it broke."""
+    """A stream of draws to one server. The first request opens it, and so does the first request after it broke."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
@@ -91,55 +94,61 @@ class DrawStream:
         self._closing = False
         self._tasks: list[asyncio.Task[None]] = []
         self._unsent: deque[pb.DrawRequest | None] = deque()
-        """None: the stream ends."""
+        """Requests that are not sent yet. None ends the stream."""
         self._more = asyncio.Event()
-        """Set when there is something to send."""
+        """Set when there is a request to send."""
         self._draws: dict[int, asyncio.Future[Batch]] = {}
+        """The draws under way, by the id of the request."""
         self._answers: deque[asyncio.Future[pb.SampleResponse]] = deque()
-        """The server answers acknowledgements, requeues and renewals in the order of the requests."""
+        """The awaited answers to acknowledgements, requeues and renewals. They come in the order of the requests."""
 
     def draw(self, request: pb.SampleRequest) -> asyncio.Future[Batch]:
         """Begins a draw. The result raises AioRpcError if there is no batch."""
         assert request.id not in self._draws, f"draw {request.id} is under way"
         self._send(pb.DrawRequest(draw=request))
-        self._draws[request.id] = drawn = self._new_future()
-        return drawn
+        future = self._new_future()
+        self._draws[request.id] = future
+        return future
 
     def end(self, request: pb.DrawRequest) -> asyncio.Future[pb.SampleResponse]:
         """Acknowledges, requeues or renews. The result says what was done, or raises AioRpcError.
 
-        A draw that begins right after this goes in the same message.
+        A draw that begins right after this travels in the same message.
         """
         self._send(request)
-        self._answers.append(answer := self._new_future())
-        return answer
+        future = self._new_future()
+        self._answers.append(future)
+        return future
 
     async def finish(self, request: pb.DrawRequest, timeout: float | None) -> pb.SampleResponse:
-        """As `end`, and tries again where the stream breaks, also after a restart of the server."""
+        """As `end`, but tries again if the stream breaks, also after a restart of the server."""
 
-        return await self._connection.call(lambda left: self.result(self.end(request), left), timeout)
+        async def attempt(seconds: float | None) -> Any:
+            return await self.result(self.end(request), seconds)
+
+        return await self._connection.call(attempt, timeout)
 
     def awaited(self) -> None:
-        """Somebody waits from now on for what is drawn ahead."""
+        """Tells the server that the caller waits from now on for the batches that are drawn ahead."""
         self._send(pb.DrawRequest(awaited=True))
 
     def give_up(self, draw_id: int) -> None:
-        """Nobody wants this batch any more, whether it is drawn or not."""
+        """Requeues a batch that the reader does not want any more, even if it is not drawn yet."""
         self._draws.pop(draw_id, None)
         if self._stream is not None:
             self.end(pb.DrawRequest(requeue=[draw_id]))
 
     async def result(self, future: asyncio.Future[Any], seconds: float | None) -> Any:
-        """The result of a draw or an end. Drops a stream whose server does not answer within `seconds`."""
+        """The result of `draw` or `end`. Drops the stream if the server does not answer within `seconds`."""
         try:
             async with asyncio.timeout(seconds):
                 return await future
         except TimeoutError:
             self.drop()
-            raise failure(grpc.StatusCode.DEADLINE_EXCEEDED, "Deadline Exceeded") from None  # as gRPC says it
+            raise failure(grpc.StatusCode.DEADLINE_EXCEEDED, "Deadline Exceeded") from None  # gRPC's own words
 
     def drop(self) -> None:
-        """Ends the stream at once. The server takes back what it drew, apart from what is acknowledged or leased."""
+        """Ends the stream at once. The server requeues its batches that are neither acknowledged nor leased."""
         if self._stream is not None:
             self._break(failure(grpc.StatusCode.CANCELLED, "the client ended the stream"))
 
@@ -152,7 +161,9 @@ class DrawStream:
     async def close(self) -> None:
         """Ends the stream in good order."""
         if self._stream is not None:
-            stream, (reader, writer), self._closing = self._stream, self._tasks, True
+            stream = self._stream
+            reader, writer = self._tasks
+            self._closing = True
             self._unsent.append(None)
             self._more.set()
             await asyncio.wait({writer}, timeout=_GOODBYE_SECONDS)
@@ -181,11 +192,13 @@ class DrawStream:
         with suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):  # the reader raises the reason
             while True:
                 while self._unsent:
-                    if (request := self._unsent.popleft()) is None:
+                    request = self._unsent.popleft()
+                    if request is None:
                         return
                     following = self._unsent[0] if self._unsent else None
                     if following is not None and following.HasField("draw") and not request.HasField("draw"):
-                        # One message for both costs half. It is a new one: `request` may be sent again.
+                        # One message for both requests costs half. The message is `following`, because `request` may be
+                        # sent again on another stream.
                         self._unsent.popleft()
                         following.MergeFrom(request)
                         request = following
@@ -213,11 +226,15 @@ class DrawStream:
         head = batch.head
         if not head.batch:
             _settle(self._answers.popleft(), head, head)
-        elif (future := self._draws.pop(head.batch, None)) is not None:  # else it was given up meanwhile
+            return
+        future = self._draws.pop(head.batch, None)
+        if future is not None:  # the draw was not given up meanwhile
             _settle(future, head, batch)
 
     def _break(self, error: Exception) -> None:
-        stream, self._stream = self._stream, None
+        """Ends the stream. All draws and answers under way fail with the error."""
+        stream = self._stream
+        self._stream = None
         assert stream is not None
         for task in self._tasks:
             if task is not asyncio.current_task():
@@ -231,6 +248,7 @@ class DrawStream:
 
 
 def _settle(future: asyncio.Future[T], head: pb.SampleResponse, result: T) -> None:
+    """Gives the future the result, or the error that the head of the answer has."""
     if head.HasField("error"):
         _fail(future, failure(head.error.code, head.error.message, head.error.reason))
     elif not future.done():  # its caller was cancelled
@@ -240,11 +258,11 @@ def _settle(future: asyncio.Future[T], head: pb.SampleResponse, result: T) -> No
 def _fail(future: asyncio.Future[Any], error: Exception) -> None:
     if not future.done():
         future.set_exception(error)
-        future.exception()  # perhaps nobody waits for it any more
+        future.exception()  # asyncio logs an error that nobody looks at, and the caller may be gone
 
 
 def leases_of(samples: Iterable[Sample]) -> dict[str, list[int]]:
-    """The leases of samples, sorted, by the name of the server that gave them."""
+    """The leases of samples, sorted, by the name of the server that gave the samples."""
     leases: dict[str, set[int]] = {}
     for sample in samples:
         if sample.info.lease_id:
@@ -253,7 +271,10 @@ def leases_of(samples: Iterable[Sample]) -> dict[str, list[int]]:
 
 
 def ending(what: str, leases: list[int], seconds: float) -> pb.DrawRequest:
-    """The request that acknowledges, requeues or renews these leases. Raises InvalidRequestError for `seconds`."""
+    """The request that acknowledges, requeues or renews these leases, as `what` says.
+
+    `seconds` is the time of renewed leases. Raises InvalidRequestError if it is no number.
+    """
     return message_of(pb.DrawRequest, **{what: leases}, seconds=seconds)
 
 
@@ -261,9 +282,10 @@ class SingleBatches:
     """The batches of a client of one server."""
 
     def __init__(self, connection: Connection) -> None:
-        self._connection, self._stream = connection, DrawStream(connection)
+        self._connection = connection
+        self._stream = DrawStream(connection)
         self._unconfirmed: dict[bytes, tuple[int, list[Sample]]] = {}
-        """Batches whose time was up before the server confirmed them, by the request."""
+        """The id and the samples of batches whose time was up before the server confirmed them, by their request."""
 
     async def sample(self, request: pb.SampleRequest, seconds: float | None) -> list[Sample]:
         """The samples of one batch, within `seconds` (None: no limit). With `request.lease` the batch is not
@@ -275,13 +297,15 @@ class SingleBatches:
             if drawn is None:
                 drawn = await self._draw(request, deadline)
             draw_id, samples = drawn
-            if request.lease or await self._acknowledge(draw_id, samples, same_call, deadline.seconds):
+            if request.lease:
+                return samples
+            if await self._acknowledge(draw_id, samples, same_call, deadline.seconds):
                 return samples
 
     async def end(
         self, samples: Iterable[Sample], what: str, timeout: float | None, lease: float = 0.0
     ) -> MutationResult:
-        """Ends the leases of samples, or renews them for `lease` seconds; `what`: acknowledge, requeue or renew."""
+        """Ends the leases of samples, or renews them for `lease` seconds. `what` is acknowledge, requeue or renew."""
         leases = sorted(chain.from_iterable(leases_of(samples).values()))
         if not leases:
             return MutationResult(0, ())
@@ -292,22 +316,24 @@ class SingleBatches:
         return AsyncSampler(self._connection, series)
 
     async def close(self) -> None:
-        """Ends the stream in good order. What is neither acknowledged nor leased goes back."""
+        """Ends the stream in good order. Batches that are neither acknowledged nor leased are requeued."""
         await self._stream.close()
 
     async def _draw(self, request: pb.SampleRequest, deadline: Deadline) -> tuple[int, list[Sample]]:
         request.id = new_id()  # the same at each attempt
 
         async def attempt(rpc_timeout: float | None) -> Any:
-            if (left := deadline.seconds) is not None:  # the server waits for that, and not for all of it again
-                request.timeout = left
+            seconds = deadline.seconds
+            if seconds is not None:
+                request.timeout = seconds  # at a later attempt, the server waits only for the seconds that are left
             try:
                 return await self._stream.result(self._stream.draw(request), rpc_timeout)
             except asyncio.CancelledError:
                 self._stream.give_up(request.id)
                 raise
             except grpc.aio.AioRpcError as error:
-                if (error.trailing_metadata() or {}).get(REASON_KEY) == CLOSING:  # a call may wait without an end
+                # A server that shuts down. Without this, a call without a timeout would try again for ever.
+                if (error.trailing_metadata() or {}).get(REASON_KEY) == CLOSING:
                     raise ServerClosedError(error.details() or "") from None
                 raise
 
@@ -315,37 +341,41 @@ class SingleBatches:
         return request.id, samples_of(head, payloads, request.lease > 0)
 
     async def _acknowledge(self, draw_id: int, samples: list[Sample], same_call: bytes, timeout: float | None) -> bool:
-        """Acknowledges the batch. Returns False if the server requeued it.
+        """Acknowledges the batch. Returns False if the server has requeued it.
 
-        Keeps a batch whose answer is lost for an equal call.
+        A batch whose answer is lost is kept for the next equal call.
         """
         try:
-            return not (await self._stream.finish(pb.DrawRequest(acknowledge=[draw_id]), timeout)).missing
+            answer = await self._stream.finish(pb.DrawRequest(acknowledge=[draw_id]), timeout)
         except BaseException:
             self._unconfirmed[same_call] = draw_id, samples
             while len(self._unconfirmed) > MOST_UNCONFIRMED:
-                del self._unconfirmed[next(iter(self._unconfirmed))]
+                oldest = next(iter(self._unconfirmed))
+                del self._unconfirmed[oldest]
             raise
+        return not answer.missing
 
 
 class AsyncSampler(AbstractAsyncContextManager["AsyncSampler"]):
     """An endless iterator over batches; made by `AsyncReplayClient.sampler()`, used with `async with` and `async for`.
 
     The server draws up to `prefetch` batches ahead. A batch counts as sampled when the caller gets it. Until then the
-    server takes it back if this client goes away, or if an item in it becomes stale. A broken connection or an
-    interrupt can lose the server's answer to `acknowledge`. The caller then gets that batch next. With a lease the
-    caller must acknowledge each batch, or the batch goes back to its table when the lease ends.
+    server requeues it if this client goes away, or if an item in it becomes stale. A broken connection or an interrupt
+    can lose the server's answer to `acknowledge`. The caller then gets that batch next. With a lease the caller must
+    acknowledge each batch, or the batch goes back to its table when the lease ends.
     """
 
     def __init__(self, connection: Connection, series: Series) -> None:
-        self._connection, self._stream = connection, DrawStream(connection)
-        self._series, self._lease = series, series.request.lease
-        # Drawn ahead, a batch belongs to the stream. Its lease begins when the caller asks for it.
+        self._connection = connection
+        self._stream = DrawStream(connection)
+        self._series = series
+        self._lease = series.request.lease
+        # A batch that is drawn ahead belongs to the stream. Its lease begins when the caller asks for the batch.
         series.request.lease = 0.0
         self._ahead: deque[asyncio.Future[Batch]] = deque()
         """The draws under way."""
         self._taking: tuple[int, list[Sample]] | None = None
-        """The batch that the caller gets next, until the server has confirmed or revoked it."""
+        """The id and the samples of the next batch, until the server has confirmed or revoked it."""
         self._answer: asyncio.Future[pb.SampleResponse] | None = None
         """The server's answer to the acknowledgement of that batch."""
         self._closed = False
@@ -356,7 +386,7 @@ class AsyncSampler(AbstractAsyncContextManager["AsyncSampler"]):
     async def __anext__(self) -> list[Sample]:
         """The next batch. Raises DeadlineExceededError, with the reason, if there is none within the timeout.
 
-        Raises ServerUnavailableError if no server answers, whichever timeout ends first, this one or the client's.
+        Raises ServerUnavailableError if no server answers until this timeout or that of the client ends.
         """
         if self._closed:
             raise StopAsyncIteration
@@ -376,17 +406,17 @@ class AsyncSampler(AbstractAsyncContextManager["AsyncSampler"]):
             raise
 
     async def _explain(self) -> str:
-        """Why sampling this table waits. Raises ServerUnavailableError if that is because no server answers."""
+        """The reason why sampling this table waits. Raises ServerUnavailableError if no server answers."""
         table = self._series.request.table
+        reason = ""
         try:
             info = await self._connection.unary("GetServerInfo", pb.GetServerInfoRequest(tables=[table]), 1.0)
-            if reason := info.tables[0].sampling.reason:
-                return str(reason)
+            reason = str(info.tables[0].sampling.reason)
         except ServerUnavailableError:
             raise
         except ReplayError:
-            pass  # the reason is a help, and its failure says nothing about the draws
-        return f"{table}: no batch of {self._series.request.num_samples} within the time"
+            pass  # the reason is only a help, and a failure to get it says nothing about the draws
+        return reason or f"{table}: no batch of {self._series.request.num_samples} within the time"
 
     async def _next(self) -> list[Sample]:
         patience = self._connection.patience(self._connection.timeout)
@@ -402,12 +432,13 @@ class AsyncSampler(AbstractAsyncContextManager["AsyncSampler"]):
                 await patience.pause_or_raise(error)
 
     async def _receive(self) -> tuple[int, list[Sample]]:
+        """The id and the samples of the next batch that is drawn."""
         assert self._answer is None, "the batch before is neither confirmed nor revoked"
         self._draw_ahead(max(1, self._series.prefetch))
         if not any(draw.done() for draw in self._ahead):
             self._stream.awaited()
             await asyncio.wait(self._ahead, return_when=asyncio.FIRST_COMPLETED)
-        # The first one that is there: the server may serve a later draw before.
+        # The server may serve a later draw before an earlier one.
         drawn = next(draw for draw in self._ahead if draw.done())
         head, payloads = drawn.result()
         self._ahead.remove(drawn)
@@ -417,11 +448,13 @@ class AsyncSampler(AbstractAsyncContextManager["AsyncSampler"]):
         return head.batch, samples
 
     async def _confirmed(self, batch_id: int) -> bool:
-        """Returns whether the server gives the batch to the caller: no item became stale, and its stream lives."""
+        """True if the server gives the batch to the caller: no item became stale, and the batch's stream lives."""
         if self._answer is None:
-            ids = [batch_id]
-            request = pb.DrawRequest(renew=ids, seconds=self._lease) if self._lease else pb.DrawRequest(acknowledge=ids)
-            request.awaited = False  # its caller has this batch, and works
+            if self._lease:
+                request = pb.DrawRequest(renew=[batch_id], seconds=self._lease)
+            else:
+                request = pb.DrawRequest(acknowledge=[batch_id])
+            request.awaited = False  # the caller has this batch and works, and does not wait for the next one
             self._answer = self._stream.end(request)
             self._draw_ahead(self._series.prefetch)
         answer = await asyncio.shield(self._answer)
@@ -440,7 +473,7 @@ class AsyncSampler(AbstractAsyncContextManager["AsyncSampler"]):
         self._answer = None
 
     async def close(self) -> None:
-        """Requeues what was drawn ahead."""
+        """Requeues the batches that were drawn ahead."""
         self._closed = True
         await self._stream.close()
         self._drop()

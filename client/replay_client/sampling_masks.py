@@ -32,66 +32,94 @@ _NEUTRAL = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetit
 """The settings of sampling that change log-probabilities, with the values that change nothing."""
 
 CUT_OFF = -9000.0
-"""Processed log-probabilities below were cut off: they are -inf in vLLM, and -9999 in the JSON of its server."""
+"""Tokens with a processed log-probability below this value were cut off. vLLM gives them -inf, and the JSON of its
+server -9999."""
 
 
 def truncates(sampling: Mapping[str, Any]) -> bool:
-    """Whether tokens drawn like this come from a part of the vocabulary, with log-probabilities relative to it.
+    """True if tokens are drawn from a part of the vocabulary, and their log-probabilities are relative to that part.
 
-    `sampling`: that of a group. Raw log-probabilities are those of all tokens, whatever was drawn from.
+    `sampling` is that of a group. Raw log-probabilities are relative to the whole vocabulary, whatever was drawn from.
     """
-    if sampling.get("logprobs_mode", "processed_logprobs") != "processed_logprobs":
+    if not _are_processed(sampling):
         return False
-    return _above(1.0, sampling.get("top_p")) or any(_above(sampling.get(name), 0.0) for name in ("top_k", "min_p"))
+    if _is_above(1.0, sampling.get("top_p")):
+        return True
+    return _is_above(sampling.get("top_k"), 0.0) or _is_above(sampling.get("min_p"), 0.0)
 
 
 def other_sampling(drawn: Mapping[str, Any], assumed: Mapping[str, Any]) -> tuple[str, Any, Any] | None:
-    """The first setting that makes log-probabilities of `drawn` other ones than those of `assumed`: its name, and both
-    values; None: they are the same. `drawn` is as in a group. Raw log-probabilities are as without any setting."""
-    if drawn.get("logprobs_mode", "processed_logprobs") != "processed_logprobs":
+    """The first setting by which the log-probabilities of `drawn` differ from those of `assumed`; None if none does.
+
+    Returns the name of the setting and both values. `drawn` is as in a group. Raw log-probabilities are those that
+    tokens have without any setting.
+    """
+    if not _are_processed(drawn):
         drawn = {}
     for name, neutral in _NEUTRAL.items():
-        a, b = (neutral if (value := each.get(name)) in (None, -1) else value for each in (drawn, assumed))
-        if a != b:
-            return name, a, b
+        drawn_value = _value_of(drawn, name, neutral)
+        assumed_value = _value_of(assumed, name, neutral)
+        if drawn_value != assumed_value:
+            return name, drawn_value, assumed_value
     return None
 
 
-def _above(a: Any, b: Any) -> bool:
-    return isinstance(a, int | float) and isinstance(b, int | float) and a > b
+def _are_processed(sampling: Mapping[str, Any]) -> bool:
+    """True if the settings of sampling apply to the log-probabilities. Without a mode they do."""
+    return bool(sampling.get("logprobs_mode", "processed_logprobs") == "processed_logprobs")
+
+
+def _value_of(sampling: Mapping[str, Any], name: str, neutral: float) -> Any:
+    """The value of a setting; `neutral` if it is absent, None, or -1, which engines take for "off"."""
+    value = sampling.get(name)
+    if value in (None, -1):
+        return neutral
+    return value
+
+
+def _is_above(value: Any, bound: Any) -> bool:
+    """True if both are numbers, and `value` is the greater one."""
+    if not isinstance(value, int | float) or not isinstance(bound, int | float):
+        return False
+    return value > bound
 
 
 def mask_column(masks: Iterable[Sequence[int]]) -> dict[str, Array]:
     """The mask of each token, in order, as values and offsets by their names."""
-    counts, values = [0], list[int]()
-    for each in masks:
-        values.extend(each)
-        counts.append(len(each))
+    counts = [0]
+    values: list[int] = []
+    for mask in masks:
+        values.extend(mask)
+        counts.append(len(mask))
     return {SAMPLING_MASK: np.array(values, np.int32), SAMPLING_MASK + OFFSETS: np.cumsum(counts, dtype=np.int32)}
 
 
 def mask_fields(masks: Sequence[Sequence[int]]) -> dict[str, Any]:
-    """The fields `extras` and `axes` of a Completion with these masks, one for each of its tokens; without masks
-    none."""
-    return {"extras": mask_column(masks), "axes": {SAMPLING_MASK: RAGGED}} if masks else {}
+    """The fields `extras` and `axes` of a Completion whose tokens have these masks. There are no fields without masks.
+
+    `masks` has one entry for each token.
+    """
+    if not masks:
+        return {}
+    return {"extras": mask_column(masks), "axes": {SAMPLING_MASK: RAGGED}}
 
 
 def most_logprobs(limit: int, vocabulary: int) -> int:
-    """The log-probabilities of a token that one may ask vLLM for. `limit`: its `max_logprobs`; -1: none."""
+    """The most log-probabilities of one token that vLLM returns. `limit` is its `max_logprobs`; -1: there is none."""
     return vocabulary if limit == -1 else min(limit, vocabulary)
 
 
 def mask_of_logprobs(logprobs: Mapping[int, float], width: int) -> list[int]:
-    """The tokens kept, where an engine tells the `width` highest processed log-probabilities and the chosen one.
+    """The tokens that were kept, from the `width` highest processed log-probabilities and that of the chosen token.
 
-    Empty if all of these were kept: there may be more.
+    Empty if all of these tokens were kept: there may be more.
     """
     kept = [token for token, logprob in logprobs.items() if logprob > CUT_OFF]
     return [] if len(kept) >= width else kept
 
 
 def unknown_masks(group: RolloutGroup) -> int:
-    """How many tokens to train on were drawn from a part of the vocabulary that the group does not know."""
+    """The number of trained tokens that were drawn from a part of the vocabulary that the group does not know."""
     if not truncates(group.sampling):
         return 0
     unknown_T = group.trained_mask
@@ -101,27 +129,31 @@ def unknown_masks(group: RolloutGroup) -> int:
 
 
 def why_no_masks(group: RolloutGroup, vocabulary: int | None = None) -> str:
-    """Why no trainer can use the sampling masks of a group; empty: it can, or there are none.
+    """The reason why no trainer can use the sampling masks of a group; empty if it can, or if there are none.
 
-    `vocabulary`: tokens that the model has; None: unknown.
+    `vocabulary` is the number of tokens that the model has; None: unknown.
     """
     if SAMPLING_MASK not in group.extras:
         return ""
-    values, axis = group.extras[SAMPLING_MASK], group.axes.get(SAMPLING_MASK)
+    values = group.extras[SAMPLING_MASK]
+    axis = group.axes.get(SAMPLING_MASK)
     if axis != RAGGED or values.ndim != 1 or values.dtype.kind not in "iu":
         found = f"is {values.dtype} of the shape {values.shape} with the axis {axis!r}"
         return f"its column {SAMPLING_MASK!r} {found}: an engine writes token ids there, with the axis {RAGGED!r}"
-    least, most = int(values.min(initial=0)), int(values.max(initial=0))
+    least = int(values.min(initial=0))
+    most = int(values.max(initial=0))
     if least < 0 or (vocabulary is not None and most >= vocabulary):
         last = "" if vocabulary is None else f" to {vocabulary - 1}"
         wrong = least if least < 0 else most
         return f"its column {SAMPLING_MASK!r} holds the token {wrong}, and the model has those from 0{last}"
-    counts_T = np.diff(group.extras[SAMPLING_MASK + OFFSETS])
+    offsets = group.extras[SAMPLING_MASK + OFFSETS]
+    counts_T = np.diff(offsets)
     known_T = counts_T > 0
     holds_T = np.zeros(counts_T.size, np.bool_)
     if values.size:
-        starts = group.extras[SAMPLING_MASK + OFFSETS][:-1][known_T]
-        holds_T[known_T] = np.logical_or.reduceat(values == np.repeat(group.completion_ids, counts_T), starts)
+        is_drawn_token = values == np.repeat(group.completion_ids, counts_T)
+        starts = offsets[:-1][known_T]
+        holds_T[known_T] = np.logical_or.reduceat(is_drawn_token, starts)
     wrong_T = group.trained_mask & known_T & ~holds_T
     if wrong_T.any():
         token = int(wrong_T.argmax())

@@ -1,4 +1,4 @@
-"""Scoring: advantages of a group, its replay priority, and whether it carries a gradient. Needs only numpy."""
+"""Scoring: computes advantages and replay priorities of groups, and if they carry a gradient. Needs only numpy."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 FloatArray = npt.NDArray[np.float32]
 Scale = Literal["group", "batch", "none"]
-"""What a trainer divides r - mean of the group by: the std of the group or of the batch + eps, or nothing."""
+"""The divisor of r - mean of the group in a trainer: the std of the group or of the batch + eps, or none."""
 
 _EPS = 1e-4
 _TOLERANCE = 1e-6
@@ -85,40 +85,47 @@ def group_learnability(rewards_G: npt.ArrayLike) -> float:
     arXiv 2502.12272).
     """
     rewards = _rewards(rewards_G)
-    return 0.0 if is_zero_variance(rewards) else float(rewards.var())
+    if is_zero_variance(rewards):
+        return 0.0
+    return float(rewards.var())
 
 
 def is_zero_variance(rewards_G: npt.ArrayLike, tolerance: float = _TOLERANCE) -> bool:
-    """Whether all rewards of a group are equal up to `tolerance` (max - min)."""
+    """True if all rewards of a group are equal up to `tolerance` (max - min)."""
     rewards = _rewards(rewards_G)
     return bool(rewards.max() - rewards.min() <= tolerance)
 
 
 def carries_gradient(group: RolloutGroup, scale: Scale | None = None, teacher: str = "") -> bool:
-    """Whether some rollout that is trained on has an advantage, so that a step with this group teaches something.
+    """True if some rollout that is trained on has an advantage, so that a step with this group teaches something.
 
-    `token_advantages` decide where they are there: whether one of a trained token is not 0. Otherwise the advantages of
-    the rollouts do. `scale=None`: those in the group count, as for a trainer that uses them. So a group of one with an
-    advantage carries a gradient, and so does one whose rewards are equal if its advantages come from elsewhere, such as
-    a baseline. With a `scale` the trainer computes them anew: (r - mean of the group) / divisor, which is 0 for equal
-    rewards and for a group of one, whatever the divisor.
+    If the group has `token_advantages`, they decide: one of a trained token must not be 0. Otherwise the advantages of
+    the rollouts decide. With `scale=None` those in the group count, as for a trainer that uses them. So a group of one
+    rollout with an advantage carries a gradient. A group with equal rewards does too, if its advantages come from
+    elsewhere, such as a baseline. With a `scale` the trainer computes the advantages anew: (r - mean of the group) /
+    divisor, which is 0 for equal rewards and for a group of one rollout, whatever the divisor.
 
-    `teacher`: the column of extras that a trainer distils from; empty: it distils nothing. Every trained token of a
-    group with that column has an advantage, how far teacher and policy differ there, whatever the rewards.
+    `teacher` is the column of extras that a trainer distils from; empty: it distils nothing. Every trained token of a
+    group with that column has an advantage, whatever the rewards: the difference between teacher and policy.
 
     Raises ValueError for rewards that are not finite, and for another `scale`.
     """
     if scale not in (None, "group", "batch", "none"):
         raise ValueError(f"scale must be 'group', 'batch', 'none' or None, not {scale!r}")
-    equal = is_zero_variance(group.rewards)
+    equal_rewards = is_zero_variance(group.rewards)
     if teacher and teacher in group.extras:
         return bool(group.trained_mask.any())
     if group.token_advantages is not None:
         return bool(group.token_advantages[group.trained_mask].any())
     if scale is not None:
-        return not equal and bool(_of_trained(group, group_advantages(group.rewards, "none")).any())
-    # Rounding alone, divided by an std of 0 + eps, makes advantages up to this one.
-    rounding = _TOLERANCE / _EPS if equal and group.group_size > 1 else 0.0
+        if equal_rewards:
+            return False
+        advantages_G = _of_trained(group, group_advantages(group.rewards, "none"))
+        return bool(advantages_G.any())
+    rounding = 0.0
+    if equal_rewards and group.group_size > 1:
+        # Rounding alone, divided by an std of 0 + eps, makes advantages up to this one.
+        rounding = _TOLERANCE / _EPS
     return bool((np.abs(trained_advantages(group)) > rounding).any())
 
 
@@ -131,15 +138,19 @@ def trained_advantages(group: RolloutGroup) -> FloatArray:
     if advantages_T is None:
         return _of_trained(group, group.advantages)
     trained_T = group.trained_mask
-    trained_G = [np.abs(advantages_T[span][trained_T[span]]) for span in group.rollout_spans()]
-    return np.array([each.mean(dtype=np.float64) if each.size else 0.0 for each in trained_G], np.float32)
+    means_G: list[float] = []
+    for span in group.rollout_spans():
+        trained = np.abs(advantages_T[span][trained_T[span]])
+        means_G.append(trained.mean(dtype=np.float64) if trained.size else 0.0)
+    return np.array(means_G, np.float32)
 
 
 def trained_priority(group: RolloutGroup) -> float:
-    """Replay priority of what is trained on in a group; 0 if it carries no gradient.
+    """Replay priority of the trained rollouts of a group; 0 if the group carries no gradient.
 
-    `group_priority` of the rewards and `trained_advantages`. With `token_advantages`, which need not come from rewards,
-    the sum over the rollouts of their mean |advantage|: equal rewards do not say that there is nothing to learn.
+    The priority is `group_priority` of the rewards and `trained_advantages`. With `token_advantages` it is the sum of
+    the mean |advantage| of each rollout. These need not come from rewards, so equal rewards do not say that there is
+    nothing to learn.
 
     Raises ValueError for rewards that are not finite.
     """

@@ -1,6 +1,6 @@
-"""Settings: frozen dataclasses whose fields pydantic checks, what a process says of its own, and functions by name.
+"""Settings: makes frozen dataclasses whose fields pydantic checks, describes them as JSON, and loads named functions.
 
-A module of settings imports nothing heavy, so that the command line makes its options of them.
+A module that declares settings imports nothing heavy, because the command line makes its options of them.
 """
 
 from __future__ import annotations
@@ -25,35 +25,37 @@ Count = Annotated[int, Field(ge=1)]
 Whole = Annotated[int, Field(ge=0)]
 Seconds = Annotated[float, Field(gt=0)]
 Finite = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-"""From 0."""
+"""A finite number from 0."""
 Share = Annotated[float, Field(ge=0, le=1)]
 FixedPath = Annotated[str | Path, AfterValidator(lambda path: _absolute(path))]
-"""A relative path counts from the folder in which the process makes its settings: users' code may leave that later. An
-address stays what it is."""
+"""A path, made absolute when the settings are made: users' code may change the folder of the process later. An address
+with :// is not changed."""
 Names = Annotated[tuple[str, ...], Field(strict=False)]
-"""Also from a list, as files have it."""
+"""A tuple of names. A list is accepted too, because files have lists."""
 
 SETTINGS_FILE = "settings.json"
-"""The file of a trainer's settings, beside its metrics. `config.json` is the name of a model's file, which may stand
-there."""
+"""The file of a trainer's settings, beside its metrics. It is not called `config.json`, because a model has a file of
+that name, which may be in the same folder."""
 MOST_TEXT = 256
-"""Characters of one setting that a process describes itself with: the server takes 4 kB of all."""
+"""The most characters of one setting in the description of a process. The server accepts 4 kB of all settings."""
 
 
 @dataclass_transform(frozen_default=True)
 def settings(*, kw_only: bool = False) -> Callable[[type[T]], type[T]]:
     """Decorates a class: a frozen dataclass whose fields pydantic checks, each with its docstring as description.
 
-    A text is no number, and true is no 1; a list is a tuple where a field says so (`Names`). Its constructor raises
-    ValueError in one line for what pydantic refuses, and suggests the nearest name for one that
-    there is not.
+    The types are strict: a text is not taken for a number, nor true for 1. A list is taken for a tuple only if the
+    field says so (`Names`). The constructor raises ValueError of one line for a value that pydantic refuses. For an
+    unknown name, the error suggests the nearest known one.
     """
 
     def decorate(kind: type[T]) -> type[T]:
         config = ConfigDict(strict=True, arbitrary_types_allowed=True, use_attribute_docstrings=True)
         checked: type[Any] = dataclass(frozen=True, kw_only=kw_only, config=config)(kind)
-        construct, known = checked.__init__, [each.name for each in fields(checked)]
+        construct = checked.__init__
+        known = [setting.name for setting in fields(checked)]
 
+        # The constructor of pydantic, with errors of one line.
         @functools.wraps(construct)
         def __init__(self: Any, *values: Any, **named: Any) -> None:
             for name in named:
@@ -83,12 +85,16 @@ def check_choice(name: str, value: object, choices: Collection[object]) -> None:
 
 
 def described(part: str, own: Mapping[str, Any]) -> dict[str, str]:
-    """What a generator or trainer says of itself (`describe`): JSON by name.
+    """The settings with which a generator or trainer describes itself to a server, each as JSON, by name.
 
-    `records.read_described` is the opposite. Leaves out a value that is too long.
+    A value that is too long is left out. `records.read_described` reads the description.
     """
-    texts = {name: json.dumps(value, default=_name_of) for name, value in {"part": part, **own}.items()}
-    return {name: text for name, text in texts.items() if len(text) <= MOST_TEXT}
+    texts: dict[str, str] = {}
+    for name, value in {"part": part, **own}.items():
+        text = json.dumps(value, default=_name_of)
+        if len(text) <= MOST_TEXT:
+            texts[name] = text
+    return texts
 
 
 def as_json(own: Any) -> str:
@@ -97,20 +103,20 @@ def as_json(own: Any) -> str:
 
 
 def _name_of(value: object) -> str:
-    """Of what JSON cannot have, such as a function."""
+    """The name of a value that JSON cannot have, such as a function."""
     return str(getattr(value, "__qualname__", value))
 
 
 def load_function(kind: str, name: str, built_in: Mapping[str, Callable[..., Any]]) -> Callable[..., Any]:
     """The built-in function `name`, or the one that "package.module:function" names.
 
-    `kind` says in errors what the function is for. Raises ValueError for a name that leads to no function.
+    Errors call the function `kind`, which says its purpose. Raises ValueError for a name that leads to no function.
     """
     if name in built_in:
         return built_in[name]
     module_name, colon, attribute = name.partition(":")
     if not (module_name and colon and attribute):
-        names = "".join(f"{each!r} or " for each in built_in)
+        names = "".join(f"{built_in_name!r} or " for built_in_name in built_in)
         raise ValueError(f"{kind} must be {names}'package.module:function', not {name!r}")
     try:
         function = getattr(importlib.import_module(module_name), attribute)
@@ -126,11 +132,14 @@ def load_function(kind: str, name: str, built_in: Mapping[str, Callable[..., Any
 
 
 def raised_in(error: BaseException, *, skip: int) -> str:
-    """The file and line that raised an error, in brackets after a space; empty if only the caller did.
+    """The file and line of the user's code that raised an error, in brackets after a space; empty if there is none.
 
-    `skip`: the innermost frames of the caller, which are not the user's. Lines of Python that import a module do not
-    count.
+    `skip` is the number of outermost frames, which belong to the caller and not to the user. Frames of Python's own
+    import machinery are left out.
     """
     frames = traceback.extract_tb(error.__traceback__)[skip:]
-    lines = [frame for frame in frames if not frame.filename.startswith("<frozen ")]
-    return f" ({lines[-1].filename}, line {lines[-1].lineno})" if lines else ""
+    user_frames = [frame for frame in frames if not frame.filename.startswith("<frozen ")]
+    if not user_frames:
+        return ""
+    last = user_frames[-1]
+    return f" ({last.filename}, line {last.lineno})"

@@ -3,14 +3,14 @@
     python -I -S supervisor.py kill|forward PARENT COMMAND...      PARENT: the process that started it
 
 * Descendants whose parent has died become children of this process, whatever groups and sessions they have made.
-* Whoever kills the parent kills none of its commands, but then Linux sends this process SIGTERM. So the parent starts
-  it from its main thread: Linux looks at the thread that did, not at the process.
+* A signal that kills the parent does not reach its commands, but then Linux sends this process SIGTERM. So the parent
+  starts it from its main thread: Linux watches the thread that started it, not the process.
 * With `forward`, a signal of the parent goes to the command, which may take its time to end. With `kill`, SIGTERM ends
-  all at once.
-* It cannot end a process of another user, such as one of sudo, and leaves it.
-* If it is killed itself, the command goes on. If it is stopped, the parent ends all (`kill_all_below`).
+  all processes at once.
+* The supervisor cannot end a process of another user, such as one of sudo, and leaves it.
+* If the supervisor is killed itself, the command goes on. If it is stopped, the parent ends all (`kill_all_below`).
 
-It imports little, and nothing of the package, because there is one for each rollout of an agent.
+It imports little, and nothing of the package, because one runs for each rollout of an agent.
 """
 
 import ctypes
@@ -20,7 +20,9 @@ import sys
 
 _STOPPED = 128 + signal.SIGTERM
 _FORWARDED = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1}
-_SET_PDEATHSIG, _SET_CHILD_SUBREAPER = 1, 36  # of prctl(2)
+# Options of prctl(2).
+_SET_PDEATHSIG = 1
+_SET_CHILD_SUBREAPER = 36
 
 
 def supervised(command: list[str], *, forward: bool = False) -> list[str]:
@@ -35,7 +37,7 @@ def adopt_orphans(adopt: bool = True) -> None:
 
 
 def children_of(pid: int) -> list[int]:
-    """The processes that a process has as children now, of all its threads. Empty if it has ended."""
+    """The children that all threads of a process have now. Empty if the process has ended."""
     found: list[int] = []
     try:
         threads = os.listdir(f"/proc/{pid}/task")
@@ -45,7 +47,7 @@ def children_of(pid: int) -> list[int]:
         try:
             with open(f"/proc/{pid}/task/{thread}/children") as file:
                 found += [int(child) for child in file.read().split()]
-        except OSError:  # it has ended
+        except OSError:  # the thread has ended
             continue
     return found
 
@@ -53,25 +55,28 @@ def children_of(pid: int) -> list[int]:
 def kill_all_below(pid: int) -> None:
     """Kills all descendants of a process that does not do so itself, and then the process.
 
-    First each one is stopped, the ancestors before their children, so that none makes another one meanwhile. Processes
+    First each process is stopped, ancestors before their children, so that none starts another one meanwhile. Processes
     that have ended, and those of another user, are left out.
     """
     found = [pid]
-    for each in found:
+    for process in found:  # the list grows meanwhile
         try:
-            os.kill(each, signal.SIGSTOP)
+            os.kill(process, signal.SIGSTOP)
         except OSError:
             continue
-        found += children_of(each)
-    for each in reversed(found):
+        found += children_of(process)
+    for process in reversed(found):
         try:
-            os.kill(each, signal.SIGKILL)
+            os.kill(process, signal.SIGKILL)
         except OSError:
             continue
 
 
 def _end_children() -> None:
-    """Kills all children, and theirs, which become children of this process. Those of another user stay."""
+    """Kills all descendants: the children of a child that ends become children of this process.
+
+    Processes of another user stay.
+    """
     stay: set[int] = set()
     while children := [child for child in children_of(os.getpid()) if child not in stay]:
         for child in children:
@@ -91,16 +96,25 @@ def main(mode: str, parent: int, command: list[str]) -> int:
     if forwards:
         watched |= _FORWARDED
     prctl = ctypes.CDLL(None).prctl
-    # Blocked, and waited for: so no signal comes between two steps.
+    # These signals are blocked, and `sigwait` takes them one by one. So none interrupts a step.
     signal.pthread_sigmask(signal.SIG_BLOCK, watched)
     adopt_orphans()
     prctl(_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
-    if os.getppid() != parent:  # it died before that
+    if os.getppid() != parent:  # the parent died before prctl was called
         return _STOPPED
-    # Python ignores two signals, and a terminal that is gone leaves others ignored. A session: what the command sends
-    # to its own group does not reach this process.
-    usual = {signal.SIGPIPE, signal.SIGXFSZ, *(_FORWARDED if forwards else ())}
-    started = os.posix_spawnp(command[0], command, os.environ, setsid=True, setsigmask=(), setsigdef=usual)
+    # The command must not inherit ignored signals. Python ignores two, and a terminal that is gone leaves others
+    # ignored.
+    usual = {signal.SIGPIPE, signal.SIGXFSZ}
+    if forwards:
+        usual |= _FORWARDED
+    started = os.posix_spawnp(
+        command[0],
+        command,
+        os.environ,
+        setsid=True,  # so that signals that the command sends to its own group do not reach this process
+        setsigmask=(),
+        setsigdef=usual,
+    )
     code = None
     while code is None:
         number = signal.sigwait(watched)
@@ -109,11 +123,20 @@ def main(mode: str, parent: int, command: list[str]) -> int:
                 os.kill(started, number)
             else:
                 code = _STOPPED
-        while code is None and (ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG)):
-            if ended.si_pid == started:
-                code = ended.si_status + 128 * (ended.si_code != os.CLD_EXITED)
+        if code is None:
+            code = _exit_code(started)
     _end_children()
     return code
+
+
+def _exit_code(command: int) -> int | None:
+    """Reaps the children that have ended. Returns the exit code of the command if it is one of them."""
+    while ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG):
+        if ended.si_pid == command:
+            if ended.si_code == os.CLD_EXITED:
+                return ended.si_status
+            return 128 + ended.si_status
+    return None
 
 
 if __name__ == "__main__":

@@ -83,13 +83,19 @@ def make_group(
     random, and the same for the same seed. `fields` are other fields of RolloutGroup.
     """
     if rewards is None:
-        rewards = [float(row % 2 == 0) for row in range(len(completions or lengths or (1, 2, 3)))]
+        group_size = len(completions or lengths or (1, 2, 3))
+        rewards = [1.0 if row % 2 == 0 else 0.0 for row in range(group_size)]
     if completions is None:
-        lengths = range(1, len(rewards) + 1) if lengths is None else lengths
-        completions = [[5 + j % 7] * length for j, length in enumerate(lengths)]
+        if lengths is None:
+            lengths = range(1, len(rewards) + 1)
+        completions = [[5 + row % 7] * length for row, length in enumerate(lengths)]
     lengths_G = np.array([len(completion) for completion in completions], np.int32)
-    tokens_T = np.array([token for completion in completions for token in completion], np.int32)
+    tokens: list[int] = []
+    for completion in completions:
+        tokens.extend(completion)
+    tokens_T = np.array(tokens, np.int32)
     logprobs_T = np.full(tokens_T.size, logprobs) if np.isscalar(logprobs) else np.array(logprobs)
+    mask_T = None if loss_mask is None else np.array(loss_mask, np.bool_)
     if seed is not None:
         rng = np.random.default_rng(seed)
         tokens_T = rng.integers(3, 16, size=tokens_T.size, dtype=np.int32)
@@ -101,7 +107,7 @@ def make_group(
         rollout_logprobs=logprobs_T.astype(np.float32),
         rewards=np.array(rewards, np.float32),
         advantages=group_advantages(rewards),
-        loss_mask=None if loss_mask is None else np.array(loss_mask, np.bool_),
+        loss_mask=mask_T,
         policy_version=version,
         **fields,
     )
@@ -125,8 +131,8 @@ def until(condition: Callable[[], T], otherwise: str = "", timeout: float = PATI
 async def async_until(
     condition: Callable[[], T], otherwise: str = "", timeout: float = PATIENCE, pause: float = 0.005
 ) -> T:
-    """As `until`, for a test that runs on an event loop, which it leaves free."""
-    # Not by the clock of the event loop: a test may stop that one, and then `pause=0` waits on.
+    """As `until`, for a test on an event loop, which goes on meanwhile."""
+    # Not by the clock of the event loop: a test may stop that clock, and then a wait with `pause=0` would never end.
     deadline = time.monotonic() + timeout
     while True:
         value = condition()
@@ -144,7 +150,7 @@ def _overdue(condition: Callable[[], object], otherwise: str, timeout: float, va
 
 
 def _source_of(condition: Callable[[], object]) -> str:
-    """The expression of a lambda as it was written; the name of anything else."""
+    """The expression of a lambda as it was written; the name of any other callable."""
     code = getattr(condition, "__code__", None)
     if isinstance(code, CodeType) and code.co_name == "<lambda>":
         return _expression_of(code) or "the condition"
@@ -152,7 +158,7 @@ def _source_of(condition: Callable[[], object]) -> str:
 
 
 def _expression_of(code: CodeType) -> str:
-    """The source of the expression that a lambda computes; "" where the source is not there."""
+    """The source of the expression that a lambda computes; "" if the source is not there."""
     first: tuple[int, int] | None = None
     last: tuple[int, int] | None = None
     for line, end_line, column, end_column in code.co_positions():

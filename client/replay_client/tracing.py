@@ -1,8 +1,9 @@
-"""Tracing: OpenTelemetry spans of a client's verbs and of generated groups, if the program has set up the SDK.
+"""Tracing: opens OpenTelemetry spans for the methods of a client and for groups, if the program has set up the SDK.
 
 The trace context (W3C) travels to the trainer in the meta of each group, as `traceparent`, and to the server in the
-metadata of calls. A stream outlives the spans in which it is used, so it carries none: what is inserted, drawn and
-updated is in the client's spans alone. Without the SDK, and outside of a sampled span, this module does nothing.
+metadata of calls. A stream lasts longer than the spans in which it is used, so it carries no context. So inserts, draws
+and updates, which use streams, are only in the spans of the client. Without the SDK, and outside of a sampled span,
+this module does nothing.
 """
 
 from __future__ import annotations
@@ -44,9 +45,10 @@ def carrier() -> dict[str, str]:
 
 async def in_span(name: str, work: Callable[[], Awaitable[T]], **attributes: str) -> T:
     """The result of `work`, which runs in a span. Spans that open meanwhile are its children."""
-    if (found := tracer()) is None:
+    current_tracer = tracer()
+    if current_tracer is None:
         return await work()
-    with found.start_as_current_span(name, attributes=attributes):
+    with current_tracer.start_as_current_span(name, attributes=attributes):
         return await work()
 
 

@@ -1,8 +1,8 @@
-"""Transport: how messages reach one server, over gRPC.
+"""Transport: sends messages to one server and reads its answers, over gRPC.
 
-This is the only seam between the client and the network: a call with one answer, and streams of messages. Everything
-above it runs on any transport: `rings` sends payloads through shared memory, and tests bring servers of their own. A
-transport raises grpc.aio.AioRpcError, and its connection turns that into the errors of the client.
+This is the only interface between the client and the network: a call with one answer, and streams of messages. All code
+that uses it runs on any transport: `rings` sends payloads through shared memory, and tests bring servers of their own.
+A transport raises grpc.aio.AioRpcError, and its connection turns that into the errors of the client.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ if TYPE_CHECKING:
     from replay_client.access import Access
 
 NOT_KNOWN = "grpc: no large payload was sent or received yet"
-"""What a transport says that has not tried shared memory yet."""
+"""The value of `carries` for a transport that has not tried shared memory yet."""
 _MOST_IDLE = 16
-"""Streams of one kind that stay open."""
+"""The most streams of one kind that stay open."""
 _GOODBYE = 1.0
-"""Seconds that the server has to end a stream."""
+"""Seconds in which the server must end a stream."""
 _OPTIONS: Final = [
     ("grpc.max_receive_message_length", -1),
     ("grpc.max_send_message_length", -1),
@@ -52,8 +52,9 @@ _OPTIONS: Final = [
     ("grpc.keepalive_timeout_ms", 20_000),
 ]
 _LARGE = 128 << 10
-"""Bytes of a response whose memory malloc may give back to the system, as soon as it is freed."""
-_BOTH, _ANSWERS = "stream_stream", "unary_stream"
+"""Bytes of a response from which on malloc may return its memory to the system as soon as it is freed."""
+_BOTH = "stream_stream"
+_ANSWERS = "unary_stream"
 _MESSAGES: Final[dict[str, tuple[str, Any, Any]]] = {
     "InsertStream": (_BOTH, write_frame, pb.InsertResponse.FromString),
     "Draw": (_BOTH, pb.DrawRequest.SerializeToString, frame_reader(pb.SampleResponse)),
@@ -62,34 +63,36 @@ _MESSAGES: Final[dict[str, tuple[str, Any, Any]]] = {
     "WatchPolicy": (_ANSWERS, pb.GetPolicyRequest.SerializeToString, pb.Policy.FromString),
     "Get": (_ANSWERS, pb.GetRequest.SerializeToString, frame_reader(pb.GetResponse)),
 }
-"""The methods that are streams: how gRPC calls them, and how it writes and reads their messages."""
+"""The methods that are streams: gRPC's kind of the call, and the functions that write and read their messages."""
 
 
 def failure(code: grpc.StatusCode | int, details: str, reason: str = "") -> grpc.aio.AioRpcError:
-    """The error with which a call would fail that the server refuses for this reason."""
+    """The error of a call that the server refuses for this reason."""
     status = code if isinstance(code, grpc.StatusCode) else STATUSES[code]
-    trailing = grpc.aio.Metadata(*([(REASON_KEY, reason)] if reason else ()))
+    trailing = grpc.aio.Metadata()
+    if reason:
+        trailing = grpc.aio.Metadata((REASON_KEY, reason))
     return grpc.aio.AioRpcError(status, grpc.aio.Metadata(), trailing, details)
 
 
 class Stream:
-    """Messages to and from a server. Those of InsertStream, Draw and Get are frames.
+    """Messages to and from a server. The messages of InsertStream, Draw and Get are frames.
 
-    What Draw and Get read has one payload for each row, however many messages carried it.
+    An answer of Draw or Get has one payload for each row, however many messages carried it.
     """
 
     def __init__(self, call: Any) -> None:
-        """`call`: that of gRPC."""
+        """`call` is the call object of gRPC."""
         self._call = call
 
     @property
     def bytes_per_message(self) -> int:
-        """About how many payload bytes a message should carry."""
+        """The number of payload bytes that a message should carry, roughly."""
         return BYTES_PER_MESSAGE
 
     @property
     def ended(self) -> bool:
-        """Whether it is known to have ended."""
+        """True once gRPC knows that the stream has ended."""
         return bool(self._call.done())
 
     async def write(self, message: Any) -> None:
@@ -99,9 +102,11 @@ class Stream:
     async def read(self) -> Any:
         """The next message. Raises AioRpcError if the stream has ended."""
         call = self._call
-        if (message := await call.read()) is not grpc.aio.EOF:
+        message = await call.read()
+        if message is not grpc.aio.EOF:
             return message
-        if (code := await call.code()) is grpc.StatusCode.OK:
+        code = await call.code()
+        if code is grpc.StatusCode.OK:
             raise failure(grpc.StatusCode.UNAVAILABLE, "the server ended the stream without an error")
         raise grpc.aio.AioRpcError(
             code, await call.initial_metadata(), await call.trailing_metadata(), await call.details()
@@ -113,21 +118,25 @@ class Stream:
         Returns whether the server has ended it too; otherwise the stream is cancelled.
         """
 
-        # After a cancelled stream gRPC would call the event loop once more, and the loop may be closed by then.
-        async def read_on() -> None:
-            while await self._call.read() is not grpc.aio.EOF:
-                pass
-
+        # The stream is not simply cancelled: gRPC would call the event loop once more afterwards, and the loop may be
+        # closed by then.
         ended = False
-        # InternalError: the call broke in this moment, and gRPC cannot say more to the server.
+        # InternalError: the call broke at this moment, and gRPC cannot send more to the server.
         with suppress(grpc.aio.AioRpcError, grpc.aio.InternalError, asyncio.InvalidStateError, TimeoutError):
             async with asyncio.timeout(_GOODBYE):
                 await self._call.done_writing()
-                await (asyncio.wait([reader]) if reader else read_on())
+                if reader is not None:
+                    await asyncio.wait([reader])
+                else:
+                    await self._read_to_the_end()
                 ended = True
         if not ended:
             self.cancel()
         return ended
+
+    async def _read_to_the_end(self) -> None:
+        while await self._call.read() is not grpc.aio.EOF:
+            pass
 
     def cancel(self) -> None:
         """Ends the stream at once."""
@@ -137,18 +146,19 @@ class Stream:
 class Rows:
     """The payloads of one response. No byte is copied twice.
 
-    `keep` turns a row that lies in one message into its payload. For a row of several messages, this allocates all of
-    its memory when the first bytes come, and copies each message straight to its place.
+    The function `keep` makes the payload of a row that lies in one message. For a row of several messages, all of its
+    memory is allocated when the first bytes come, and each message is copied straight into it.
     """
 
     def __init__(self, sizes: Sequence[int]) -> None:
+        """`sizes` has the bytes of each row."""
         self._sizes = sizes
         self._gap = memoryview(b"")
-        """Where the bytes go that the last of `payloads` still lacks."""
+        """The memory for the bytes that the last of `payloads` still lacks."""
         self.missing = sum(sizes)
-        """The payload bytes that have not come."""
+        """The number of payload bytes that have not come."""
         self.payloads: list[Buffer] = []
-        """One for each row; complete when nothing is missing."""
+        """The payload of each row. They are complete when no bytes are missing."""
         if self.missing >= _LARGE:
             keep_freed_memory()
         self.add(b"", memoryview)  # the empty rows at the start
@@ -156,14 +166,17 @@ class Rows:
     def add(self, data: Buffer, keep: Keep) -> None:
         """Adds the bytes that come next. Raises ReplayError if they are more than announced, or have no room."""
         data = memoryview(data)
-        end, at = len(data), min(len(self._gap), len(data))
+        end = len(data)
         if end > self.missing:
             raise ReplayError(f"the server sent {end - self.missing} payload bytes more than payload_sizes says")
         self.missing -= end
+        at = min(len(self._gap), end)
         if at:
             self._gap[:at] = data[:at]
             self._gap = self._gap[at:]
-        sizes, row = self._sizes, len(self.payloads)
+        sizes = self._sizes
+        row = len(self.payloads)
+        # Rows that begin in `data`, and empty rows after a row that is complete.
         while row < len(sizes) and (at < end or not (sizes[row] or self._gap)):
             size = sizes[row]
             if at + size <= end:
@@ -174,9 +187,12 @@ class Rows:
             row += 1
 
     def _begin(self, size: int, start: memoryview) -> None:
+        """Allocates a row of several messages, and copies its first bytes."""
         try:
-            # numpy, too, asks the system for huge pages where they pay.
-            buffer = (np.empty(size, dtype=np.uint8) if size < LARGE_BUFFER else large_buffer(size)).data
+            if size < LARGE_BUFFER:
+                buffer = np.empty(size, dtype=np.uint8).data  # numpy, too, asks the system for huge pages if they pay
+            else:
+                buffer = large_buffer(size).data
         except (MemoryError, OSError, OverflowError, ValueError) as error:
             raise ReplayError(f"the server has a payload of {size} bytes, for which there is no memory") from error
         buffer[: len(start)] = start
@@ -185,11 +201,12 @@ class Rows:
 
 
 class BatchStream(Stream):
-    """A call whose answers have payloads: it puts the messages of each answer together."""
+    """A call whose answers have payloads. It puts the messages of each answer together."""
 
     async def read(self) -> Frame[Any]:
         frame = await super().read()
-        head, rows = frame.head, Rows(frame.head.payload_sizes)
+        head = frame.head
+        rows = Rows(head.payload_sizes)
         await self._on_first_frame(frame)
         pass_on(frame, self._reader_of, rows.add)
         while rows.missing:
@@ -198,10 +215,10 @@ class BatchStream(Stream):
         return Frame(head, rows.payloads)
 
     async def _on_first_frame(self, frame: Frame[Any]) -> None:
-        """The first message of an answer has come."""
+        """Called when the first message of an answer has come."""
 
     def _reader_of(self, ring_id: int) -> RingReader | None:
-        """The ring through which payloads come; None: this stream has none."""
+        """The ring with this id, through which payloads come; None: this stream does not have it."""
         return None
 
 
@@ -218,24 +235,27 @@ class IdleStreams:
 
     @property
     def free(self) -> bool:
-        """Whether fewer streams are in use than may stay open."""
+        """True if fewer streams are in use than may stay open."""
         return self._busy < _MOST_IDLE
 
     async def exchange(self, messages: Callable[[int], Iterable[Any]], timeout: float | None) -> Any:
-        """Sends `messages(bytes of one)`. Returns the answer; raises AioRpcError if it is late or the stream breaks."""
+        """Sends messages, and returns the answer to them. Raises AioRpcError if it is late, or if the stream breaks.
+
+        `messages` makes the messages. Its argument is the number of payload bytes that each one should carry.
+        """
         stream = self._idle.pop() if self._idle else self._open()
         self._busy += 1
         try:
             async with asyncio.timeout(timeout):
-                with suppress(asyncio.InvalidStateError):  # it ended while it was idle; the read raises the reason
+                with suppress(asyncio.InvalidStateError):  # the stream ended while it was idle; `read` has the reason
                     for message in messages(stream.bytes_per_message):
                         await stream.write(message)
                 answer = await stream.read()
         except TimeoutError:
             stream.cancel()
-            raise failure(grpc.StatusCode.DEADLINE_EXCEEDED, "Deadline Exceeded") from None  # as gRPC says it
+            raise failure(grpc.StatusCode.DEADLINE_EXCEEDED, "Deadline Exceeded") from None  # gRPC's own words
         except grpc.aio.AioRpcError:
-            for broken in [stream, *self._idle]:  # they share a connection, so all of them are broken
+            for broken in [stream, *self._idle]:  # these streams share a connection, so all of them are broken
                 broken.cancel()
             self._idle.clear()
             raise
@@ -251,7 +271,8 @@ class IdleStreams:
         return answer
 
     async def close(self) -> None:
-        idle, self._idle = self._idle, []
+        idle = self._idle
+        self._idle = []
         await asyncio.gather(*(stream.end() for stream in idle))
 
 
@@ -259,22 +280,23 @@ class Transport:
     """The way to one server: its messages and payloads go over a gRPC channel. It belongs to one event loop."""
 
     def __init__(self, access: Access) -> None:
-        self._channel, self._metadata = access.channel(_OPTIONS), access.metadata
+        self._channel = access.channel(_OPTIONS)
+        self._metadata = access.metadata
         self._stub: Any = ReplayStub(self._channel)
-        self._methods: dict[str, Any] = {
-            method: getattr(self._channel, kind)(f"/{SERVICE}/{method}", write, read)
-            for method, (kind, write, read) in _MESSAGES.items()
-        }
+        self._methods: dict[str, Any] = {}
+        for method, (kind, write, read) in _MESSAGES.items():
+            make_method = getattr(self._channel, kind)
+            self._methods[method] = make_method(f"/{SERVICE}/{method}", write, read)
         self.inserts = IdleStreams(partial(self.stream, "InsertStream"))
         self.short_calls = IdleStreams(partial(self.stream, "Multiplex"))
 
     @property
     def carries(self) -> str:
-        """How payloads travel: "shared memory", or "grpc: " with the reason."""
+        """The way of the payloads: "shared memory", or "grpc: " with the reason."""
         return "grpc: shared memory is turned off in this client (shared_memory=False)"
 
     async def find_out(self) -> None:
-        """Waits until it is known whether the server is on this host."""
+        """Waits until it is known if the server is on this host."""
 
     async def call(self, method: str, request: Message, timeout: float | None) -> Any:
         """The answer to one request, within `timeout` seconds. Raises AioRpcError."""
@@ -284,20 +306,22 @@ class Transport:
         return await getattr(self._stub, method)(request, timeout=timeout, metadata=metadata)
 
     def stream(self, method: str, request: Message | None = None, timeout: float | None = None) -> Stream:
-        """Opens a stream; `request`: of a method that takes one and answers with many messages."""
+        """Opens a stream. `request` is for a method that takes one request and answers with many messages."""
         call = self._open(method, request, timeout)
-        return BatchStream(call) if method in ("Draw", "Get") else Stream(call)
+        if method in ("Draw", "Get"):
+            return BatchStream(call)
+        return Stream(call)
 
     def _open(self, method: str, request: Message | None = None, timeout: float | None = None) -> Any:
         requests = () if request is None else (request,)
         return self._methods[method](*requests, timeout=timeout, metadata=self._metadata)
 
     def state(self) -> ChannelConnectivity:
-        """Whether the server can be reached. Tries to connect."""
+        """The state of the connection to the server. Tries to connect."""
         return self._channel.get_state(try_to_connect=True)
 
     async def changed(self, state: ChannelConnectivity) -> None:
-        """Returns when the state is another one."""
+        """Returns when the connection is in another state than `state`."""
         await self._channel.wait_for_state_change(state)
 
     async def end_idle(self) -> None:
@@ -313,12 +337,12 @@ class Transport:
 
 # ------------------------------------------------------------------------------------------------------------- forks
 
-# gRPC can follow a fork only while none of its threads runs. Its asyncio interface runs one as long as any channel,
-# call or server of it is alive, in this package or elsewhere in the process. In a process forked meanwhile every call
-# hangs.
+# A fork is safe for gRPC only while none of its threads runs. Its asyncio interface runs a thread as long as any
+# channel, call or server of it is alive, in this package or elsewhere in the process. In a process forked meanwhile,
+# every call hangs.
 
 _POLLER = "(_poll_wrapper)"
-"""The name of the thread of grpc.aio ends so; gRPC has no function that tells whether it runs."""
+"""The end of the name of grpc.aio's thread. gRPC has no function that tells if the thread runs."""
 
 _forks = 0
 _in_use_at_fork = False
@@ -326,7 +350,7 @@ _broken = False
 
 
 def forks() -> int:
-    """How many forks lie between the first process and this one. Cheaper than asking for the process id."""
+    """The number of forks between the first process and this one. It is cheaper to get than the process id."""
     return _forks
 
 

@@ -1,4 +1,4 @@
-"""Trend: whether a metric of a run rises or falls, in one rule for all who show it."""
+"""Trend: computes if a metric of a run rises or falls, by one rule for all programs that show it."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from statistics import fmean, variance
 from replay_protos.words import counted
 
 EDGE = 10
-"""Steps whose mean is taken, at the beginning and at the end."""
+"""The number of steps at the beginning, and at the end, whose mean is taken."""
 _SURE = 3.0
-"""A change of at least so many standard errors counts. Noise alone reaches that in less than one of a hundred runs."""
+"""Standard errors of the smallest change that counts. Noise alone reaches it in less than one of a hundred runs."""
 _LEAST = 0.01
-"""A change of at least this share of the larger mean counts."""
+"""The smallest change that counts, as a share of the larger mean."""
 _LARGEST = 1e150
-"""A value beyond this one is as good as infinite: the square of a difference would overflow."""
+"""The largest value. A larger one counts as infinite: the square of a difference would overflow."""
 
 
 class Direction(StrEnum):
-    """Where a metric goes."""
+    """The direction in which a metric changes."""
 
     UP = "up"
     FLAT = "flat"
@@ -55,15 +55,15 @@ class Trend:
 
 
 def trend_of(values: Sequence[float | None]) -> Trend:
-    """The trend of a metric, given its value in each step of a run, the oldest first; None or NaN: it has none.
+    """The trend of a metric, from its value in each step of a run, the oldest first. None or NaN: a step has no value.
 
-    A value beyond 1e150 is none either. Of the n steps with a value, a and b are the means of the first and of the
-    last EDGE = 10, with the sample variances s² and t². The metric goes up if
+    A value beyond 1e150 counts as no value. n steps have a value. a and b are the means of the first and of the last
+    EDGE = 10 of them, with the sample variances s² and t². The metric goes up if
 
         b - a >= max(3 * sqrt((s² + t²) / EDGE), 0.01 * max(|a|, |b|))  and  b != a,
 
     down if a - b is as large, and otherwise it is flat. So the unit of the metric does not matter. The trend is not
-    known for n < 2 * EDGE, and while none of the last EDGE steps of the run has a value.
+    known if n < 2 * EDGE, or if none of the last EDGE steps of the run has a value.
     """
     known = _known(values)
     recent = _known(values[-EDGE:])
@@ -73,8 +73,9 @@ def trend_of(values: Sequence[float | None]) -> Trend:
     last = fmean(known[-EDGE:])
     error = math.sqrt((variance(known[:EDGE]) + variance(known[-EDGE:])) / EDGE)
     change = last - first
+    smallest_change = max(_SURE * error, _LEAST * max(abs(first), abs(last)))
     direction = Direction.FLAT
-    if change and abs(change) >= max(_SURE * error, _LEAST * max(abs(first), abs(last))):
+    if change and abs(change) >= smallest_change:
         direction = Direction.UP if change > 0 else Direction.DOWN
     return Trend(direction=direction, steps=len(known), first=first, last=last)
 

@@ -1,7 +1,7 @@
-"""Waits: how a process tries again (Patience), and what it tells a person (WaitLog) and a health check (beat).
+"""Waits: tries again (Patience), and reports waits to a person (WaitLog) and to a health check (beat).
 
-Health checks of containers look at the age of the file that the environment variable REPLAY_HEARTBEAT names. Who hangs
-does not beat, so `beat` belongs where work was completed or a wait goes on, and not on a timer.
+Health checks of containers look at the age of the file that the environment variable REPLAY_HEARTBEAT names. A process
+that hangs must not beat. So call `beat` where work was completed or a wait goes on, and not on a timer.
 """
 
 from __future__ import annotations
@@ -32,20 +32,24 @@ T = TypeVar("T")
 
 VARIABLE = "REPLAY_HEARTBEAT"
 LOG_SECONDS = 30.0
-"""Between two lines about waiting, also about waits that follow each other."""
+"""Seconds between two lines about waiting, even if they are about different waits."""
 STOP_SECONDS = 20.0
-"""In which a generator ends that is told to stop, on any machine. Containers must wait longer before they kill it."""
+"""Seconds in which a generator ends after it was told to stop, on any machine. A container must wait longer before it
+kills the generator."""
 LAST_WORD = STOP_SECONDS / 10
-"""For each last word to a server. Up to five follow each other, and `stop_grace` comes before them."""
+"""Seconds for each last call to a server. Up to five calls follow each other, and `stop_grace` comes before them."""
 ENGINE_STOP = STOP_SECONDS - 6 * LAST_WORD
-"""For the engine, which ends last."""
+"""Seconds for the engine to end. It ends last."""
 _SHORT_WAIT = 1.0
 """Seconds. The end of a shorter wait is not worth a line, unless its beginning was late too."""
 
 
 def stop_signals() -> list[int]:
-    """The signals that end a program of this package as Ctrl-C does: also those of a terminal that is closed, and of
-    schedulers that warn before they kill. One that is ignored, as by `nohup`, stays so."""
+    """The signals that end a program of this package as Ctrl-C does.
+
+    A terminal that is closed sends some of them, and schedulers send some before they kill a process. A signal that is
+    ignored, as under `nohup`, stays ignored.
+    """
     wanted = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
     return [number for number in wanted if number == signal.SIGINT or signal.getsignal(number) != signal.SIG_IGN]
 
@@ -53,17 +57,18 @@ def stop_signals() -> list[int]:
 class StopSignals:
     """Counts the signals that ask this process to end, for a loop that looks at them.
 
-    A handler that raised could lose its exception in an import, or leave a process running that was just being started.
+    The handler does not raise. The exception could get lost in an import, or interrupt the start of a process, which
+    would run on.
     """
 
     def __init__(self) -> None:
         self.first = 0
-        """The number of the first one; 0: none has come."""
+        """The number of the first signal; 0: none has come."""
         self.count = 0
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> StopSignals:
-        """Count them from now on, until the end of the block."""
+        """Counts the signals from now on, until the end of the block."""
         for number in stop_signals():
             self._before[number] = signal.signal(number, self._note)
         return self
@@ -78,7 +83,7 @@ class StopSignals:
 
 
 class _Look(threading.local):
-    """What a thread looks at while it waits; each thread has its own."""
+    """The function that a thread calls while it waits. Each thread has its own."""
 
     function: Callable[[], None] | None = None
 
@@ -88,9 +93,9 @@ _looking = _Look()
 
 @contextmanager
 def looking(look: Callable[[], None]) -> Iterator[None]:
-    """Inside, this thread calls `look` every second in which it waits for a call of a blocking client.
+    """In the block, this thread calls `look` every second in which it waits for a call of a blocking client.
 
-    What `look` raises ends the wait, and the call, as Ctrl-C does.
+    An exception of `look` ends the wait, and the call, as Ctrl-C does.
     """
     before = _looking.function
     _looking.function = look
@@ -101,14 +106,15 @@ def looking(look: Callable[[], None]) -> Iterator[None]:
 
 
 def look_around() -> None:
-    """Calls the function of `looking`, if this thread is inside of it."""
+    """Calls the function of `looking`, if this thread is in such a block."""
     if _looking.function is not None:
         _looking.function()
 
 
 def beat() -> None:
-    """Give the file a new time of change. Raises ValueError if that is impossible."""
-    if not (path := os.environ.get(VARIABLE)):
+    """Updates the time of the file that REPLAY_HEARTBEAT names. Raises ValueError if that is impossible."""
+    path = os.environ.get(VARIABLE)
+    if not path:
         return
     try:
         _absolute(path).touch()
@@ -129,7 +135,7 @@ async def in_daemon_thread(work: Callable[[], Any]) -> Any:
     result: Future[Any] = Future()
 
     def run() -> None:
-        result.set_running_or_notify_cancel()  # who stops to wait does not cancel it
+        result.set_running_or_notify_cancel()  # so that a caller that stops waiting does not cancel it
         try:
             result.set_result(work())
         except BaseException as error:
@@ -137,7 +143,7 @@ async def in_daemon_thread(work: Callable[[], Any]) -> Any:
                 result.set_exception(RuntimeError(repr(error)).with_traceback(error.__traceback__))
             elif isinstance(error, Exception):
                 result.set_exception(error)
-            else:  # such as SystemExit, which would end the event loop
+            else:  # an error such as SystemExit would end the event loop
                 result.set_exception(ReplayError(f"work in a thread raised {error!r}{_last_line(error)}"))
 
     threading.Thread(target=run, name="replay-work", daemon=True).start()
@@ -145,38 +151,44 @@ async def in_daemon_thread(work: Callable[[], Any]) -> Any:
 
 
 def _last_line(error: BaseException) -> str:
+    """The file and line that raised the error, in brackets after a space; empty if they are not known."""
     frames = traceback.extract_tb(error.__traceback__)
-    return f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""
+    if not frames:
+        return ""
+    last = frames[-1]
+    return f" ({last.filename}, line {last.lineno})"
 
 
 class Deadline:
-    """When a call must end. `timeout` is in seconds; None: never."""
+    """The time at which a call must end. `timeout` is in seconds; None: the call need not end."""
 
     def __init__(self, timeout: float | None) -> None:
         self._end = math.inf if timeout is None else time.monotonic() + timeout
 
     @property
     def seconds(self) -> float | None:
-        """What is left, at least 0; None: no end."""
-        return None if math.isinf(self._end) else max(0.0, self._end - time.monotonic())
+        """The seconds that are left, at least 0; None: there is no end."""
+        if math.isinf(self._end):
+            return None
+        return max(0.0, self._end - time.monotonic())
 
     @property
     def passed(self) -> bool:
         return self.seconds == 0.0
 
     def within(self, seconds: float) -> float:
-        """`seconds`, or what is left if that is less."""
+        """`seconds`, or the seconds that are left if these are fewer."""
         left = self.seconds
         return seconds if left is None else min(seconds, left)
 
 
 class Patience:
-    """Tries again: what it gives up on, and what it says meanwhile, decides `judge`.
+    """Makes an attempt again until it succeeds, or until `judge` ends the attempts.
 
-    `judge` is told each failure, and whether the time is up. It raises the error that ends the attempts, and says to a
-    person why there is another one. The pause after an attempt doubles from `first` to `longest` seconds. An attempt
-    that its deadline ended has waited already, and keeps its place in the server's line only if the next one follows at
-    once.
+    `judge` gets each failure, and True if the time is up. It raises an error to end the attempts. Otherwise it may tell
+    a person why another attempt follows. The pause after an attempt doubles from `first` to `longest` seconds. There is
+    no pause after DeadlineExceededError: the attempt has waited already, and keeps its position in the server's line
+    only if the next attempt follows at once.
     """
 
     def __init__(
@@ -189,18 +201,24 @@ class Patience:
         sleep: Callable[[float], Awaitable[object]] = asyncio.sleep,
     ) -> None:
         """`timeout`: seconds from `start`, or from the first failure; None: for ever."""
-        self._judge, self._timeout, self._sleep = judge, timeout, sleep
-        self._first, self._longest, self._pause = first, longest, first
+        self._judge = judge
+        self._timeout = timeout
+        self._sleep = sleep
+        self._first = first
+        self._longest = longest
+        self._pause = first
         self._deadline: Deadline | None = None
 
     def start(self) -> Deadline:
-        """The timeout begins now."""
-        self._deadline = deadline = Deadline(self._timeout)
+        """Begins the timeout now."""
+        deadline = Deadline(self._timeout)
+        self._deadline = deadline
         return deadline
 
     def renew(self) -> None:
-        """An attempt got an answer: the timeout begins again at the next failure."""
-        self._pause, self._deadline = self._first, None
+        """Notes that an attempt got an answer: the timeout begins again at the next failure."""
+        self._pause = self._first
+        self._deadline = None
 
     async def result(self, attempt: Callable[[], Awaitable[T]]) -> T:
         """The result of `attempt`, made again until it succeeds."""
@@ -212,8 +230,10 @@ class Patience:
 
     async def pause_or_raise(self, error: Exception) -> None:
         """Waits before the next attempt, unless `judge` raises."""
-        left = (self._deadline or self.start()).seconds
-        await self._judge(error, left is not None and left <= self._pause)
+        deadline = self._deadline or self.start()
+        left = deadline.seconds
+        is_late = left is not None and left <= self._pause
+        await self._judge(error, is_late)
         if not isinstance(error, DeadlineExceededError):
             await self._sleep(self._pause)
             self._pause = min(2 * self._pause, self._longest)
@@ -227,13 +247,14 @@ def try_patiently(
     sleep: Callable[[float], object] = time.sleep,
     **pauses: float,
 ) -> T:
-    """`Patience.result` for code without asyncio: plain functions, which block their thread; `pauses`: first, longest.
+    """`Patience.result` for code without asyncio, with plain functions that block their thread.
 
-    An attempt must not raise StopIteration.
+    `pauses` are `first` and `longest` of Patience. An attempt must not raise StopIteration.
     """
-    work = Patience(_async(judge), timeout, sleep=_async(sleep), **pauses).result(_async(attempt))
+    patience = Patience(_async(judge), timeout, sleep=_async(sleep), **pauses)
+    work = patience.result(_async(attempt))
     try:
-        work.send(None)  # nothing in it waits for an event loop, so that it runs to its end
+        work.send(None)  # nothing in the coroutine waits for an event loop, so it runs to its end
     except StopIteration as end:
         result: T = end.value
         return result
@@ -251,16 +272,23 @@ class WaitLog:
     """One log for all waits of a kind, however many are under way at once."""
 
     def __init__(self, who: str = "the generator", *, every: float = LOG_SECONDS, late: bool = False) -> None:
-        """`who` waits. `every`: seconds between two lines. `late`: the wait begins now, and its first line comes after
-        `every` too. Otherwise that comes at once."""
+        """`who` waits. `every`: seconds between two lines.
+
+        The first line of a wait comes at once. With `late`, the wait begins now, and its first line comes after `every`
+        seconds.
+        """
         self._who = who
-        self._every, self._late = every, late
-        self._since = time.monotonic() if late else None
-        self._next_line = 0.0 if self._since is None else self._since + every
+        self._every = every
+        self._late = late
+        self._since: float | None = None
+        self._next_line = 0.0
         self._logged = False
+        if late:
+            self._since = time.monotonic()
+            self._next_line = self._since + every
 
     def wait(self, reason: str, *, is_news: bool = False) -> None:
-        """An attempt has failed and will be made again. `is_news`: a person must know the reason now."""
+        """Notes that an attempt has failed and will be made again. `is_news`: a person must know the reason now."""
         beat()
         now = time.monotonic()
         if self._since is None:
@@ -268,13 +296,16 @@ class WaitLog:
         if now < self._next_line and not is_news:
             return
         waited = now - self._since
-        logger.warning("%s%s", reason, f" (for {waited:.0f} s now)" if waited > _SHORT_WAIT else "")
-        self._next_line, self._logged = now + self._every, True
+        duration = f" (for {waited:.0f} s now)" if waited > _SHORT_WAIT else ""
+        logger.warning("%s%s", reason, duration)
+        self._next_line = now + self._every
+        self._logged = True
 
     def go_on(self) -> None:
-        """An attempt has succeeded."""
+        """Notes that an attempt has succeeded, which ends the wait."""
         if self._logged and self._since is not None:
             waited = time.monotonic() - self._since
             if self._late or waited > _SHORT_WAIT:
                 logger.warning("%s goes on after %.0f s", self._who, waited)
-        self._since, self._logged = None, False
+        self._since = None
+        self._logged = False

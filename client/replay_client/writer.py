@@ -39,13 +39,13 @@ if TYPE_CHECKING:
     from replay_client.shards.placing import Placement
 
 _WORTH_A_MESSAGE = 1 << 18
-"""Bytes of items that are sent at once. Fewer bytes wait for more items, to share a message with them. A writer to
-several servers has so many for each, up to _FULL, because each of them gets fewer items."""
+"""Bytes of items that are sent at once. Fewer bytes wait for more items, to share a message with them. The number is
+multiplied by the number of the writer's servers, up to _FULL, because each of several servers gets fewer items."""
 _FULL = 1 << 20
 """Bytes that fill a message."""
 _LINGER = 0.002
-"""The most seconds that such items wait, for each server of the writer: several together then get no more messages than
-one."""
+"""The most seconds that items wait for others. It is multiplied by the number of the writer's servers, so that several
+servers together get no more messages than one."""
 
 
 class AsyncWriter(AbstractAsyncContextManager["AsyncWriter"]):
@@ -54,14 +54,14 @@ class AsyncWriter(AbstractAsyncContextManager["AsyncWriter"]):
     The end of the `async with` block flushes the writer.
     """
 
-    # The blocking writer works on this one, from other threads:
+    # The blocking writer uses this one, from other threads:
     #
-    # * Any thread may call `offer`. It never waits: if the answer is no, it keeps the given callback and calls it when
-    #   the caller should try again, on the event loop in most cases.
-    # * Each server has a line of its own; the bounds are those of all lines together. Items that a server has not
+    # * Any thread may call `offer`. It never waits. If there is no room, it keeps the given callback, and calls it when
+    #   the caller should try again, in most cases on the event loop.
+    # * Each server has a line of its own. The bounds are those of all lines together. Items that a server has not
     #   acknowledged stay in its line while it is away. They count among those in flight only while all servers are
-    #   away: new items go to other servers, and their writer need not wait for this one.
-    # * `lock` guards the queues and counters. It is never held while something waits.
+    #   away: new items go to other servers, and need not wait for this one.
+    # * `lock` guards the queues and counters. It is never held during a wait.
 
     def __init__(
         self,
@@ -74,30 +74,36 @@ class AsyncWriter(AbstractAsyncContextManager["AsyncWriter"]):
     ) -> None:
         if max_in_flight < 1 or max_bytes < 1:
             raise InvalidRequestError(f"max_in_flight {max_in_flight} and max_bytes {max_bytes} must be at least 1")
-        self.timeout, self.max_in_flight, self.max_bytes = timeout, max_in_flight, max_bytes
+        self.timeout = timeout
+        self.max_in_flight = max_in_flight
+        self.max_bytes = max_bytes
         self.refused: dict[int, ReplayError] = {}
-        """The items that the server refused: their keys, each with the reason."""
+        """The reason for each item that the server refused, by the key of the item."""
         self.evicted = EvictedItems()
-        """The items that left a full table at once, because its remover chose them: their tables by key.
+        """The tables that an item left at once because they were full and their remover chose it, by the item's key.
 
-        The newest 65,536 of them. They were inserted, so this is no error; a pool that keeps the best does not keep
-        them.
+        The mapping has the newest 65,536 of these items. They were inserted, so this is no error: a pool that keeps the
+        best items does not keep them.
         """
         self.keys = keys
         self.lock = threading.Lock()
         self.loop = asyncio.get_running_loop()
-        self._fleet, self._placement = fleet, placement
+        self._fleet = fleet
+        self._placement = placement
         self._lines: dict[Connection, InsertLine] = {}
         self._divide()
-        self._in_flight, self._bytes = 0, 0
+        self._in_flight = 0
+        self._bytes = 0
         self._unreported: list[ReplayError] = []
+        """The errors of refused items that no call has raised yet."""
         self._lost: deque[ReplayError] = deque()
-        """Why lines ended with items in them. Each reason is raised once."""
+        """The reasons why lines ended with items in them. Each reason is raised once."""
         self._failure: ReplayError | None = None
-        """Why this writer sends nothing more; None: it works."""
+        """The reason why this writer sends nothing more; None: it works."""
         self._room: list[Callable[[], None]] = []
+        """The callbacks of callers that wait for room."""
         self.awaited_by: list[Callable[[], None]] = []
-        """What to call when all items are acknowledged."""
+        """The callbacks of callers that wait until all items are acknowledged."""
         fleet.connect()
         fleet.listeners.append(self._notify_waiters)
 
@@ -114,9 +120,10 @@ class AsyncWriter(AbstractAsyncContextManager["AsyncWriter"]):
         """Queues a group and returns its key; waits only while `max_in_flight` or `max_bytes` are in flight.
 
         Raises the first error of earlier inserts that was not raised yet, and then does not queue this group.
-        `refused` has all of them. `key` and `tags` as in `AsyncReplayClient.insert`.
+        `refused` has all errors. `key` and `tags` as in `AsyncReplayClient.insert`.
         """
-        key = next(self.keys) if key is None else key
+        if key is None:
+            key = next(self.keys)
         item = Item.of(key, group, priorities, policy_version, self.timeout, permits, tags)
         if not self.offer(item):
             room = asyncio.Event()
@@ -144,7 +151,7 @@ class AsyncWriter(AbstractAsyncContextManager["AsyncWriter"]):
         """Takes the item if there is room. Raises the errors of earlier items."""
         with self.lock:
             self._raise()
-            # While it is not decided, a server that is only slow to connect would lose its items to another one.
+            # Before all servers were tried, a server that is only slow to connect would lose its items to another one.
             if not (self._fleet.decided and self._has_room(item)):
                 if when_room is not None:
                     self._room.append(when_room)
@@ -157,7 +164,10 @@ class AsyncWriter(AbstractAsyncContextManager["AsyncWriter"]):
         return True
 
     def _is_drained(self, when_drained: Callable[[], None]) -> bool:
-        """Whether all items are acknowledged. Raises the errors of earlier items."""
+        """True if all items are acknowledged. Raises the errors of earlier items.
+
+        Otherwise sends all unsent items, and keeps `when_drained` to be called when all are acknowledged.
+        """
         with self.lock:
             if not self._in_flight or self._failure is not None or self._lost:
                 self._raise()
@@ -169,7 +179,7 @@ class AsyncWriter(AbstractAsyncContextManager["AsyncWriter"]):
         return False
 
     async def close(self) -> None:
-        """Stop sending. The servers may have inserted items that they have not acknowledged."""
+        """Stops sending. The servers may have inserted items that they have not acknowledged."""
         if self._notify_waiters in self._fleet.listeners:
             self._fleet.listeners.remove(self._notify_waiters)
         for line in list(self._lines.values()):
@@ -184,7 +194,7 @@ class AsyncWriter(AbstractAsyncContextManager["AsyncWriter"]):
             await self.close()
 
     async def decided(self, line: InsertLine, items: Sequence[Item], response: pb.InsertResponse) -> None:
-        """The server has decided about these items of the line."""
+        """Notes that the server has decided about these items of the line."""
         errors = {error.key: error_of(error.code, error.message, error.reason) for error in response.errors}
         for item in items:
             if item.moved and item.key not in errors:
@@ -192,8 +202,8 @@ class AsyncWriter(AbstractAsyncContextManager["AsyncWriter"]):
         moved: set[InsertLine] = set()
         with self.lock:
             for item in items:
-                draining = isinstance(errors.get(item.key), ShardDrainingError)
-                if draining and self._placement.forget(item.key, line.shard):
+                is_draining = isinstance(errors.get(item.key), ShardDrainingError)
+                if is_draining and self._placement.forget(item.key, line.shard):
                     del errors[item.key]
                     other = self._line_for(item)
                     other.add(item)
@@ -211,7 +221,7 @@ class AsyncWriter(AbstractAsyncContextManager["AsyncWriter"]):
         self._notify_waiters()
 
     def ended(self, line: InsertLine, error: ReplayError) -> None:
-        """The line sends nothing more. Where there are other servers, only the items in it are lost."""
+        """Notes that the line sends nothing more. If there are other servers, only the items in the line are lost."""
         if self._fleet.shards == [line.shard]:
             self._fail(error)
             return
@@ -237,11 +247,13 @@ class AsyncWriter(AbstractAsyncContextManager["AsyncWriter"]):
 
     @property
     def is_idle(self) -> bool:
-        """Whether no server has work of this writer."""
+        """True if no server has work of this writer."""
         return not any(line.unacknowledged for line in self._lines.values())
 
     def _has_room(self, item: Item) -> bool:
-        in_flight, nbytes = self._in_flight, self._bytes + item.nbytes
+        """True if the item may be sent now. An item that is larger than `max_bytes` may be sent alone."""
+        in_flight = self._in_flight
+        nbytes = self._bytes + item.nbytes
         if in_flight < self.max_in_flight and nbytes <= self.max_bytes:
             return True
         if self._fleet.up():
@@ -253,23 +265,28 @@ class AsyncWriter(AbstractAsyncContextManager["AsyncWriter"]):
 
     def _line_for(self, item: Item) -> InsertLine:
         shard = self._placement.shard_for(item)
-        if (line := self._lines.get(shard)) is None:
-            line = self._lines[shard] = InsertLine(self, shard)
+        line = self._lines.get(shard)
+        if line is None:
+            line = InsertLine(self, shard)
+            self._lines[shard] = line
             self._divide()
         return line
 
     def _divide(self) -> None:
+        """Divides the bounds among the lines. Call it when their number has changed."""
         lines = max(1, len(self._lines))
         self.max_in_a_line = max(1, self.max_in_flight // lines)
-        """The part of `max_in_flight` of each server that has had items."""
+        """The share of `max_in_flight` of each server that has had items."""
         self.worth_a_message = min(_FULL, _WORTH_A_MESSAGE * lines)
-        """Bytes that do not wait for more."""
+        """Bytes of items that do not wait for more items."""
         self.linger = _LINGER * lines
         """Seconds that a few small items wait for others."""
 
     def _raise(self) -> None:
+        """Raises an error that was not raised yet, if there is one. The caller holds the lock."""
         if self._unreported:
-            error, self._unreported = self._unreported[0], []
+            error = self._unreported[0]
+            self._unreported = []
             raise error
         if self._failure is not None:
             raise self._failure
@@ -282,12 +299,13 @@ class AsyncWriter(AbstractAsyncContextManager["AsyncWriter"]):
         self._notify_waiters(now=True)
 
     def _notify_waiters(self, _: Connection | None = None, *, now: bool = False) -> None:
-        """Calls those who wait for room, and if all items are acknowledged, or `now`, those who wait for that.
+        """Calls the callbacks of callers that wait for room, also when a shard has come or gone.
 
-        Also when a shard has come or gone.
+        If all items are acknowledged, or with `now`, calls those of callers that wait for this, too.
         """
         with self.lock:
-            waiting, self._room = self._room, []
+            waiting = self._room
+            self._room = []
             if now or not self._in_flight:
                 waiting += self.awaited_by
                 self.awaited_by = []
@@ -296,17 +314,25 @@ class AsyncWriter(AbstractAsyncContextManager["AsyncWriter"]):
 
 
 class InsertLine:
-    """The items of one writer for one server. Each is in `_unsent` or `unacknowledged` until the server decides."""
+    """The items of one writer for one server.
+
+    An item is either in `_unsent` or in `unacknowledged`, until the server has decided about it.
+    """
 
     def __init__(self, writer: AsyncWriter, shard: Connection) -> None:
         self.shard = shard
-        self._writer, self._lock = writer, writer.lock
+        self._writer = writer
+        self._lock = writer.lock
         self._unsent: deque[Item] = deque()
         self.unacknowledged: deque[Item] = deque()
         self._unsent_bytes = 0
         self._wake = asyncio.Event()
+        """Set when the task should send."""
         self._timer: asyncio.TimerHandle | None = None
-        self._awake = self._lingers = False
+        self._awake = False
+        """True if the task sends, or is about to."""
+        self._lingers = False
+        """True if the timer runs, or is about to."""
         self._task: asyncio.Task[None] | None = None
 
     @property
@@ -324,7 +350,10 @@ class InsertLine:
         assert self._unsent_bytes == nbytes, (self._unsent_bytes, nbytes)
 
     def add(self, item: Item) -> Callable[[], None] | None:
-        """Takes the item. Returns what the caller must call on the event loop. The caller holds the lock."""
+        """Takes the item. Returns a function that the caller must call on the event loop; None: there is none.
+
+        The caller holds the lock.
+        """
         self._unsent.append(item)
         self._unsent_bytes += item.nbytes
         if self._awake:
@@ -338,13 +367,17 @@ class InsertLine:
         return self.linger
 
     def wakes(self) -> bool:
-        """Whether `send` must be called, where nothing may wait for other items any more. The caller holds the lock."""
-        wake = not self._awake and bool(self._unsent)
-        self._awake = self._awake or wake
-        return wake
+        """True if the caller must call `send`, because items may not wait for others any more.
+
+        The caller holds the lock.
+        """
+        if self._awake or not self._unsent:
+            return False
+        self._awake = True
+        return True
 
     def send(self) -> None:
-        """Sends what is unsent. Call it on the event loop."""
+        """Sends the unsent items. Call it on the event loop."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -354,11 +387,12 @@ class InsertLine:
             self._task = self._writer.loop.create_task(self._run())
 
     def linger(self) -> None:
-        """Sends what is unsent after some time. Call it on the event loop."""
+        """Sends the unsent items after some time. Call it on the event loop."""
         if self._timer is None:
             self._timer = self._writer.loop.call_later(self._writer.linger, self.send)
 
     def waiting(self) -> str:
+        """The items that the server has not acknowledged, for an error."""
         address = self.shard.address
         items = counted(self.in_flight, "item")
         return f"{address} has not acknowledged {items} yet ({self.bytes_in_flight} bytes)"
@@ -369,11 +403,10 @@ class InsertLine:
             await asyncio.gather(self._task, return_exceptions=True)
 
     def _worth_sending(self) -> bool:
-        """Whether to send what is unsent now, and not with the next acknowledgement.
+        """True if the unsent items should be sent now, and not after the next acknowledgement.
 
-        A message costs both sides as much as ten small items. Small items therefore wait for each other while any
-        server has work of this writer. An item that comes when none has, or when somebody waits for all items, is
-        sent at once.
+        A message costs both sides as much as ten small items. So small items wait for each other while any server has
+        work of this writer. An item is sent at once if no server has work, or if a caller waits for all items.
         """
         writer = self._writer
         return (
@@ -395,7 +428,8 @@ class InsertLine:
                 except grpc.aio.AioRpcError as error:
                     if self.in_flight:
                         await patience.pause_or_raise(error)
-                with self._lock:  # send again what was not acknowledged, first and in the old order
+                with self._lock:
+                    # Items that were not acknowledged are sent again, before the others and in the old order.
                     self._unsent.extendleft(reversed(self.unacknowledged))
                     self._unsent_bytes += sum(item.nbytes for item in self.unacknowledged)
                     self.unacknowledged.clear()
@@ -407,9 +441,10 @@ class InsertLine:
         except ReplayError as error:
             writer.ended(self, error)
         except asyncio.CancelledError:
-            # Not raised again: the task would keep these frames, and the ring with them, until a garbage collection.
+            # The error is not raised again: the task would keep these frames, and the ring with them, until a garbage
+            # collection.
             writer.ended(self, ServerClosedError("the writer was closed while it had work to do"))
-        except Exception as error:  # a bug: fail, or callers would wait for ever
+        except Exception as error:  # a bug. Without this, callers would wait for ever
             writer.ended(self, ReplayError(f"the writer failed: {type(error).__name__}: {error}"))
             raise
 
@@ -423,7 +458,7 @@ class InsertLine:
             while not reader.done():
                 await self._wake.wait()
                 self._wake.clear()
-                items = self._next_items(worth=False)
+                items = self._next_items(at_once=True)
                 while not reader.done() and items:
                     for request in pack_items(items, stream.bytes_per_message):
                         await stream.write(request)
@@ -439,18 +474,20 @@ class InsertLine:
         reader.result()
 
     async def _doubt(self) -> None:
-        """Doubts a server that acknowledges nothing: new items may go to others."""
+        """Asks a server that acknowledges nothing for a sign of life. If it gives none, new items go to others."""
         while True:
             oldest = self.unacknowledged[0] if self.unacknowledged else None
             await asyncio.sleep(LATE_SECONDS)
             if oldest is not None and self.unacknowledged and self.unacknowledged[0] is oldest:
                 self.shard.doubt()
 
-    def _next_items(self, worth: bool = True) -> list[Item]:
+    def _next_items(self, *, at_once: bool = False) -> list[Item]:
+        """The next items to send; none if they should wait for others. With `at_once` they do not wait."""
         with self._lock:
-            items = []
-            if not worth or self._worth_sending():
-                items = [self._unsent.popleft() for _ in range(min(len(self._unsent), ROWS_PER_MESSAGE))]
+            items: list[Item] = []
+            if at_once or self._worth_sending():
+                count = min(len(self._unsent), ROWS_PER_MESSAGE)
+                items = [self._unsent.popleft() for _ in range(count)]
             self._unsent_bytes -= sum(item.nbytes for item in items)
             assert self._unsent_bytes >= 0, self._unsent_bytes
             self.unacknowledged.extend(items)

@@ -1,11 +1,11 @@
-"""Fleet: the servers of a client of several, which of them can be reached, and questions to them.
+"""Fleet: knows the servers of a client of several servers, watches which of them can be reached, and asks them.
 
 Each shard has a watcher that keeps its connection open and tells when it comes or breaks. A question goes to the shards
-that are up. Where one of them goes away with its answer, the answers of the others count.
+that are up. If one of them goes away with its answer, the answers of the others count.
 
-A server can also hang, stopped or swapping, while its connection stands. So who waits for LATE_SECONDS for an answer
-asks that shard for a sign of life. A shard that gives none counts as away for everybody, and is asked again in the
-background until it answers. What was sent to it before may still be done.
+A server can also hang, stopped or swapping, while its connection stands. So a caller that has waited LATE_SECONDS for
+an answer asks the shard for a sign of life. A shard that gives none counts as away for all callers, and is asked again
+in the background until it answers. It may still carry out the requests that were sent to it before.
 """
 
 from __future__ import annotations
@@ -42,9 +42,11 @@ T = TypeVar("T")
 
 SECONDS_PER_LOOK = 5.0
 """Seconds between two looks for shards that were added or taken away."""
-_SIGNS, _SIGN_SECONDS = 2, 1.0
-"""The fleet asks a silent shard so often for a sign of life, and waits so many seconds for each. It asks twice, because
-this process may have stood still during the first."""
+_SIGNS = 2
+"""The number of times that a silent shard is asked for a sign of life. It is asked twice, because this process may have
+stood still during the first time."""
+_SIGN_SECONDS = 1.0
+"""Seconds in which a shard must give a sign of life."""
 _FIRST_LOOK = 2.0
 """Seconds in which a server must accept the first connection. After that it counts as gone until it does."""
 _LOOK_AGAIN = 0.5
@@ -52,7 +54,7 @@ _LOOK_AGAIN = 0.5
 _RAY_SECONDS = 5.0
 """Seconds in which Ray must tell an address."""
 _DRAINING = 30.0
-"""Seconds after which a shard that was draining is tried again: the operator may have thought better of it."""
+"""Seconds after which a shard that was draining is tried again: the operator may have stopped the draining."""
 
 
 class Shard(Connection):
@@ -61,21 +63,25 @@ class Shard(Connection):
     def __init__(self, name: str, access: Access, timeout: float | None, names: RayNames | None) -> None:
         """`names` finds the address if `access` has none."""
         super().__init__(access, timeout)
-        self.name, self.is_up = name, False
-        """`is_up`: the connection stands, and the server answers. Any thread may read it."""
+        self.name = name
+        self.is_up = False
+        """True while the connection stands and the server answers. Any thread may read it."""
         self.draining_until = 0.0
-        """On time.monotonic's clock: until then no new item goes here, because the shard refused one as draining."""
+        """The end, on time.monotonic's clock, of the time in which no new item goes here, because the shard refused one
+        as draining."""
         self.decided = asyncio.Event()
         """Set when the first attempt to connect has ended."""
         self.changed: Callable[[Shard], None] = lambda _: None
         """Called when `is_up` has changed."""
-        self._names, self.has_address = names, names is None
+        self._names = names
+        self.has_address = names is None
         self._running: set[asyncio.Task[Any]] = set()
+        """Requests under way. They are cancelled when the connection breaks."""
         self._watching: asyncio.Task[None] | None = None
         self._doubting: asyncio.Task[None] | None = None
-        """Asks for a sign of life."""
+        """The task that asks for a sign of life."""
         self._waking: asyncio.Task[None] | None = None
-        """Asks a shard that hangs until it answers."""
+        """The task that asks a shard that hangs until it answers."""
 
     @property
     def transport(self) -> Transport:
@@ -85,11 +91,11 @@ class Shard(Connection):
 
     @property
     def takes_inserts(self) -> bool:
-        """Returns whether this shard takes new items. Any thread may read it."""
+        """True if this shard takes new items. Any thread may read it."""
         return self.is_up and time.monotonic() >= self.draining_until
 
     def is_draining(self) -> None:
-        """The shard has refused a new item: leave it in peace for a while."""
+        """Notes that the shard has refused a new item as draining: no new item goes there for a while."""
         self.draining_until = time.monotonic() + _DRAINING
 
     def watch(self) -> None:
@@ -100,7 +106,7 @@ class Shard(Connection):
     async def run(self, work: Coroutine[Any, Any, T]) -> T:
         """The result of `work`. Raises ServerUnavailableError as soon as the connection is broken.
 
-        So the caller can go on with other shards. Work that must not be done by another shard does not belong here.
+        So the caller can go on with other shards. Do not pass work that no other shard may do.
         """
         task = asyncio.create_task(work)
         self._running.add(task)
@@ -129,7 +135,7 @@ class Shard(Connection):
             self._doubting = asyncio.create_task(self._doubt())
 
     async def answers(self) -> bool:
-        """As `doubt`. Returns whether the shard is up."""
+        """Waits for the sign of life of `doubt`. Returns True if the shard is up."""
         self.doubt()
         assert self._doubting is not None
         await asyncio.wait({self._doubting})
@@ -137,7 +143,6 @@ class Shard(Connection):
 
     async def ask(self, method: str, request: Message, timeout: float | None) -> Any:
         """This shard's answer to one request. Raises as `run`."""
-
         return await self.run(self.unary(method, request, timeout))
 
     async def close(self) -> None:
@@ -167,7 +172,8 @@ class Shard(Connection):
             try:
                 async with asyncio.timeout(_LOOK_AGAIN):
                     await transport.changed(state)
-            except TimeoutError:  # one that is neither made nor refused counts as broken after some time
+            except TimeoutError:
+                # A connection that is neither made nor refused counts as broken after some time.
                 if first_look.passed or self.decided.is_set():
                     self._report(False)
 
@@ -182,14 +188,16 @@ class Shard(Connection):
     async def _until_it_answers(self) -> None:
         while await self._is_silent():
             pass
-        if self.transport.state() is ChannelConnectivity.READY:  # else the watcher tells when it is there
+        # If the connection is broken by now, the watcher reports when it stands again.
+        if self.transport.state() is ChannelConnectivity.READY:
             self._report(True)
 
     async def _is_silent(self) -> bool:
         try:
             await self.transport.call("GetPolicy", pb.GetPolicyRequest(), _SIGN_SECONDS)
         except grpc.aio.AioRpcError as error:
-            return error.code() is grpc.StatusCode.DEADLINE_EXCEEDED  # any other error is an answer, or the watcher's
+            # Any other error is an answer, or a broken connection, which the watcher reports.
+            return error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
         return False
 
     async def _find(self, names: RayNames) -> None:
@@ -210,7 +218,7 @@ class Shard(Connection):
 
 
 Question = Message | Callable[[Shard], Message]
-"""One request for all shards, or what makes one for each."""
+"""One request for all shards, or a function that makes the request for each shard."""
 
 
 class Fleet:
@@ -219,11 +227,11 @@ class Fleet:
     def __init__(self, access: Access, timeout: float | None) -> None:
         """Raises ValueError for a ray:// address without shards."""
         self.address = access.address
-        """host:port of each with commas; or the name of the shards in Ray."""
+        """host:port of each shard, with commas; or the name of the shards in Ray."""
         self.timeout = timeout
-        """Of the client, in seconds."""
+        """The timeout of the client, in seconds."""
         self.changed = asyncio.Event()
-        """Set, and made anew, when a shard has come or gone."""
+        """Set, and replaced by a new event, when a shard has come or gone."""
         self.listeners: list[Callable[[Shard], None]] = []
         """Called with each shard that has come or gone."""
         self._access = access
@@ -231,6 +239,7 @@ class Fleet:
         self._closed = False
         self._background: set[asyncio.Task[None]] = set()
         self._names = RayNames.of(access.address)
+        """None if the addresses are known, and need not be found by Ray."""
         addresses = split_addresses(access.address)
         names = list(addresses) if self._names is None else self._names.find()
         self.shards = [self._make_shard(name, addresses.get(name, access.address)) for name in names]
@@ -252,8 +261,11 @@ class Fleet:
         return self.carries
 
     def named(self, name: str) -> Shard | None:
-        """The shard with this name."""
-        return next((shard for shard in self.shards if shard.name == name), None)
+        """The shard with this name; None if there is none."""
+        for shard in self.shards:
+            if shard.name == name:
+                return shard
+        return None
 
     def connect(self) -> None:
         """Begins to connect, on the running event loop. Raises ServerClosedError after `close`."""
@@ -266,7 +278,7 @@ class Fleet:
 
     @property
     def decided(self) -> bool:
-        """Returns whether the fleet has tried to reach each shard."""
+        """True once the fleet has tried to reach each shard."""
         return self._closed or all(shard.decided.is_set() for shard in self.shards)
 
     def up(self) -> list[Shard]:
@@ -274,9 +286,9 @@ class Fleet:
         return [shard for shard in self.shards if shard.is_up]
 
     async def reachable(self, deadline: Deadline) -> list[Shard]:
-        """The shards that are up, at least one. Raises ServerUnavailableError if the time is up before."""
+        """The shards that are up, at least one. Raises ServerUnavailableError if none is up before the deadline."""
         self.connect()
-        while not self.decided:  # soon: each shard has a short time for its first connection
+        while not self.decided:  # not for long: each shard has a short time for its first connection
             await self.changed.wait()
         while not (up := self.up()):
             if not await self._changes(deadline):
@@ -284,7 +296,7 @@ class Fleet:
         return up
 
     async def _changes(self, deadline: Deadline) -> bool:
-        """Returns whether a shard comes or goes before the deadline."""
+        """Waits until a shard comes or goes. Returns False if the deadline passes before."""
         try:
             async with asyncio.timeout(deadline.seconds):
                 await self.changed.wait()
@@ -295,9 +307,9 @@ class Fleet:
     async def insist(
         self, attempt: Callable[[Deadline], Awaitable[T]], timeout: float | None, *also: type[ReplayError]
     ) -> T:
-        """The result of `attempt`, made again within `timeout` seconds while a shard that it needs is gone.
+        """The result of `attempt`. While a shard that it needs is gone, it is made again, within `timeout` seconds.
 
-        `also`: further errors after which it is made again.
+        `also` are further errors after which the attempt is made again.
         """
 
         async def judge(error: Exception, late: bool) -> None:
@@ -317,7 +329,10 @@ class Fleet:
         return ServerUnavailableError(f"none of the {len(self.shards)} shards answers: {names}; are they running?")
 
     async def ask(self, method: str, request: Message, timeout: float | None, read: Callable[[Any], T]) -> T:
-        """One answer, of those of all shards that are up. `read` makes a record of an answer. Errors: `answers`."""
+        """One answer, merged from those of all shards that are up. `read` makes a record of each.
+
+        Raises as `answers`.
+        """
         answers = await self.answers(method, request, timeout)
         return self._merged(method, {shard: read(answer) for shard, answer in answers.items()})
 
@@ -326,10 +341,10 @@ class Fleet:
         begins = read_page(request.page)
 
         def request_for(shard: Shard) -> pb.ListItemsRequest:
-            its_own = pb.ListItemsRequest()
-            its_own.CopyFrom(request)
-            its_own.page = begins.get(shard.name, "")
-            return its_own
+            shard_request = pb.ListItemsRequest()
+            shard_request.CopyFrom(request)
+            shard_request.page = begins.get(shard.name, "")
+            return shard_request
 
         answers = await self.answers("ListItems", request_for, timeout)
         pages = {shard.name: item_page_of(answer) for shard, answer in answers.items()}
@@ -338,11 +353,10 @@ class Fleet:
     async def answers(
         self, method: str, request: Question, timeout: float | None, shards: Sequence[Shard] | None = None
     ) -> dict[Shard, Any]:
-        """The answers of the shards that are up, or of those of `shards` that are. At least one.
+        """The answers of the shards that are up, at least one; with `shards`, of those among `shards`, perhaps none.
 
-        A shard that goes away meanwhile, or does not answer in
-        time where others do, is left out. Raises any other error of any shard, and ServerUnavailableError if none
-        answers in time.
+        A shard that goes away meanwhile, or does not answer in time while others do, is left out. Raises any other
+        error of any shard, and ServerUnavailableError if no shard answers in time.
         """
 
         async def attempt(deadline: Deadline) -> dict[Shard, Any]:
@@ -355,17 +369,21 @@ class Fleet:
         return await self.insist(attempt, timeout)
 
     async def say(self, method: str, request: Message, timeout: float | None) -> None:
-        """Tells those that are up."""
+        """Sends a request to the shards that are up. It does not matter if they answer."""
         with suppress(DeadlineExceededError):
             await self.try_to_ask(method, request, timeout, self.up())
 
     async def try_to_ask(
         self, method: str, request: Question, timeout: float | None, shards: Sequence[Shard]
     ) -> dict[Shard, Any]:
-        """The answers of those that answer. Raises DeadlineExceededError if none does, and one did not in time."""
+        """The answers of those among `shards` that answer. A shard that goes away is left out.
 
+        Raises DeadlineExceededError if no shard answers, and one did not answer in time.
+        """
         requests = [request(shard) if callable(request) else request for shard in shards]
-        calls = (shard.ask(method, its_own, timeout) for shard, its_own in zip(shards, requests, strict=True))
+        calls = [
+            shard.ask(method, shard_request, timeout) for shard, shard_request in zip(shards, requests, strict=True)
+        ]
         results = await asyncio.gather(*calls, return_exceptions=True)
         answers: dict[Shard, Any] = {}
         late = None
@@ -381,18 +399,23 @@ class Fleet:
         return answers
 
     async def ask_all(self, method: str, request: Message, timeout: float | None, read: Callable[[Any], T]) -> T:
-        """As `ask`. Raises ServerUnavailableError that names those that cannot be reached in time, if there are any."""
+        """As `ask`, but needs the answers of all shards.
+
+        Raises ServerUnavailableError that names the shards that cannot be reached in time.
+        """
         deadline = Deadline(timeout)
         self.connect()
         while gone := [shard.name for shard in self.shards if not shard.is_up]:
             if not await self._changes(deadline):
                 raise ServerUnavailableError(f"this needs all shards, and {', '.join(gone)} cannot be reached")
         answers = await asyncio.gather(*(shard.ask(method, request, deadline.seconds) for shard in self.shards))
-        return self._merged(method, dict(zip(self.shards, map(read, answers), strict=True)))
+        records = [read(answer) for answer in answers]
+        return self._merged(method, dict(zip(self.shards, records, strict=True)))
 
     def _merged(self, method: str, records: Mapping[Shard, T]) -> T:
         gone = [shard.name for shard in self.shards if shard not in records]
-        merged: T = MERGES[method]({shard.name: record for shard, record in records.items()}, gone)
+        named = {shard.name: record for shard, record in records.items()}
+        merged: T = MERGES[method](named, gone)
         return merged
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> None:
@@ -409,7 +432,7 @@ class Fleet:
             await asyncio.gather(self._following, return_exceptions=True)
         await asyncio.gather(*(shard.close() for shard in self.shards))
         for shard in self.shards:
-            self._changed(shard)  # whoever waits for it learns that it does not come
+            self._changed(shard)  # so that no caller goes on waiting for it
 
     async def _follow(self, names: RayNames) -> None:
         """Takes in shards that `resize` has added, and leaves out those that it has taken away."""
@@ -426,7 +449,8 @@ class Fleet:
                 await known[name].close()
 
     def _changed(self, shard: Shard) -> None:
-        changed, self.changed = self.changed, asyncio.Event()
+        changed = self.changed
+        self.changed = asyncio.Event()
         changed.set()
         for listener in self.listeners:
             listener(shard)
@@ -448,7 +472,7 @@ class RayNames:
 
     @classmethod
     def of(cls, address: str) -> Self | None:
-        """None if the address is not one of Ray. Raises ValueError if it cannot be used."""
+        """The names at a ray:// address; None if the address is another one. Raises ValueError if it cannot be used."""
         if not address.startswith(RAY_SCHEME):
             return None
         namespace, _, name = address.removeprefix(RAY_SCHEME).partition("/")
@@ -470,17 +494,19 @@ class RayNames:
         """The names of all shards, by number. Raises ValueError if there is none."""
         pattern = re.compile(re.escape(self.name) + r"-(\d+)")
         actors = self._ray.util.list_named_actors(all_namespaces=True)
-        found = [
-            int(match[1])
-            for actor in actors
-            if actor["namespace"] == self.namespace and (match := pattern.fullmatch(actor["name"]))
-        ]
-        if not found:
+        numbers: list[int] = []
+        for actor in actors:
+            if actor["namespace"] != self.namespace:
+                continue
+            match = pattern.fullmatch(actor["name"])
+            if match:
+                numbers.append(int(match[1]))
+        if not numbers:
             raise ValueError(f"Ray has no {self.name}-0 in the namespace {self.namespace}: run `replay shards up`")
-        return [f"{self.name}-{number}" for number in sorted(found)]
+        return [f"{self.name}-{number}" for number in sorted(numbers)]
 
     async def listed(self) -> list[str]:
-        """As `find`; empty if there is none, or Ray does not answer."""
+        """As `find`; empty if there is no shard, or Ray does not answer."""
         with suppress(ValueError, self._ray.exceptions.RayError):
             return await asyncio.to_thread(self.find)
         return []

@@ -26,20 +26,24 @@ M = TypeVar("M", bound=Message)
 
 
 def merge_infos(infos: Mapping[str, ServerInfo], gone: Iterable[str]) -> ShardedInfo:
-    """`infos` has at least one entry."""
+    """All shards as one server, from the answers of the shards by name, of which there is at least one.
+
+    `gone` are the names of the shards that did not answer.
+    """
     merged = _merged(pb.ServerInfo.DESCRIPTOR, list(infos.values()), names=list(infos))
     merged["clients"] = tuple(sorted(merged["clients"].values(), key=lambda client: client.age))
     return ShardedInfo(**merged, shards=dict(infos), gone=tuple(gone))
 
 
 def merge_messages(parts: Sequence[M], weights: Sequence[float] = ()) -> M:
-    """One message of those of all shards, of which there is at least one."""
+    """One message, merged from those of all shards. There is at least one. `weights` are those of means."""
     if len(parts) == 1:
         return parts[0]
     merged = _merged(parts[0].DESCRIPTOR, parts, weights=weights)
-    return type(parts[0])(
-        **{name: list(value.values()) if isinstance(value, dict) else value for name, value in merged.items()}
-    )
+    for name, value in merged.items():
+        if isinstance(value, dict):  # the messages of `_by_name`; protobuf takes a list
+            merged[name] = list(value.values())
+    return type(parts[0])(**merged)
 
 
 def lowest(policies: Iterable[Policy]) -> Policy:
@@ -50,29 +54,46 @@ def lowest(policies: Iterable[Policy]) -> Policy:
 def _merged(
     message: Any, parts: Sequence[Any], *, names: Sequence[str] = (), weights: Sequence[float] = ()
 ) -> dict[str, Any]:
-    """The fields of a `message`, each as it is declared. `parts` have them: one for each shard, with its name."""
+    """The merged value of each field of `message`, which is a descriptor, by the rule that the field declares.
+
+    `parts` has the message of each shard, or a record with the same fields. `names` are the names of these shards.
+    `weights` are those of a mean; without them each shard counts the same.
+    """
     merged: dict[str, Any] = {}
     for field, option in declared(message):
         values = [getattr(part, field.name) for part in parts]
         match option.merge:
             case pb.Field.MIN if option.zero_is_unknown:
-                value: Any = min(filter(None, values), default=0)
+                value: Any = min((number for number in values if number), default=0)
             case pb.Field.MEAN:
-                weighted = list(zip(weights or [1.0] * len(values), values, strict=True))
-                value = sum(weight * each for weight, each in weighted) / sum(weight for weight, _ in weighted)
+                value = _weighted_mean(values, weights or [1.0] * len(values))
             case pb.Field.NAMED:
-                value = "; ".join(f"{name}: {each}" for name, each in zip(names, values, strict=True) if each)
+                value = "; ".join(f"{name}: {text}" for name, text in zip(names, values, strict=True) if text)
             case pb.Field.OF_LONGEST:
-                value = getattr(max(parts, key=lambda part: part.seconds), field.name)
+                longest = max(parts, key=lambda part: part.seconds)
+                value = getattr(longest, field.name)
             case pb.Field.OF_LATEST:
-                value = getattr(min(parts, key=lambda part: part.age), field.name)
+                latest = min(parts, key=lambda part: part.age)
+                value = getattr(latest, field.name)
             case pb.Field.BY_SIZE:
-                held = [(part.size, each) for part, each in zip(parts, values, strict=True) if part.size]
-                value = merge_messages([each for _, each in held], [size for size, _ in held]) if held else None
+                value = _by_size(values, [part.size for part in parts])
             case rule:
                 value = _RULES[rule](values)
         merged[field.name] = value
     return merged
+
+
+def _weighted_mean(values: Sequence[float], weights: Sequence[float]) -> float:
+    weighted = [weight * value for weight, value in zip(weights, values, strict=True)]
+    return sum(weighted) / sum(weights)
+
+
+def _by_size(values: Sequence[M], sizes: Sequence[int]) -> M | None:
+    """The messages of the shards that hold items, weighted by their numbers of items; None if no shard holds any."""
+    messages = [value for value, size in zip(values, sizes, strict=True) if size]
+    if not messages:
+        return None
+    return merge_messages(messages, [size for size in sizes if size])
 
 
 def _of_known(values: Sequence[M | None]) -> M | None:
@@ -83,40 +104,60 @@ def _of_known(values: Sequence[M | None]) -> M | None:
 
 def _by_name(values: Sequence[Mapping[str, Any] | Sequence[Any]]) -> dict[str, Any]:
     """One message for each name, from the messages of each shard."""
-    parts: dict[str, list[Any]] = defaultdict(list)
-    for part in chain.from_iterable(value.values() if isinstance(value, Mapping) else value for value in values):
-        parts[part.name].append(part)
-    return {name: merge_messages(of_one) for name, of_one in parts.items()}
+    messages: dict[str, list[Any]] = defaultdict(list)
+    for of_shard in values:
+        if isinstance(of_shard, Mapping):
+            of_shard = list(of_shard.values())
+        for message in of_shard:
+            messages[message.name].append(message)
+    return {name: merge_messages(of_name) for name, of_name in messages.items()}
 
 
 def _agreed(values: Sequence[Sequence[OverdueClient]]) -> tuple[OverdueClient, ...]:
-    """Returns who is overdue at all shards, each with the shortest age. Whom one shard hears is there."""
-    parts: dict[tuple[str, str], list[OverdueClient]] = defaultdict(list)
+    """The clients that are overdue at all shards, each with the shortest age.
+
+    A client that one shard hears is not overdue.
+    """
+    reports: dict[tuple[str, str], list[OverdueClient]] = defaultdict(list)
     for overdue in chain.from_iterable(values):
-        parts[overdue.role, overdue.table].append(overdue)
-    return tuple(min(of_one, key=lambda part: part.age) for of_one in parts.values() if len(of_one) == len(values))
+        reports[overdue.role, overdue.table].append(overdue)
+    agreed = [of_client for of_client in reports.values() if len(of_client) == len(values)]
+    return tuple(min(of_client, key=lambda overdue: overdue.age) for of_client in agreed)
 
 
 def _config(values: Sequence[str]) -> str:
-    """The first one, with the bounds of all together."""
+    """The configuration of the first shard, with the bounds of all shards together."""
     configs = [json.loads(value) for value in values]
     merged = dict(configs[0])
-    bounds = [config["max_bytes"] for config in configs]
     merged["max_size"] = sum(config["max_size"] for config in configs)
-    merged["max_bytes"] = None if None in bounds else sum(bounds)
+    byte_bounds = [config["max_bytes"] for config in configs]
+    merged["max_bytes"] = None if None in byte_bounds else sum(byte_bounds)
     if merged["rate_limiter"].get("max_size"):
         total = sum(config["rate_limiter"]["max_size"] or 0 for config in configs)
         merged["rate_limiter"] = merged["rate_limiter"] | {"max_size": total}
     return json.dumps(merged)
 
 
+def _bound(values: Sequence[int]) -> int:
+    """The sum of the bounds; 0, which means no bound, if a shard has none."""
+    return sum(values) if all(values) else 0
+
+
+def _each(values: Sequence[str]) -> str:
+    """The entries of all lists, which are texts with commas, once each and sorted."""
+    entries: set[str] = set()
+    for value in values:
+        entries.update(value.split(", "))
+    return ", ".join(sorted(entries))
+
+
 _RULES: Mapping[int, Callable[[Sequence[Any]], Any]] = {
     pb.Field.SAME: lambda values: values[0],
     pb.Field.SUM: sum,
-    pb.Field.BOUND: lambda values: sum(values) if all(values) else 0,
+    pb.Field.BOUND: _bound,
     pb.Field.MIN: min,
     pb.Field.MAX: max,
-    pb.Field.EACH: lambda values: ", ".join(sorted({part for value in values for part in value.split(", ")})),
+    pb.Field.EACH: _each,
     pb.Field.CONFIG: _config,
     pb.Field.FIELDS: _of_known,
     pb.Field.BY_NAME: _by_name,
@@ -130,11 +171,11 @@ _RULES: Mapping[int, Callable[[Sequence[Any]], Any]] = {
 
 
 def _checkpoints(named: Mapping[str, list[CheckpointInfo]]) -> list[CheckpointInfo]:
-    """All of them as SHARD/NAME, the newest first."""
-    for shard, entries in named.items():
-        for entry in entries:
-            entry.name = f"{shard}/{entry.name}"
-    return sorted(chain.from_iterable(named.values()), key=lambda entry: entry.created, reverse=True)
+    """The checkpoints of all shards, named SHARD/NAME, the newest first."""
+    for shard, checkpoints in named.items():
+        for checkpoint in checkpoints:
+            checkpoint.name = f"{shard}/{checkpoint.name}"
+    return sorted(chain.from_iterable(named.values()), key=lambda checkpoint: checkpoint.created, reverse=True)
 
 
 MERGES: Mapping[str, Callable[[Mapping[str, Any], Sequence[str]], Any]] = {
@@ -146,14 +187,14 @@ MERGES: Mapping[str, Callable[[Mapping[str, Any], Sequence[str]], Any]] = {
     "CreateCheckpoint": lambda named, gone: ",".join(f"{shard}/{name}" for shard, name in named.items()),
     "ListCheckpoints": lambda named, gone: _checkpoints(named),
 }
-"""By method: one record of those of the shards that answered, by name, and the names of those that did not.
-"""
+"""The function that merges the answers of a method. It gets the record of each shard that answered, by the shard's
+name, and the names of the shards that did not answer."""
 
 # ------------------------------------------------------------------------------------------------------------- pages
 
 
 def read_page(page: str) -> dict[str, str]:
-    """The page of each shard from which to go on, by its name; "" begins. Raises InvalidRequestError."""
+    """The page at which each shard goes on, by the shard's name; "" is the first page. Raises InvalidRequestError."""
     try:
         pages = json.loads(page or "{}")
     except ValueError:
@@ -168,13 +209,19 @@ def merge_pages(
 ) -> ItemPage:
     """The first `limit` items of all pages, each of which is in the same order and holds up to `limit` items.
 
-    A page of a shard is the number of items before it, so that the next page can begin in the middle of this one.
+    A shard's page is named by the number of items before it, so that the next page can begin in the middle of this one.
     """
-    key = attrgetter("nbytes" if order_by == "size" else order_by)
-    named = [[(name, item) for item in page.items] for name, page in pages.items()]
-    rows = list(heapq.merge(*named, key=lambda row: key(row[1]), reverse=descending))[:limit]
+    if order_by == "size":
+        order_by = "nbytes"
+    sort_value = attrgetter(order_by)
+    rows_of_shards = [[(name, item) for item in page.items] for name, page in pages.items()]
+    in_order = heapq.merge(*rows_of_shards, key=lambda row: sort_value(row[1]), reverse=descending)
+    rows = list(in_order)[:limit]
     used = Counter(name for name, _ in rows)
-    begins = {name: int(starts.get(name) or 0) + used[name] for name in pages}
     more = any(used[name] < len(page) or page.next_page for name, page in pages.items())
-    next_page = json.dumps(begins) if more else ""
-    return ItemPage([item for _, item in rows], sum(page.matching for page in pages.values()), next_page)
+    next_page = ""
+    if more:
+        begins = {name: int(starts.get(name) or 0) + used[name] for name in pages}
+        next_page = json.dumps(begins)
+    matching = sum(page.matching for page in pages.values())
+    return ItemPage([item for _, item in rows], matching, next_page)

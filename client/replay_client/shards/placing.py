@@ -44,18 +44,20 @@ Keys = npt.NDArray[np.uint64]
 Rows = npt.NDArray[np.int64]
 
 _MOST_REMEMBERED = 1 << 20
-"""Keys whose shard a client remembers; the one used longest ago is forgotten first."""
+"""The most keys whose shard a client remembers. The key that was used longest ago is forgotten first."""
 _BLOCK = 256
-"""Keys that follow each other, whose owners are worked out at once: for one key alone that takes 20 us."""
+"""The number of successive keys whose owners are computed at once. For one key alone the computation takes 20 us."""
+_SPLITMIX_ROUNDS = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB))
+"""The shift and the factor of each round of splitmix64."""
 
 
 class Rendezvous:
-    """The scores of the shards with these names. Their order does not matter."""
+    """The scores that the shards with these names give to keys. The scores do not depend on the order of the names."""
 
     def __init__(self, names: Sequence[str]) -> None:
         self._seeds = np.array([xxhash.xxh64_intdigest(name.encode()) for name in names], dtype=np.uint64)
         self._block: tuple[int, list[int]] = -1, []
-        """The number of a block of keys, and their owners. Any thread may replace it by another one."""
+        """The number of a block of keys, and the owners of its keys. Any thread may replace the pair by another one."""
 
     def owners(self, keys: Keys) -> Rows:
         """The index of the shard to which each of `keys` (K,) belongs, as (K,)."""
@@ -64,42 +66,48 @@ class Rendezvous:
         return owners
 
     def owner(self, key: int) -> int:
-        """As `owners`, for one key. Fast for keys that follow each other, as those do that a client chooses."""
+        """As `owners`, for one key. It is fast for successive keys, such as those that a client chooses."""
         number, owners = self._block
         if key // _BLOCK != number:
             number = key // _BLOCK
-            owners = self.owners(np.arange(_BLOCK, dtype=np.uint64) + np.uint64(key - key % _BLOCK)).tolist()
+            first_key = np.uint64(key - key % _BLOCK)
+            owners = self.owners(np.arange(_BLOCK, dtype=np.uint64) + first_key).tolist()
             self._block = number, owners
         return owners[key % _BLOCK]
 
     def order(self, key: int) -> list[int]:
-        """All shards for one key, the owner first."""
-        order: list[int] = np.argsort(self._scores(np.array([key], dtype=np.uint64))[0])[::-1].tolist()
+        """The indices of all shards for one key, from the highest score to the lowest. The owner is the first."""
+        scores = self._scores(np.array([key], dtype=np.uint64))[0]
+        order: list[int] = np.argsort(scores)[::-1].tolist()
         return order
 
     def _scores(self, keys: Keys) -> Keys:
-        """splitmix64 of key xor seed, as (K, N). Wraps around at 64 bits, as that function does."""
+        """The scores of `keys` (K,) at the N shards, as (K, N): splitmix64 of key xor seed.
+
+        The products wrap around at 64 bits, as in splitmix64.
+        """
         mixed = keys[:, None] ^ self._seeds[None, :]
-        for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+        for shift, factor in _SPLITMIX_ROUNDS:
             mixed = (mixed ^ (mixed >> np.uint64(shift))) * np.uint64(factor)
         return np.asarray(mixed ^ (mixed >> np.uint64(31)))
 
 
 def chosen_by_client(key: int) -> bool:
-    """Whether a KeySequence chose this key at random, so that no other process can have tried it before."""
+    """True if a KeySequence chose this key at random, so that no other process can have tried it before."""
     return FIRST_KEY <= key <= LAST_KEY
 
 
 class Placement:
-    """Which shard an item of one client goes to. A key that has been tried on one shard never goes to another one."""
+    """Chooses the shard for each item of one client. A key that was tried on one shard never goes to another one."""
 
     def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet
         self._tried: dict[int, tuple[Shard, bool]] = {}
-        """Keys that a shard may have and that do not belong to it, or whose insert failed there; and `Item.moved`."""
+        """The shard that may have a key after an insert that is unsure, and the item's `moved`, by the key."""
         self._ranked: tuple[Rendezvous, Sequence[Shard]] = (Rendezvous([]), ())
+        """The scores of the shards, and the shards in the order of the scores."""
         self._passed_over: set[Shard] = set()
-        """Shards that granted permits and are away now, after the line about it in the log."""
+        """Shards that granted permits and are away now. The log has a line about each of them already."""
 
     def shard_for(self, item: Item) -> Shard:
         """The shard for an insert, by the first rule that holds.
@@ -107,10 +115,10 @@ class Placement:
         1. The shard that this client has tried the key on before: it may have the item.
         2. The shard that gave the samples that the item closes, and no other one.
         3. The shard that granted the permit, if it takes inserts: so its admission counts the group. Otherwise the
-           admission of the shard that gets the group counts it. A shard that is draining is told so afterwards; a
-           permit of one that is away stays in use until its lease ends.
-        4. The shard to which the key belongs, if it is up. A shard that is draining has said that it lacks the key: it
-           counts as one that is not there.
+           admission of the shard that gets the group counts the group. If the granting shard is draining, it hears of
+           that afterwards. If it is away, the permit stays in use until its lease ends.
+        4. The shard to which the key belongs, if it is up. A shard that is draining has said that it lacks the key, so
+           it is passed over.
         5. The next shard for the key that is up, if a client chose the key at random: nobody else has tried it.
         6. The shard to which the key belongs. Another process may have tried the key there before, so wait for it.
         """
@@ -118,34 +126,42 @@ class Placement:
             shard, item.moved = tried
             return shard
         if item.closes:
-            if (gave := self._fleet.named(item.closed_on)) is None:
+            closed_on = self._fleet.named(item.closed_on)
+            if closed_on is None:
                 raise LeaseEndedError(f"shard {item.closed_on}, which gave what the item closes, is not there any more")
-            return gave
-        if (granted := self._fleet.named(item.granted_by)) is None:
+            return closed_on
+        granted_by = self._fleet.named(item.granted_by)
+        if granted_by is None:
             return self._shard_for_key(item.key)
-        shard = granted if granted.takes_inserts else self._shard_for_key(item.key)
-        item.moved = granted.is_up and shard is not granted
-        if granted.is_up:
-            self._passed_over.discard(granted)
-        elif shard is not granted and granted not in self._passed_over:
-            self._passed_over.add(granted)
+        shard = granted_by if granted_by.takes_inserts else self._shard_for_key(item.key)
+        item.moved = granted_by.is_up and shard is not granted_by
+        if granted_by.is_up:
+            self._passed_over.discard(granted_by)
+        elif shard is not granted_by and granted_by not in self._passed_over:
+            self._passed_over.add(granted_by)
             logger.warning(
                 "shard %s is away: groups with its permits go to other shards and count there, and these permits stay "
                 "in use until their lease ends",
-                granted.name,
+                granted_by.name,
             )
         return shard
 
     def _shard_for_key(self, key: int) -> Shard:
         """The shard by rules 4 to 6 of `shard_for`."""
         rendezvous, shards = self._ranking()
-        if chosen_by_client(key) and (owner := shards[rendezvous.owner(key)]).takes_inserts:
-            return owner
+        if chosen_by_client(key):
+            owner = shards[rendezvous.owner(key)]
+            if owner.takes_inserts:
+                return owner
         order = [shards[index] for index in rendezvous.order(key)]
-        candidates = [shard for shard in order if shard.takes_inserts or not shard.is_up] or order
+        not_draining = [shard for shard in order if shard.takes_inserts or not shard.is_up]
+        candidates = not_draining or order
         if candidates[0].is_up or not chosen_by_client(key):
             return candidates[0]
-        return next((shard for shard in candidates if shard.is_up), candidates[0])
+        for shard in candidates:
+            if shard.is_up:
+                return shard
+        return candidates[0]
 
     async def insert(self, item: Item) -> None:
         """Inserts the item into its shard within its timeout. Raises the errors of `AsyncReplayClient.insert`."""
@@ -164,7 +180,7 @@ class Placement:
                 raise ServerUnavailableError(
                     f"shard {shard.name} may have item {item.key} already, so no other shard gets it: {error}"
                 ) from None
-            # A shard that shuts down did not insert this; it may have at an earlier attempt.
+            # A shard that shuts down did not insert the item now, but may have inserted it at an earlier attempt.
             except (ServerClosedError, DeadlineExceededError, asyncio.CancelledError):
                 self._remember(item, shard)
                 raise
@@ -173,20 +189,24 @@ class Placement:
         await self.settle(item)
 
     async def settle(self, item: Item) -> None:
-        """The item is inserted. If its permit has moved with it, the shard that granted the permit counts it no more.
+        """Releases the permit of an inserted item that went to another shard than the one that granted the permit.
 
-        If that shard is gone by now, the permit ends by itself, and is granted once more.
+        If the granting shard is gone by now, the permit ends by itself, and is granted once more.
         """
-        if item.moved and (granted := self._fleet.named(item.granted_by)) is not None:
-            request = once(pb.ReleasePermitsRequest(grant=item.permits, count=1, moved=True))
-            with suppress(ReplayError):
-                await self._fleet.answers("ReleasePermits", request, self._fleet.timeout, [granted])
+        if not item.moved:
+            return
+        granted_by = self._fleet.named(item.granted_by)
+        if granted_by is None:
+            return
+        request = once(pb.ReleasePermitsRequest(grant=item.permits, count=1, moved=True))
+        with suppress(ReplayError):
+            await self._fleet.answers("ReleasePermits", request, self._fleet.timeout, [granted_by])
 
     async def extend(self, item: Item) -> pb.UnchangedRow | None:
-        """Appends the segment `item` to the item with its key, on the shard that has it.
+        """Appends the segment `item` to the item with the same key, on the shard that has it.
 
         Returns None, or why nothing was appended: the item is missing if all shards have answered that they lack it.
-        Raises ServerUnavailableError if one that may have it cannot be reached in time.
+        Raises ServerUnavailableError if a shard that may have the item cannot be reached in time.
         """
 
         async def attempt(deadline: Deadline) -> pb.UnchangedRow | None:
@@ -194,13 +214,15 @@ class Placement:
             silent: list[str] = []
             for shard in [shards[index] for index in rendezvous.order(item.key)]:
                 item.timeout = deadline.seconds
-                try:
-                    answer = await shard.run(shard.insert(item)) if shard.is_up else None
-                except GONE:
-                    answer = None
+                answer = None
+                if shard.is_up:
+                    with suppress(*GONE):
+                        answer = await shard.run(shard.insert(item))
                 if answer is None:
                     silent.append(shard.name)
-                elif (row := unchanged_row(answer)) is None or not row.missing:
+                    continue
+                row = unchanged_row(answer)
+                if row is None or not row.missing:
                     return row
             if silent:
                 away = ", ".join(silent)
@@ -210,18 +232,22 @@ class Placement:
         return await self._fleet.insist(attempt, item.timeout)
 
     def forget(self, key: int, shard: Connection) -> bool:
-        """The shard is draining and lacks the key. Returns whether it may go to another one."""
+        """Forgets that the shard may have the key: the shard is draining, and lacks the key.
+
+        Returns True if the key may go to another shard, as it always may here.
+        """
         assert isinstance(shard, Shard)
         self._tried.pop(key, None)
         shard.is_draining()
         return True
 
     def _remember(self, item: Item, shard: Shard) -> None:
-        """The insert of this item is unsure: from now on its key goes to this shard only."""
-        self._tried.pop(item.key, None)  # it comes last
+        """Binds the key of an item whose insert is unsure to this shard: it never goes to another one."""
+        self._tried.pop(item.key, None)  # so that the key becomes the last one of the dict
         self._tried[item.key] = shard, item.moved
         if len(self._tried) > _MOST_REMEMBERED:
-            del self._tried[next(iter(self._tried))]
+            oldest = next(iter(self._tried))
+            del self._tried[oldest]
         assert len(self._tried) <= _MOST_REMEMBERED, len(self._tried)
 
     async def change(self, method: str, request: Message, timeout: float | None) -> MutationResult:
@@ -233,10 +259,14 @@ class Placement:
         up = await self._fleet.reachable(deadline)
         rendezvous, shards = self._ranking()
         keys = _keys_of(request)
-        owners, found = rendezvous.owners(keys), np.zeros(keys.size, dtype=np.bool_)
+        owners = rendezvous.owners(keys)
+        found = np.zeros(keys.size, dtype=np.bool_)
 
         async def change_on(shard: Shard, owned: bool) -> int:
-            rows = np.flatnonzero(~found & ((owners == shards.index(shard)) == owned))
+            """Changes the items not found yet on a shard: those of its own keys, or with `owned` False those of other
+            shards' keys. Returns the number of changed items."""
+            is_own = owners == shards.index(shard)
+            rows = np.flatnonzero(~found & (is_own == owned))
             if not rows.size:
                 return 0
             try:
@@ -247,13 +277,16 @@ class Placement:
             return int(answer.applied)
 
         applied = 0
-        for owned in True, False:
-            applied += sum(await asyncio.gather(*(change_on(shard, owned) for shard in up)))
-        return MutationResult(applied, tuple(dict.fromkeys(keys[~found].tolist())))
+        for owned in (True, False):
+            counts = await asyncio.gather(*(change_on(shard, owned) for shard in up))
+            applied += sum(counts)
+        missing = dict.fromkeys(keys[~found].tolist())  # each key once, in the order of the request
+        return MutationResult(applied, tuple(missing))
 
     def _ranking(self) -> tuple[Rendezvous, Sequence[Shard]]:
         """The scores of the shards that the fleet has now, and these shards in the order of the scores."""
-        if self._ranked[1] is not (shards := self._fleet.shards):
+        shards = self._fleet.shards
+        if self._ranked[1] is not shards:
             names = [shard.name for shard in shards]
             assert len(set(names)) == len(names), f"two shards would have the same keys: {names}"
             self._ranked = Rendezvous(names), shards
@@ -261,7 +294,7 @@ class Placement:
 
 
 def _keys_of(request: Any) -> Keys:
-    """The keys that a request names, as (K,). Raises InvalidRequestError if it does not name one priority for each."""
+    """The keys that a request names, as (K,). Raises InvalidRequestError unless each key has one priority."""
     if not isinstance(request, pb.UpdatePrioritiesRequest):
         return np.array(request.keys, dtype=np.uint64)
     if len(request.keys) != len(request.priorities):
@@ -270,10 +303,14 @@ def _keys_of(request: Any) -> Keys:
 
 
 def _part(request: Any, rows: Rows) -> Any:
-    """The request for some of its rows."""
+    """A request of the same kind for some of the rows of `request`."""
     if isinstance(request, pb.UpdatePrioritiesRequest):
-        keys, priorities = np.frombuffer(request.keys, dtype="<u8"), np.frombuffer(request.priorities, dtype="<f8")
+        keys = np.frombuffer(request.keys, dtype="<u8")
+        priorities = np.frombuffer(request.priorities, dtype="<f8")
         return pb.UpdatePrioritiesRequest(
-            table=request.table, keys=keys[rows].tobytes(), priorities=priorities[rows].tobytes()
+            table=request.table,
+            keys=keys[rows].tobytes(),
+            priorities=priorities[rows].tobytes(),
         )
-    return once(type(request)(table=request.table, keys=_keys_of(request)[rows].tolist()))
+    keys_of_rows = _keys_of(request)[rows].tolist()
+    return once(type(request)(table=request.table, keys=keys_of_rows))

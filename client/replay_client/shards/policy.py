@@ -1,12 +1,13 @@
 """Policy and permits: one policy version on all shards, and permits from the share of each.
 
-Every shard gets a version, and the lowest confirmed one counts. A generator must never see a version that some shard
-does not have yet: that shard would take its groups for newer than the policy. A shard that comes back with an older
-version does not take the others back with it: the client that published a version brings such a shard up to date. It
-also names the state to it that the shard has missed, and takes it back where the trainer went back meanwhile.
+Every shard gets a version, and the lowest confirmed version counts. A generator must never see a version that some
+shard does not have yet: that shard would take its groups for newer than the policy. A shard may come back with an older
+version. The other shards keep theirs, and the client that published the version brings the shard up to date: it sends
+the version, a state that the shard has missed, and a rollback that the shard has missed.
 
-All shards have the run's `fresh_groups_per_step`, and each grants its share of it, by its index among those that grant.
-So the shares sum to it exactly. A shard that stays away, or drains, has no index: the others grant its share.
+All shards have the run's `fresh_groups_per_step`. Each shard grants its share of it, by its index among the shards that
+grant permits. So the shares sum to it exactly. A shard that stays away, or drains, has no index: the others grant its
+share.
 """
 
 from __future__ import annotations
@@ -26,15 +27,23 @@ from replay_client.waits import Deadline
 from replay_protos import replay_pb2 as pb
 
 _AWAY_SECONDS = 5.0
-"""Seconds after which the others make up for a shard: a connection that breaks for a moment changes nothing."""
+"""Seconds after which the others grant the share of a shard. A connection that breaks for a moment changes nothing."""
 _SECONDS_PER_ROUND = 2.0
-"""Seconds for which all shards are asked for permits at once. What more than one of them grants then goes back."""
+"""Seconds for which all shards are asked for permits at once. If several of them grant some, one grant is used, and the
+others are released."""
+_SECONDS_PER_QUESTION = 5.0
+"""Seconds in which a shard must answer when it is brought up to date."""
 
 
 def shard_index_of(shard: Shard, granting: Sequence[Shard]) -> pb.ShardIndex:
-    """The index of the shard among those that grant permits. Every client orders them in the same way: by name."""
-    names = sorted(each.name for each in granting)
-    return pb.ShardIndex(index=names.index(shard.name), shards=len(names)) if shard in granting else pb.ShardIndex()
+    """The index of the shard among the shards that grant permits; an empty message if it is not one of them.
+
+    Every client orders the shards in the same way: by name.
+    """
+    if shard not in granting:
+        return pb.ShardIndex()
+    names = sorted(granting_shard.name for granting_shard in granting)
+    return pb.ShardIndex(index=names.index(shard.name), shards=len(names))
 
 
 class PolicyBoard:
@@ -43,25 +52,26 @@ class PolicyBoard:
     def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet
         self._published: pb.SetPolicyVersionRequest | None = None
-        """The last version, for shards that may have it already."""
-        self._named: pb.SetPolicyVersionRequest | None = None
-        """What named the last state, unless the trainer has gone back since."""
-        self._missed: dict[Shard, pb.SetPolicyVersionRequest] = {}
-        """The last rollback, of the shards that have not heard of it."""
+        """The request for the last version, for shards that may have the version already."""
+        self._with_state: pb.SetPolicyVersionRequest | None = None
+        """The last request that named a state; None if the trainer has gone back since."""
+        self._missed_rollbacks: dict[Shard, pb.SetPolicyVersionRequest] = {}
+        """The last rollback, for each shard that has not heard of it."""
         self._owed: dict[Shard, pb.SetPolicyVersionRequest] = {}
-        """The last version of which a share was for a shard that could not be told, with its place. Only this shard can
-        make up for it: the others have granted theirs."""
+        """The last version of which a shard had a share and could not be told, with the shard's index. Only this shard
+        can grant the share later: the others have granted only theirs."""
         self._informed_shards: set[Shard] = set()
-        """Shards that have heard of what was published last, and have not been gone since. If another client has taken
-        them back meanwhile, they stay there."""
+        """Shards that have heard of the last version, and have not been gone since. If another client has taken them
+        back to an older version meanwhile, they stay there."""
         self._away: set[Shard] = set()
-        """Shards for which the others make up."""
+        """Shards whose share the others grant, because these shards are away."""
         self._draining: set[Shard] = set()
-        """The same, because they take no more inserts."""
+        """Shards whose share the others grant, because these shards take no more inserts."""
         self._divided: list[Shard] = []
-        """The shards that granted permits when all were told their places last."""
+        """The shards that granted permits when the shards were told their indices last."""
         self._one_at_a_time = asyncio.Lock()
-        """An older version must not be told after a newer one, which may be lower."""
+        """Versions are told one after the other. Otherwise a shard could hear of an older version after a newer one,
+        and the newer one may have the lower number."""
         fleet.listeners.append(self._came_or_went)
 
     async def publish(self, request: pb.SetPolicyVersionRequest, timeout: float | None) -> Policy:
@@ -71,16 +81,20 @@ class PolicyBoard:
                 with suppress(ReplayError):  # it is gone again
                     await self._bring_up_to_date(shard)
             self._divided = self._granting
-            answers = await self._fleet.answers("SetPolicyVersion", lambda shard: self._placed(request, shard), timeout)
+            answers = await self._fleet.answers(
+                "SetPolicyVersion", lambda shard: self._with_index(request, shard), timeout
+            )
             self._published = _repeated(request)
             self._informed_shards = set(answers)
-            self._owed |= {shard: self._placed(request, shard) for shard in self._divided if shard not in answers}
+            for shard in self._divided:
+                if shard not in answers:
+                    self._owed[shard] = self._with_index(request, shard)
             if request.rollback:
                 self._owed = {}
-                self._missed = {shard: request for shard in self._fleet.shards if shard not in answers}
-                self._named = None
+                self._missed_rollbacks = {shard: request for shard in self._fleet.shards if shard not in answers}
+                self._with_state = None
             elif request.state:
-                self._named = request
+                self._with_state = request
             self._record_draining(answers)
         for shard in self._fleet.shards:
             if not shard.is_up or shard not in answers:
@@ -91,7 +105,7 @@ class PolicyBoard:
     async def watch(self) -> AsyncGenerator[Policy]:
         """Yields the lowest version of the shards that are up, and then each new one.
 
-        A lower version than before counts only when no shard has the one before any more: the trainer rolled back.
+        A version below the last one counts only when no shard has the last one any more: the trainer rolled back.
         """
         latest: dict[Shard, Policy] = {}
         news = asyncio.Event()
@@ -110,13 +124,13 @@ class PolicyBoard:
                         watchers[shard] = asyncio.create_task(self._follow(shard, latest, news))
                 await news.wait()
                 news.clear()
-                known = [latest[shard] for shard in self._fleet.up() if shard in latest]
-                if not known or len(known) < len(self._fleet.up()):
-                    continue  # a shard that has just come tells soon
+                up = self._fleet.up()
+                known = [latest[shard] for shard in up if shard in latest]
+                if not known or len(known) < len(up):
+                    continue  # a shard that has just come will tell its version soon
                 policy = lowest(known)
-                rolled_back = last is not None and max(one.version for one in known) < last.version
-                renamed = last is not None and policy.version == last.version and policy.weights != last.weights
-                if last is None or policy.version > last.version or rolled_back or renamed:
+                highest_version = max(of_shard.version for of_shard in known)
+                if last is None or _is_news(policy, last, highest_version):
                     last = policy
                     yield policy
         finally:
@@ -137,8 +151,12 @@ class PolicyBoard:
     def _came_or_went(self, shard: Shard) -> None:
         if not shard.is_up:
             self._informed_shards.discard(shard)
-        if self._published is not None:
-            self._fleet.spawn(self._came_back(shard) if shard.is_up else self._stays_away(shard))
+        if self._published is None:
+            return
+        if shard.is_up:
+            self._fleet.spawn(self._came_back(shard))
+        else:
+            self._fleet.spawn(self._stays_away(shard))
 
     async def _stays_away(self, shard: Shard) -> None:
         await asyncio.sleep(_AWAY_SECONDS)
@@ -157,67 +175,89 @@ class PolicyBoard:
         await self._divide()
 
     async def _bring_up_to_date(self, shard: Shard) -> None:
-        """Tells the shard the version and its place, unless it has a later version.
+        """Tells the shard the version and its index, unless it has a later version.
 
-        It counts as away until it has heard of it: of versions that it missed, the others have granted its share.
+        The shard counts as away until it has heard of the version. Until then the others grant its share.
         """
         assert self._published is not None
-        if (rollback := self._missed.get(shard)) is not None:
+        if (rollback := self._missed_rollbacks.get(shard)) is not None:
             await self._roll_back(shard, rollback)
-        current = await shard.ask("GetPolicy", pb.GetPolicyRequest(), 5.0)
+        current = await shard.ask("GetPolicy", pb.GetPolicyRequest(), _SECONDS_PER_QUESTION)
         owed = self._owed.get(shard)
         if owed is not None and current.version < owed.version:
-            await shard.ask("SetPolicyVersion", owed, 5.0)
-        named = self._named
-        if named is not None and current.state != named.state and current.version <= named.version:
-            await shard.ask("SetPolicyVersion", self._placed(named, shard), 5.0)
+            await self._tell(shard, owed)
+        with_state = self._with_state
+        if with_state is not None and current.state != with_state.state and current.version <= with_state.version:
+            await self._tell(shard, self._with_index(with_state, shard))
         if current.version <= self._published.version:
-            await shard.ask("SetPolicyVersion", self._placed(self._published, shard), 5.0)
+            await self._tell(shard, self._with_index(self._published, shard))
         self._away.discard(shard)
         self._informed_shards.add(shard)
 
+    async def _tell(self, shard: Shard, request: pb.SetPolicyVersionRequest) -> None:
+        await shard.ask("SetPolicyVersion", request, _SECONDS_PER_QUESTION)
+
     async def _roll_back(self, shard: Shard, request: pb.SetPolicyVersionRequest) -> None:
-        """Takes a shard back that was away when the trainer went back."""
+        """Tells the rollback to a shard that was away when the trainer went back."""
         try:
-            await shard.ask("SetPolicyVersion", self._placed(request, shard), 5.0)
-        except InvalidRequestError:  # it does not know the state any more
+            await self._tell(shard, self._with_index(request, shard))
+        except InvalidRequestError:  # the shard does not know the state any more
             if not request.state:
                 raise
             only_version = pb.SetPolicyVersionRequest(version=request.version, weights=request.weights, rollback=True)
-            await shard.ask("SetPolicyVersion", self._placed(only_version, shard), 5.0)
-        self._missed.pop(shard, None)
+            await self._tell(shard, self._with_index(only_version, shard))
+        self._missed_rollbacks.pop(shard, None)
 
     async def _divide(self) -> None:
-        """Tells all shards their places, if these have changed."""
+        """Tells all informed shards their indices, if the shards that grant permits have changed."""
         async with self._one_at_a_time:
-            published, granting = self._published, self._granting
+            published = self._published
+            granting = self._granting
             if published is None or granting == self._divided:
                 return
-            with suppress(ReplayError):  # the next version comes with the places, too
+            with suppress(ReplayError):  # the next version comes with the indices, too
                 informed = [shard for shard in self._fleet.up() if shard in self._informed_shards]
                 answers = await self._fleet.try_to_ask(
-                    "SetPolicyVersion", lambda shard: self._placed(published, shard), 5.0, informed
+                    "SetPolicyVersion",
+                    lambda shard: self._with_index(published, shard),
+                    _SECONDS_PER_QUESTION,
+                    informed,
                 )
                 self._record_draining(answers)
                 self._divided = granting
 
     def _record_draining(self, answers: Mapping[Shard, pb.SetPolicyVersionResponse]) -> None:
-        self._draining = self._draining - answers.keys() | {
-            shard for shard, answer in answers.items() if answer.draining
-        }
+        """Notes for each shard that answered if it drains."""
+        draining = {shard for shard, answer in answers.items() if answer.draining}
+        self._draining = (self._draining - answers.keys()) | draining
 
     @property
     def _granting(self) -> list[Shard]:
-        return [shard for shard in self._fleet.shards if shard not in self._away | self._draining]
+        """The shards that grant permits."""
+        not_granting = self._away | self._draining
+        return [shard for shard in self._fleet.shards if shard not in not_granting]
 
-    def _placed(self, request: pb.SetPolicyVersionRequest, shard: Shard) -> pb.SetPolicyVersionRequest:
-        placed = pb.SetPolicyVersionRequest(shard_index=shard_index_of(shard, self._granting))
-        placed.MergeFrom(request)
-        return placed
+    def _with_index(self, request: pb.SetPolicyVersionRequest, shard: Shard) -> pb.SetPolicyVersionRequest:
+        """The request with the shard's index among the shards that grant permits now."""
+        shard_request = pb.SetPolicyVersionRequest(shard_index=shard_index_of(shard, self._granting))
+        shard_request.MergeFrom(request)
+        return shard_request
+
+
+def _is_news(policy: Policy, last: Policy, highest_version: int) -> bool:
+    """True if watchers must hear of the lowest policy of the shards, after they have heard of `last`.
+
+    `highest_version` is the highest one of the shards.
+    """
+    if policy.version > last.version:
+        return True
+    if highest_version < last.version:  # the trainer rolled back
+        return True
+    return policy.version == last.version and policy.weights != last.weights
 
 
 def _repeated(request: pb.SetPolicyVersionRequest) -> pb.SetPolicyVersionRequest:
-    """The request for shards that may have heard of it. It takes none of them back once more."""
+    """The request for shards that may have heard of it. It rolls none of them back a second time."""
     state = "" if request.rollback else request.state
     return pb.SetPolicyVersionRequest(version=request.version, weights=request.weights, state=state)
 
@@ -227,14 +267,14 @@ class PermitOffice:
 
     def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet
-        self._turn = itertools.count()
+        self._turns = itertools.count()
 
     async def acquire(self, request: pb.AcquirePermitsRequest, seconds: float | None) -> PermitGrant:
-        """Permits of one shard: of the next in turn that has them, or of the first that gets them."""
+        """Permits of one shard: of the next shard in turn that has some, or of the first shard that gets some."""
 
         async def attempt(deadline: Deadline) -> PermitGrant:
             up = self._fleet.up()
-            begin = next(self._turn) % len(up)
+            begin = next(self._turns) % len(up)
             for shard in up[begin:] + up[:begin]:
                 with suppress(DeadlineExceededError, *GONE):
                     return await self._ask(shard, request, 0.0)
@@ -243,9 +283,12 @@ class PermitOffice:
         return await self._fleet.insist(attempt, seconds, DeadlineExceededError)
 
     async def release(self, grant: PermitGrant, request: pb.ReleasePermitsRequest, timeout: float | None) -> int:
-        """Releases permits at the shard that granted them; 0 where that shard is gone, and they end by themselves."""
-        granted = [shard for shard in self._fleet.shards if grant.shard in (shard.name, "")]
-        answers = await self._fleet.answers("ReleasePermits", once(request), timeout, granted)
+        """Releases permits at the shard that granted them, and returns their number.
+
+        Returns 0 if that shard is away: the permits end by themselves.
+        """
+        granting = [shard for shard in self._fleet.shards if grant.shard in (shard.name, "")]
+        answers = await self._fleet.answers("ReleasePermits", once(request), timeout, granting)
         return sum(answer.released for answer in answers.values())
 
     async def _ask(self, shard: Shard, request: pb.AcquirePermitsRequest, timeout: float) -> PermitGrant:
@@ -254,7 +297,7 @@ class PermitOffice:
         return grant_of(await shard.ask("AcquirePermits", shard_request, timeout), shard.name)
 
     async def _race(self, shards: list[Shard], request: pb.AcquirePermitsRequest, seconds: float) -> PermitGrant:
-        """The first grant. Later ones go back. Raises the error of one shard if there is none."""
+        """The first grant of several shards. Later grants are released. Raises an error of a shard if none grants."""
         asking = [asyncio.create_task(self._ask(shard, request, seconds)) for shard in shards]
         error: ReplayError = self._fleet.unavailable()
         first = None

@@ -1,19 +1,19 @@
-"""Sampling from several shards: a batch is filled from shard after shard, and acknowledged only when all of it is here.
+"""Sampling from several shards: fills a batch from shard after shard, and acknowledges it only when it is complete.
 
 the shards' last answers ──▶ share the rows out ──▶ draw from each ──▶ all rows: take them
    ▲                                ▲                    │
    │                                └── less: the rest ──┤
    └──── weigh all shards, while they have too little ◀──┴── too few: requeue them
 
-`sharing.py` says how many rows each shard gives. It goes by what the shards answered last. An answer that is older than
-WEIGHTS_AGE, or that said 0, is asked for again. So a pool of any number of shards gives most batches with one message
-to one of them. A shard gives what is there, and another one the rest. Where all have too little, nothing stays drawn:
-two readers that each hold a half of what is there would wait for each other.
+`sharing.py` computes how many rows each shard gives, from the last answers of the shards. A shard is asked again if its
+answer is older than WEIGHTS_AGE, or was 0. So most batches cost one message to one shard, however many shards a pool
+has. A shard gives the rows that it has, and another one the rest. If all shards together have too few rows, none stays
+drawn: two readers that each hold half of the rows would wait for each other.
 
-There is one draw stream to each shard. A client that goes away takes nothing with it: its streams end, and the shards
-take their rows back. A shard that goes away takes its rows with it, and the others make up for it. If it may have heard
-that they were acknowledged, it is asked again when it comes back. They then begin the next batch that is drawn in the
-same way.
+There is one draw stream to each shard. A client that goes away loses no rows: its streams end, and the shards requeue
+the rows. A shard that goes away takes its rows with it, and the others give rows in their place. The shard may have
+heard that the lost rows were acknowledged. So it is asked again when it comes back, and these rows begin the next batch
+of an equal request.
 """
 
 from __future__ import annotations
@@ -45,33 +45,35 @@ from replay_protos.words import counted
 logger = logging.getLogger(__name__)
 
 WEIGHTS_AGE = 1.0
-"""Seconds for which the last answer of a shard holds. A draw is wrong by what the shares change within this time. A
-shard looks at its whole table to answer, so it is asked at most twice in this time."""
+"""Seconds for which the last answer of a shard holds. A draw does not see how the shares change in this time. A shard
+goes through its whole table to answer, so it is asked at most twice in this time."""
 _ANSWER_SECONDS = 5.0
-"""A shard that does not answer within this time gives nothing to this batch."""
+"""Seconds in which a shard must answer. A shard that does not gives nothing to the batch."""
 _WEIGH_SECONDS = 2.0
-"""The same for a shard that is only asked for its weight."""
-_FIRST_PAUSE, _LONGEST_PAUSE = 0.005, 0.1
-"""Seconds between two looks while all shards together have too little; doubled each time."""
+"""Seconds in which a shard must answer that is only asked for its weight."""
+_FIRST_PAUSE = 0.005
+"""Seconds between the first two looks, while all shards together have too few rows. Each pause doubles the last one."""
+_LONGEST_PAUSE = 0.1
+"""Seconds of the longest of these pauses."""
 
 _HAS_NOTHING = (grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.ABORTED, *GONE_CODES)
-"""The shard lacks rows, or is gone: another one may have some."""
+"""The status codes of a shard that lacks rows, or is gone. Another shard may have rows."""
 
 Part = tuple[str, int]
-"""A shard's name, and the id of a draw there."""
+"""The part of a batch that one draw gave: the shard's name, and the id of the draw there."""
 Plan = dict[Shard, tuple[int, Sequence[pb.ValueRows]]]
-"""How many rows each shard is asked for, and of a table that balances how many of each value."""
+"""The number of rows that each shard is asked for, and for a table that balances, the number of rows of each value."""
 
 
 MOST_UNSURE = 256
-"""Parts that a client keeps to ask again; the oldest are forgotten first."""
+"""The most parts that a client remembers to ask for again. The oldest are forgotten first."""
 
 
 class Drawer:
-    """Draws batches over a stream to each shard. Until they are acknowledged, `lease` of their samples names the part.
+    """Draws batches over a stream to each shard. A sample's `lease_id` names its part until it is acknowledged.
 
-    What is drawn and neither acknowledged nor leased goes back when `close` ends the streams. A request is that of the
-    whole batch; its own timeout does not count.
+    Rows that are neither acknowledged nor leased are requeued when `close` ends the streams. Each request is that of
+    the whole batch; its own timeout is ignored.
     """
 
     def __init__(self, fleet: Fleet) -> None:
@@ -81,13 +83,13 @@ class Drawer:
         """Names of shards that this client does not have, and that a warning has named."""
         self._rng = np.random.default_rng()
         self._weights: dict[str, dict[Shard, tuple[float, Weight]]] = {}
-        """By table: what each shard answered last, and when."""
+        """The last answer of each shard with its time, by the table."""
         self._unsure: deque[tuple[bytes, list[Sample]]] = deque(maxlen=MOST_UNSURE)
-        """Parts of batches, by the request, whose shards went away before they confirmed that this client acknowledged
-        them."""
+        """Parts of batches that this client acknowledged, and whose shards went away before they confirmed that. Each
+        has the bytes of its request."""
 
     def stream(self, shard: Shard) -> DrawStream:
-        """The draws of this reader to one shard. The first request opens it."""
+        """The draw stream of this reader to one shard. The first request opens it."""
         if shard not in self._streams:
             self._streams[shard] = DrawStream(shard)
         return self._streams[shard]
@@ -95,30 +97,41 @@ class Drawer:
     async def end(
         self, samples: Iterable[Sample], what: str, timeout: float | None, lease: float = 0.0
     ) -> MutationResult:
-        """As `SingleBatches.end`, each on the shard that gave the sample.
+        """As `SingleBatches.end`, for each sample on the shard that gave it.
 
-        The batches of a shard that cannot be reached count as missing: nobody may use their samples. So do those of a
-        shard that this client does not have, for example because a run goes on without it.
+        The batches of a shard that cannot be reached count as missing: nobody may use their samples. So do the batches
+        of a shard that this client does not have, for example because a run goes on without it.
         """
         deadline = Deadline(timeout)
-        if not (leases := leases_of(samples)):
+        leases = leases_of(samples)
+        if not leases:
             return MutationResult(0, ())
         await self._fleet.reachable(deadline)
         shards = {name: self._fleet.named(name) for name in leases}
-        if unknown := {name for name, shard in shards.items() if shard is None} - self._unknown:
-            self._unknown |= unknown
-            logger.warning("batches of %s count as missing: this client has no such shard", ", ".join(sorted(unknown)))
+        self._warn_of_unknown({name for name, shard in shards.items() if shard is None})
 
         async def end_on(name: str, ids: list[int]) -> MutationResult:
-            with suppress(*GONE):
-                if (shard := shards[name]) is not None:
+            shard = shards[name]
+            if shard is not None:
+                with suppress(*GONE):
                     answer = await shard.run(self.stream(shard).finish(ending(what, ids, lease), deadline.seconds))
                     return MutationResult(len(answer.done), tuple(answer.missing))
             return MutationResult(0, tuple(ids))
 
         results = await asyncio.gather(*(end_on(name, ids) for name, ids in leases.items()))
-        missing = tuple(batch for result in results for batch in result.missing)
-        return MutationResult(sum(result.applied for result in results), missing)
+        applied = 0
+        missing: list[int] = []
+        for result in results:
+            applied += result.applied
+            missing += result.missing
+        return MutationResult(applied, tuple(missing))
+
+    def _warn_of_unknown(self, names: set[str]) -> None:
+        """Warns once of each shard that this client does not have."""
+        unknown = names - self._unknown
+        if unknown:
+            self._unknown |= unknown
+            logger.warning("batches of %s count as missing: this client has no such shard", ", ".join(sorted(unknown)))
 
     def sampler(self, series: Series) -> ShardedSampler:
         return ShardedSampler(self._fleet, series)
@@ -129,26 +142,28 @@ class Drawer:
             stream.drop_soon()
 
     async def close(self) -> None:
-        """Ends the streams in good order. What is neither acknowledged nor leased goes back."""
+        """Ends the streams in good order. Rows that are neither acknowledged nor leased are requeued."""
         await asyncio.gather(*(stream.close() for stream in self._streams.values()))
 
     async def sample(self, request: pb.SampleRequest, seconds: float | None) -> list[Sample]:
-        """A batch that is the caller's, or leased to the caller for `request.lease` seconds.
+        """A batch that the caller owns, or that is leased to the caller for `request.lease` seconds.
 
-        It may have less rows than are enough in one case: a shard goes away between its draw and the take, and the
-        others cannot make up for it in time.
+        The batch may have fewer rows than are enough in one case: a shard goes away between its draw and the
+        acknowledgement, and the other shards cannot give the rows in time.
         """
         _check_rows(request)
         deadline = Deadline(seconds)
         acknowledged: list[Sample] = []
         while (missing := request.num_samples - len(acknowledged)) > 0:
-            if not request.lease and (settled := await self.settled(request, missing)):
-                acknowledged += settled
-                continue
+            if not request.lease:
+                settled = await self.settled(request, missing)
+                if settled:
+                    acknowledged += settled
+                    continue
             try:
                 parts = await self.draw(rest_of(request, acknowledged), deadline, request.lease)
             except DeadlineExceededError:
-                if acknowledged:  # they cannot go back, and must not be lost
+                if acknowledged:  # these rows cannot go back, and must not be lost
                     break
                 raise
             if request.lease:
@@ -160,14 +175,17 @@ class Drawer:
 
     async def draw(self, request: pb.SampleRequest, deadline: Deadline, lease: float = 0.0) -> list[Sample]:
         """A batch in parts. Raises DeadlineExceededError with the reason, and then keeps nothing."""
-        if drawn := await self._fill(request, request.num_samples, await self._known(request, deadline), lease):
+        known_weights = await self._known_weights(request, deadline)
+        drawn = await self._fill(request, request.num_samples, known_weights, lease)
+        if drawn:
             return drawn
         pause = _FIRST_PAUSE
         while True:
             last_look = deadline.passed
             weights = await self._weigh(request, await self._fleet.reachable(deadline))
             least = max(1, _least(request)) if last_look else request.num_samples
-            if drawn := await self._fill(request, least, weights, lease):
+            drawn = await self._fill(request, least, weights, lease)
+            if drawn:
                 return drawn
             if last_look:
                 raise DeadlineExceededError(_reason(request, weights))
@@ -177,96 +195,110 @@ class Drawer:
     async def acknowledge(self, request: pb.SampleRequest, samples: list[Sample], lease: float = 0.0) -> list[Sample]:
         """Acknowledges samples at their shards, and returns those that the shards confirm.
 
-        A shard that goes away confirms nothing: `settled` asks it again later, also for a caller that is interrupted.
+        A shard that goes away confirms nothing. `settled` asks it again later, even if the caller was interrupted here.
         With `lease` the caller gets the samples under a lease of that many seconds.
         """
         parts = {_part_of(sample) for sample in samples}
-        acknowledged, unsure = set[Part](), parts
+        acknowledged: set[Part] = set()
+        unsure = parts
         try:
             acknowledged, unsure = await self._acknowledge_parts(parts, lease)
         finally:
-            same_call = request.SerializeToString(deterministic=True)
-            for part in () if lease else unsure:
-                rows = [sample for sample in samples if _part_of(sample) == part]
-                self._unsure.append((same_call, rows))
+            if not lease:
+                self._remember_unsure(request, samples, unsure)
         confirmed = [sample for sample in samples if _part_of(sample) in acknowledged]
-        for sample in () if lease else confirmed:
-            sample.info.lease_id = 0
+        if not lease:
+            for sample in confirmed:
+                sample.info.lease_id = 0
         return confirmed
 
-    async def settled(self, request: pb.SampleRequest, rows: int) -> list[Sample]:
-        """Returns up to `rows` rows that batches of an equal request lacked.
+    def _remember_unsure(self, request: pb.SampleRequest, samples: list[Sample], unsure: set[Part]) -> None:
+        same_call = request.SerializeToString(deterministic=True)
+        for part in unsure:
+            rows = [sample for sample in samples if _part_of(sample) == part]
+            self._unsure.append((same_call, rows))
 
-        Their shard has come back, and confirms that it gave them to this client.
+    async def settled(self, request: pb.SampleRequest, rows: int) -> list[Sample]:
+        """Up to `rows` rows that batches of an equal request lacked.
+
+        The shard of these rows has come back, and confirms that it gave them to this client.
         """
         settled: list[Sample] = []
         same_call = request.SerializeToString(deterministic=True)
         for entry in [entry for entry in self._unsure if entry[0] == same_call]:
             _, samples = entry
             shard = self._fleet.named(samples[0].info.shard)
-            too_many = len(settled) + len(samples) > rows
-            if shard is None or not shard.is_up or too_many or entry not in self._unsure:
+            if shard is None or not shard.is_up:
+                continue
+            if len(settled) + len(samples) > rows:
+                continue
+            if entry not in self._unsure:  # another call has asked for this part meanwhile
                 continue
             self._unsure.remove(entry)  # another call of this client must not ask for it as well
             settled += await self.acknowledge(request, samples)
         return settled
 
     def requeue(self, samples: Iterable[Sample]) -> None:
-        """As far as their shards can be reached; the others take them back by themselves."""
-        for name, part in {_part_of(sample) for sample in samples}:
+        """Requeues samples at the shards that can be reached. The other shards requeue them by themselves."""
+        for name, draw_id in {_part_of(sample) for sample in samples}:
             if (shard := self._fleet.named(name)) is not None:
-                self.stream(shard).give_up(part)
+                self.stream(shard).give_up(draw_id)
 
-    async def _known(self, request: pb.SampleRequest, deadline: Deadline) -> dict[Shard, Weight]:
-        """What each shard that is up answered last. An old answer, and one of 0, is asked for again."""
-        up, now, distinct = await self._fleet.reachable(deadline), time.monotonic(), not request.allow_repeats
+    async def _known_weights(self, request: pb.SampleRequest, deadline: Deadline) -> dict[Shard, Weight]:
+        """The last answer of each shard that is up. A shard whose answer is old, or was 0, is asked again."""
+        up = await self._fleet.reachable(deadline)
+        now = time.monotonic()
+        distinct = not request.allow_repeats
         known = self._weights.setdefault(request.table, {})
         for shard in up:
-            asked_at, weight = known.get(shard, (-math.inf, Weight()))
-            if now - asked_at > WEIGHTS_AGE or not most_rows(weight, distinct):
+            answered_at, weight = known.get(shard, (-math.inf, Weight()))
+            if now - answered_at > WEIGHTS_AGE or not most_rows(weight, distinct):
                 known.pop(shard, None)
-        if unknown := [shard for shard in up if shard not in known]:
-            # Without what this request leaves out: the answers serve other requests too.
-            await self._weigh(pb.SampleRequest(table=request.table, allow_repeats=request.allow_repeats), unknown)
+        unknown = [shard for shard in up if shard not in known]
+        if unknown:
+            # A request without `scope` and `exclude`, because the answers serve other requests too.
+            plain = pb.SampleRequest(table=request.table, allow_repeats=request.allow_repeats)
+            await self._weigh(plain, unknown)
         return {shard: known[shard][1] for shard in up if shard in known}
 
     async def _weigh(self, request: pb.SampleRequest, shards: Iterable[Shard]) -> dict[Shard, Weight]:
-        """What the shards that answer could be drawn for by this request."""
-        answers = await self._ask({shard: _part(request, 0, 0.0, weigh=True) for shard in shards}, _WEIGH_SECONDS)
+        """The weights for this request of the shards that answer."""
+        requests = {shard: _part(request, 0, 0.0, weigh=True) for shard in shards}
+        answers = await self._ask(requests, _WEIGH_SECONDS)
         weights = {shard: answer.head.weight for shard, answer in answers.items()}
         if _is_plain(request):
             known = self._weights.setdefault(request.table, {})
-            known |= {shard: (time.monotonic(), weight) for shard, weight in weights.items()}
+            for shard, weight in weights.items():
+                known[shard] = (time.monotonic(), weight)
         return weights
 
     async def _fill(
         self, request: pb.SampleRequest, least: int, weights: dict[Shard, Weight], lease: float
     ) -> list[Sample]:
-        """Up to `num_samples` rows, from shard after shard; none if `least` cannot be had now."""
+        """Up to `num_samples` rows, from shard after shard; none if the shards have fewer than `least` now."""
         distinct = not request.allow_repeats
         rows = min(request.num_samples, _possible(weights, distinct))
         if rows < least:
             return []
         ordered = any(weight.ordered for weight in weights.values())
-        total = sum(weight.total for weight in weights.values())
-        shares = {
-            shard: 1.0 if ordered or weight.values or not total else weight.total / total
-            for shard, weight in weights.items()
-        }
-        size = sum(weight.size for weight in weights.values())
+        shares = _shares(weights, ordered)
+        table_size = sum(weight.size for weight in weights.values())
         drawn: list[Sample] = []
         try:
             while weights and len(drawn) < rows:
-                if not (plan := self._plan(weights, rows - len(drawn), distinct)):
+                plan = self._plan(weights, rows - len(drawn), distinct)
+                if not plan:
                     break
                 answers = await self._answers(rest_of(request, drawn), weights, plan, lease)
                 for shard, (count, _) in plan.items():
                     samples = answers.get(shard, [])
                     for sample in samples:
-                        sample.info.probability *= shares[shard]
-                        sample.info.shard, sample.info.table_size = shard.name, size
+                        info = sample.info
+                        info.probability *= shares[shard]
+                        info.shard = shard.name
+                        info.table_size = table_size
                     drawn += samples
-                    if len(samples) < count:  # somebody else was faster, or it is gone
+                    if len(samples) < count:  # another client was faster, or the shard is gone
                         weights = {other: weight for other, weight in weights.items() if other is not shard}
         except BaseException:
             self.requeue(drawn)
@@ -279,57 +311,65 @@ class Drawer:
         return drawn
 
     def _plan(self, weights: Mapping[Shard, Weight], rows: int, distinct: bool) -> Plan:
+        """The rows that each shard is asked for, at most `rows` together. A shard that gives none is absent."""
         shard_weights = list(weights.values())
+        plan: Plan = {}
         if any(weight.values for weight in shard_weights):
-            values: Sequence[Sequence[pb.ValueRows]] = share_values(
-                shard_weights, rows, distinct=distinct, rng=self._rng
-            )
-            counts = [sum(each.rows for each in part) for part in values]
+            values_of_shards = share_values(shard_weights, rows, distinct=distinct, rng=self._rng)
+            for shard, values in zip(weights, values_of_shards, strict=True):
+                count = sum(value.rows for value in values)
+                if count:
+                    plan[shard] = (count, values)
         else:
             counts = share_out(shard_weights, rows, distinct=distinct, rng=self._rng)
-            values = [()] * len(counts)
-        return {shard: (count, part) for shard, count, part in zip(weights, counts, values, strict=True) if count}
+            for shard, count in zip(weights, counts, strict=True):
+                if count:
+                    plan[shard] = (count, ())
+        return plan
 
     async def _answers(
         self, request: pb.SampleRequest, weights: Mapping[Shard, Weight], plan: Plan, lease: float
     ) -> dict[Shard, list[Sample]]:
-        """The rows that the shards give."""
-        known, requests = self._weights.setdefault(request.table, {}), {}
-        for shard, (count, part) in plan.items():
+        """The samples that the shards give for this plan. Notes the weights that come with them."""
+        known = self._weights.setdefault(request.table, {})
+        requests: dict[Shard, pb.SampleRequest] = {}
+        for shard, (count, values) in plan.items():
             weight = weights[shard]
             is_old = shard not in known or time.monotonic() - known[shard][0] > WEIGHTS_AGE / 2
-            # What a draw takes of a weight without an order only the shard knows.
-            weigh = _is_plain(request) and (is_old or (weight.consuming and not weight.ordered))
+            # If the table has no order, only the shard knows by how much a draw lowers the weight.
+            changes_unseen = weight.consuming and not weight.ordered
+            weigh = _is_plain(request) and (is_old or changes_unseen)
             if weight.consuming:  # another task may draw before the answer
-                use_up(weight, count, part)
-            requests[shard] = _part(request, count, lease, weigh=weigh, values=part)
+                use_up(weight, count, values)
+            requests[shard] = _part(request, count, lease, weigh=weigh, values=values)
         answers = await self._ask(requests, _ANSWER_SECONDS)
         for shard, shard_request in requests.items():
-            if shard not in answers or len(answers[shard].head.keys) < shard_request.num_samples:
+            answer = answers.get(shard)
+            if answer is None or len(answer.head.keys) < shard_request.num_samples:
                 known.pop(shard, None)
             elif shard_request.weigh:
-                known[shard] = time.monotonic(), answers[shard].head.weight
-        return {shard: samples_of(*answer, leased=True) for shard, answer in answers.items()}
+                known[shard] = (time.monotonic(), answer.head.weight)
+        return {shard: samples_of(answer.head, answer.payloads, leased=True) for shard, answer in answers.items()}
 
     async def _ask(
         self, requests: Mapping[Shard, pb.SampleRequest], seconds: float
     ) -> dict[Shard, Frame[pb.SampleResponse]]:
         """The answers of the shards that have rows, or were only asked for their weight.
 
-        Raises the error of a shard that refuses, and then keeps no rows. So does a caller that is cancelled.
+        Raises the error of a shard that refuses. After an error, and if the caller is cancelled, no rows stay drawn.
         """
         futures = {shard: self.stream(shard).draw(request) for shard, request in requests.items()}
         answers: dict[Shard, Frame[pb.SampleResponse]] = {}
         try:
-            await self._answered(futures, seconds)
+            await self._wait_for_answers(futures, seconds)
             for shard, future in futures.items():
                 if not future.done():
                     self.stream(shard).give_up(requests[shard].id)
-                elif (error := future.exception()) is None:
+                    continue
+                error = future.exception()
+                if error is None:
                     answers[shard] = future.result()
-                elif isinstance(error, ServerClosedError) and self._fleet.named(shard.name) is not shard:
-                    pass  # the fleet has lost this shard meanwhile, and closed its channel
-                elif not (isinstance(error, grpc.aio.AioRpcError) and error.code() in _HAS_NOTHING):
+                elif not self._gives_nothing(shard, error):
                     raise error
         except BaseException as error:
             for shard, request in requests.items():
@@ -339,40 +379,56 @@ class Drawer:
             raise
         return answers
 
-    async def _answered(self, futures: Mapping[Shard, asyncio.Future[Any]], seconds: float) -> None:
+    def _gives_nothing(self, shard: Shard, error: BaseException) -> bool:
+        """True if the batch goes on without the shard after this error."""
+        if isinstance(error, ServerClosedError):
+            # The fleet has lost the shard meanwhile, and closed its channel.
+            return self._fleet.named(shard.name) is not shard
+        return isinstance(error, grpc.aio.AioRpcError) and error.code() in _HAS_NOTHING
+
+    async def _wait_for_answers(self, futures: Mapping[Shard, asyncio.Future[Any]], seconds: float) -> None:
         """Returns when all shards have answered, apart from those that hang or need more than `seconds`."""
         if futures:
             await asyncio.wait(futures.values(), timeout=LATE_SECONDS)
         late = [shard for shard, future in futures.items() if not future.done()]
         alive = await asyncio.gather(*(shard.answers() for shard in late))
-        if waited_for := [futures[shard] for shard, is_alive in zip(late, alive, strict=True) if is_alive]:
-            await asyncio.wait(waited_for, timeout=seconds)
+        slow = [futures[shard] for shard, is_alive in zip(late, alive, strict=True) if is_alive]
+        if slow:
+            await asyncio.wait(slow, timeout=seconds)
 
     async def _acknowledge_parts(self, parts: set[Part], lease: float) -> tuple[set[Part], set[Part]]:
-        """Returns the parts that were acknowledged, or leased, and those whose shards did not answer."""
+        """Returns the parts that were acknowledged, or leased, and the parts whose shards did not answer."""
         futures: dict[Shard, asyncio.Future[pb.SampleResponse]] = {}
         for name in {name for name, _ in parts}:
+            shard = self._fleet.named(name)
+            if shard is None:
+                continue
             ids = sorted(draw_id for owner, draw_id in parts if owner == name)
-            request = pb.DrawRequest(renew=ids, seconds=lease) if lease else pb.DrawRequest(acknowledge=ids)
-            if (shard := self._fleet.named(name)) is not None:
-                futures[shard] = self.stream(shard).end(request)
-        await self._answered(futures, _ANSWER_SECONDS)
-        answers = {
-            shard.name: future.result()
-            for shard, future in futures.items()
-            if future.done() and future.exception() is None
-        }
-        acknowledged = {(name, draw_id) for name, answer in answers.items() for draw_id in answer.done}
-        return acknowledged, {(name, draw_id) for name, draw_id in parts if name not in answers}
+            if lease:
+                request = pb.DrawRequest(renew=ids, seconds=lease)
+            else:
+                request = pb.DrawRequest(acknowledge=ids)
+            futures[shard] = self.stream(shard).end(request)
+        await self._wait_for_answers(futures, _ANSWER_SECONDS)
+        acknowledged: set[Part] = set()
+        answered: set[str] = set()
+        for shard, future in futures.items():
+            if future.done() and future.exception() is None:
+                answered.add(shard.name)
+                acknowledged.update((shard.name, draw_id) for draw_id in future.result().done)
+        silent = {(name, draw_id) for name, draw_id in parts if name not in answered}
+        return acknowledged, silent
 
 
 class ShardedSampler(AsyncSampler):
     """An AsyncSampler over several shards. Up to `prefetch` batches are drawn ahead."""
 
     def __init__(self, fleet: Fleet, series: Series) -> None:
-        self._drawer, self._series = Drawer(fleet), series
+        self._drawer = Drawer(fleet)  # first: `__del__` needs it even if the request is refused
+        self._series = series
         _check_rows(series.request)
-        self._request, self._lease = series.request, series.request.lease
+        self._request = series.request
+        self._lease = series.request.lease
         self._drawing: deque[asyncio.Task[list[Sample]]] = deque()
         self._acknowledged: list[Sample] = []
         """The acknowledged rows of a batch that lost other rows with a shard. The next batch begins with them."""
@@ -384,42 +440,45 @@ class ShardedSampler(AsyncSampler):
             raise StopAsyncIteration
         deadline = Deadline(self._series.timeout)
         while (missing := self._request.num_samples - len(self._acknowledged)) > 0:
-            if settled := await self._drawer.settled(self._request, missing):
+            settled = await self._drawer.settled(self._request, missing)
+            if settled:
                 self._acknowledged += settled
                 continue
             if self._acknowledged:  # rows are missing: draw exactly these
                 drawn = await self._drawer.draw(rest_of(self._request, self._acknowledged), deadline)
             else:
                 drawn = await self._drawn_ahead(deadline)
-                self._draw_ahead(self._series.prefetch)  # the acknowledgements below ride on these draws
+                # Before the acknowledgements below, which then travel in the messages of these draws.
+                self._draw_ahead(self._series.prefetch)
             if self._lease:
                 self._series.on_lease(drawn)
             self._acknowledged += await self._drawer.acknowledge(self._request, drawn, self._lease)
-        batch, self._acknowledged = self._acknowledged, []
+        batch = self._acknowledged
+        self._acknowledged = []
         return batch
 
     async def _drawn_ahead(self, deadline: Deadline) -> list[Sample]:
         self._draw_ahead(max(1, self._series.prefetch))
-        # Any of them: an order among batches that are drawn at the same time means nothing.
+        # The first batch that is ready, because batches that are drawn at the same time have no order.
         await asyncio.wait(self._drawing, timeout=deadline.seconds, return_when=asyncio.FIRST_COMPLETED)
         for task in self._drawing:
             if task.done():
                 self._drawing.remove(task)
                 return task.result()
-        # The same question once more, for the reason of the wait.
+        # The time is up. One more draw, whose error has the reason of the wait.
         return await self._drawer.draw(self._request, deadline)
 
     def _draw_ahead(self, batches: int) -> None:
         while len(self._drawing) < batches:
             task = asyncio.create_task(self._drawer.draw(self._request, Deadline(None)))
-            # Where the client is closed first, nobody asks for the result, and asyncio would log that.
-            task.add_done_callback(lambda ended: None if ended.cancelled() else ended.exception())
+            task.add_done_callback(_ignore_error)
             self._drawing.append(task)
 
     async def close(self) -> None:
         """Requeues what was drawn ahead."""
         self._closed = True
-        drawing, self._drawing = self._drawing, deque()
+        drawing = self._drawing
+        self._drawing = deque()
         for task in drawing:
             task.cancel()
         await asyncio.gather(*drawing, return_exceptions=True)
@@ -431,31 +490,57 @@ class ShardedSampler(AsyncSampler):
         self._drawer.drop_soon()
 
 
+def _ignore_error(ended: asyncio.Task[Any]) -> None:
+    """Looks at the error of a draw. Asyncio logs errors that nobody looks at, as when the client is closed first."""
+    if not ended.cancelled():
+        ended.exception()
+
+
+def _shares(weights: Mapping[Shard, Weight], ordered: bool) -> dict[Shard, float]:
+    """The factor by which each shard's probabilities become those of all shards: its share of the total weight.
+
+    The factor is 1 where the shards' answers hold for all shards already: for a table with an order or with balanced
+    values, and for a table without weights.
+    """
+    total = sum(weight.total for weight in weights.values())
+    shares: dict[Shard, float] = {}
+    for shard, weight in weights.items():
+        if ordered or weight.values or not total:
+            shares[shard] = 1.0
+        else:
+            shares[shard] = weight.total / total
+    return shares
+
+
 def _part(
     request: pb.SampleRequest, rows: int, lease: float, *, weigh: bool, values: Sequence[pb.ValueRows] = ()
 ) -> pb.SampleRequest:
-    """The request to one shard, which does not wait: for `rows` rows, of which one is enough, or for its weight."""
+    """A request to one shard, which does not wait: for `rows` rows, of which one is enough, or for its weight."""
     part = pb.SampleRequest()
     part.CopyFrom(request)
-    part.id, part.num_samples, part.min_samples, part.timeout = new_id(), rows, 1, 0.0
-    part.lease, part.weigh = lease, weigh
+    part.id = new_id()
+    part.num_samples = rows
+    part.min_samples = 1
+    part.timeout = 0.0
+    part.lease = lease
+    part.weigh = weigh
     part.values.extend(values)
     return part
 
 
 def _least(request: pb.SampleRequest) -> int:
-    """Rows that are enough when the time is up."""
+    """The number of rows that is enough when the time is up."""
     return request.min_samples if request.HasField("min_samples") else request.num_samples
 
 
 def _check_rows(request: pb.SampleRequest) -> None:
-    """No shard sees the numbers of the whole batch. Raises InvalidRequestError."""
+    """Raises InvalidRequestError for impossible numbers of rows. No shard sees the numbers of the whole batch."""
     if not 1 <= _least(request) <= request.num_samples:
         raise InvalidRequestError(f"min_samples {_least(request)} must be from 1 to num_samples {request.num_samples}")
 
 
 def _is_plain(request: pb.SampleRequest) -> bool:
-    """Returns whether this draw may use the weights that a shard told another draw."""
+    """True if the weights for this request are those for other requests of the table, too."""
     return not request.scope and not request.exclude
 
 
@@ -477,11 +562,12 @@ def rest_of(request: pb.SampleRequest, acknowledged: list[Sample]) -> pb.SampleR
 
 
 def _possible(weights: Mapping[Shard, Weight], distinct: bool) -> int:
-    """How many rows the shards can give."""
+    """The number of rows that the shards can give together."""
     return sum(most_rows(weight, distinct) for weight in weights.values())
 
 
 def _reason(request: pb.SampleRequest, weights: Mapping[Shard, Weight]) -> str:
+    """The reason why there is no batch, for the error of a caller whose time is up."""
     if not weights:
         return f"{request.table}: no shard answered"
     reasons = [f"{shard.name}: {weight.reason}" for shard, weight in weights.items() if weight.reason]

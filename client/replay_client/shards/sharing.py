@@ -11,11 +11,11 @@ share of the weight times the rows of the step. That holds for each step, so it 
 n * share rows of each shard, however unequal the shards are. With repeats this is exact, and for a uniform sampler too.
 Distinct rows of a prioritized one deplete the weight of their shard, by how much only it knows: `expected_rest`.
 
-A table that balances its draws over the values of a tag: the values of all rows are chosen first, by the shares that
-one table would give them, and then each value is filled in this way. So a value that lives on one shard alone comes as
-often as its weight says.
+A table may balance its draws over the values of a tag. Then the values of all rows are chosen first, by the shares that
+one table would give them, and the rows of each value are filled in this way. So a value that only one shard has comes
+as often as its weight says.
 
-A weight tells what one shard could be drawn for: the message Weight of replay.proto.
+The message Weight of replay.proto says what one shard can give to a draw.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ AT_ONCE = 8
 
 
 def most_rows(weight: Weight, distinct: bool) -> int:
-    """Returns how many rows the shard can give now."""
+    """The number of rows that the shard can give now."""
     if distinct:
         return int(min(weight.items, weight.samples))
     return int(weight.samples) if weight.items else 0
@@ -51,78 +51,107 @@ def expected_rest(weight: Weight, drawn: int) -> float:
     """
     if drawn >= weight.items:
         return 0.0
-    items, effective = float(weight.items), weight.total**2 / weight.squares if weight.squares > 0 else 1.0
+    items = float(weight.items)
+    effective = 1.0
+    if weight.squares > 0:
+        effective = weight.total**2 / weight.squares
     return float(weight.total * (1.0 - drawn / items) ** (items / effective))
 
 
 def share_out(weights: Sequence[Weight], rows: int, *, distinct: bool, rng: np.random.Generator) -> list[int]:
-    """How many rows each shard gives, at most `rows` together."""
-    counts, left = [0] * len(weights), [most_rows(weight, distinct) for weight in weights]
+    """The number of rows that each shard gives, at most `rows` together."""
+    counts = [0] * len(weights)
+    left = [most_rows(weight, distinct) for weight in weights]
     while missing := rows - sum(counts):
-        at_once = [
-            min(missing, rest, missing if weight.ordered else max(1, weight.items // AT_ONCE))
-            for weight, rest in zip(weights, left, strict=True)
-        ]
-        chances = [
-            (expected_rest(weight, count) if distinct and count else weight.total) / most if most else 0.0
-            for weight, count, most in zip(weights, counts, at_once, strict=True)
-        ]
-        if (index := _chosen(chances, rng)) is None:
+        at_once: list[int] = []
+        chances: list[float] = []
+        for weight, count, rest in zip(weights, counts, left, strict=True):
+            gives = min(missing, rest, _most_at_once(weight, missing))
+            at_once.append(gives)
+            chances.append(_weight_left(weight, count, distinct) / gives if gives else 0.0)
+        index = _chosen(chances, rng)
+        if index is None:
             break
         counts[index] += at_once[index]
         left[index] -= at_once[index]
     return counts
 
 
+def _most_at_once(weight: Weight, missing: int) -> int:
+    """The most rows that a shard gives when it is chosen once."""
+    if weight.ordered:
+        return missing
+    return max(1, weight.items // AT_ONCE)
+
+
+def _weight_left(weight: Weight, drawn: int, distinct: bool) -> float:
+    """The weight of a shard that has given `drawn` rows to this batch."""
+    if distinct and drawn:
+        return expected_rest(weight, drawn)
+    return weight.total
+
+
 def share_values(
     weights: Sequence[Weight], rows: int, *, distinct: bool, rng: np.random.Generator
 ) -> list[list[pb.ValueRows]]:
-    """Of a table that balances: how many rows of each value each shard gives, at most `rows` together."""
+    """The number of rows of each value that each shard of a balancing table gives, at most `rows` together."""
     left = [int(weight.samples) for weight in weights]
     parts: dict[str, list[Weight]] = {}
     shares: dict[str, float] = {}
     for shard, weight in enumerate(weights):
-        for each in weight.values if left[shard] else ():
-            parts.setdefault(each.value, [Weight() for _ in weights])[shard] = Weight(
-                total=each.total, squares=each.squares, items=each.items, ordered=weight.ordered
+        if not left[shard]:
+            continue
+        for offered in weight.values:
+            if offered.value not in parts:
+                parts[offered.value] = [Weight() for _ in weights]
+            parts[offered.value][shard] = Weight(
+                total=offered.total,
+                squares=offered.squares,
+                items=offered.items,
+                ordered=weight.ordered,
             )
-            shares[each.value] = each.weight
+            shares[offered.value] = offered.weight
     total = sum(shares.values())
     planned: list[list[pb.ValueRows]] = [[] for _ in weights]
     for value, count in _choose_values(shares, parts, rows, distinct=distinct, rng=rng).items():
         for part, samples in zip(parts[value], left, strict=True):
             part.samples = samples
         of_value = sum(part.total for part in parts[value])
-        for shard, n in enumerate(share_out(parts[value], count, distinct=distinct, rng=rng)):
-            if n:
-                left[shard] -= n
-                part = parts[value][shard]
-                # Where items have an order, the first row of a value is certain.
-                share = shares[value] / total * (1.0 if part.ordered else part.total / of_value)
-                planned[shard].append(pb.ValueRows(value=value, rows=n, share=share))
+        counts = share_out(parts[value], count, distinct=distinct, rng=rng)
+        for shard, shard_count in enumerate(counts):
+            if not shard_count:
+                continue
+            left[shard] -= shard_count
+            share = shares[value] / total
+            part = parts[value][shard]
+            if not part.ordered:  # where items have an order, the first row of a value is certain
+                share *= part.total / of_value
+            planned[shard].append(pb.ValueRows(value=value, rows=shard_count, share=share))
     return planned
 
 
 def _choose_values(
     shares: dict[str, float], parts: dict[str, list[Weight]], rows: int, *, distinct: bool, rng: np.random.Generator
 ) -> Counter[str]:
-    """How many of `rows` rows, drawn one after the other, have each value."""
+    """The number of rows of each value among `rows` rows that are drawn one after the other."""
     chosen: Counter[str] = Counter()
-    there = {value: sum(part.items for part in of_value) for value, of_value in parts.items()}
-    open_values = [value for value, items in there.items() if items]
+    items = {value: sum(part.items for part in of_value) for value, of_value in parts.items()}
+    # A value leaves the list when it is used up. To draw from the values left is as to draw again after a value that is
+    # used up.
+    open_values = [value for value in parts if items[value]]
     for _ in range(rows):
-        # To draw a value that is used up again is to draw it from the others.
-        if (index := _chosen([shares[value] for value in open_values], rng)) is None:
+        index = _chosen([shares[value] for value in open_values], rng)
+        if index is None:
             break
         value = open_values[index]
         chosen[value] += 1
-        if distinct and chosen[value] == there[value]:
+        if distinct and chosen[value] == items[value]:
             open_values.remove(value)
     return chosen
 
 
 def _chosen(chances: Sequence[float], rng: np.random.Generator) -> int | None:
-    """The index of one of these, by chance; None: nothing can be chosen."""
+    """A random index, in proportion to the chances; None if all chances are 0."""
     ends = list(accumulate(chances))
     if not ends or ends[-1] <= 0:
         return None
@@ -130,11 +159,14 @@ def _chosen(chances: Sequence[float], rng: np.random.Generator) -> int | None:
 
 
 def use_up(weight: Weight, count: int, values: Sequence[pb.ValueRows]) -> None:
-    """The shard gives `count` rows, or so many of each value, and they will not be there for the next draw."""
-    stay = 1.0 - min(1.0, count / weight.items) if weight.items else 0.0
-    weight.total, weight.squares = weight.total * stay, weight.squares * stay
+    """Takes from the weight the `count` rows that the shard gives, and the rows of each value, for the next draw."""
+    left = 0.0
+    if weight.items:
+        left = 1.0 - min(1.0, count / weight.items)
+    weight.total *= left
+    weight.squares *= left
     weight.items = max(0, weight.items - count)
     weight.samples = max(0, weight.samples - count)
-    rows_by_value = {each.value: each.rows for each in values}
-    for each in weight.values:
-        each.items = max(0, each.items - rows_by_value.get(each.value, 0))
+    rows_by_value = {part.value: part.rows for part in values}
+    for offered in weight.values:
+        offered.items = max(0, offered.items - rows_by_value.get(offered.value, 0))
