@@ -47,7 +47,7 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 _MOST_SKIPPED = 100
-"""When this many groups in a row were skipped, the run ends: then the cause is not a single prompt."""
+"""The groups in a row that are skipped before the run ends: then the cause is not a single prompt."""
 
 
 class RolloutGenerator:

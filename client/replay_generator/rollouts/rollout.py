@@ -72,7 +72,7 @@ class Task:
     index: int
     """The number of this rollout in its group, from 0 to G - 1."""
     sampling: SamplingConfig
-    """How tokens are drawn, unless the hook asks for something else."""
+    """The sampling of tokens, unless the hook asks for another one."""
     tokenizer: Any
     """The tokenizer of the engine."""
     max_length: int
@@ -215,7 +215,7 @@ class Rollout:
 
     @property
     def text(self) -> str:
-        """What the policy wrote last: the text that plain reward functions score."""
+        """The text that the policy wrote last, which plain reward functions score."""
         for turn in reversed(self.turns):
             if turn.role == "assistant":
                 return turn.text
