@@ -211,7 +211,10 @@ class Rollout:
     @property
     def turns(self) -> list[Turn]:
         """The turns of all sequences, one sequence after the other."""
-        return [turn for sequence in self.sequences for turn in sequence.turns]
+        turns: list[Turn] = []
+        for sequence in self.sequences:
+            turns += sequence.turns
+        return turns
 
     @property
     def text(self) -> str:

@@ -75,7 +75,10 @@ async def exercise_engine(
     if weights and len(weights) != 2:
         raise ValueError(f"weights has {counted(len(weights), 'folder')}: give two, or none")
     made = make()
-    engine = await made if inspect.isawaitable(made) else made
+    if inspect.isawaitable(made):
+        engine = await made
+    else:
+        engine = made
     exercise = _Exercise(engine, tolerance, timeout)
     try:
         await exercise.check_requests()
@@ -487,7 +490,10 @@ class _Exercise:
     async def check_cancellation(self) -> None:
         """A request that is cancelled ends, and the others go on."""
         sampling = SamplingConfig(max_tokens=self._longest)
-        given_up = [asyncio.ensure_future(self._engine.generate([*self._prompts[0]], sampling, 4)) for _ in range(32)]
+        given_up = []
+        for _ in range(32):
+            request = self._engine.generate([*self._prompts[0]], sampling, 4)
+            given_up.append(asyncio.ensure_future(request))
         kept = asyncio.create_task(self._draw(self._prompts[1], sampling, 3))
         await asyncio.sleep(0.01)  # a busy machine may not have begun with them, or have ended them
         cancelled = [task for task in given_up if task.cancel()]

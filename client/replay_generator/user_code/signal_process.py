@@ -357,7 +357,9 @@ def at_once(result: Any) -> Any:
 
 
 def _raised(error: BaseException) -> tuple[Any, ...]:
-    return "raised", f"raised {type(error).__name__}: {error}", _line_of(error), isinstance(error, ValueError)
+    """The answer for a call that failed: the message, the line, and True for a ValueError."""
+    message = f"raised {type(error).__name__}: {error}"
+    return "raised", message, _line_of(error), isinstance(error, ValueError)
 
 
 def _line_of(error: BaseException) -> str:
