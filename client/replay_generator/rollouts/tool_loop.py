@@ -140,7 +140,7 @@ async def _answer(tools: Mapping[str, Callable[..., Any]], call: ToolCall) -> st
 
 
 def _as_json(value: Any) -> Any:
-    """A value that JSON has no type for, as one that it has.
+    """A value for which JSON has no type, converted to one for which it has.
 
     Arrays and numbers of NumPy, and tensors, become lists and numbers of Python. All else becomes its text.
     """

@@ -103,7 +103,7 @@ def utf8(text: str) -> str:
 
 
 def encode_info(info: Mapping[str, Any]) -> bytes:
-    """The bytes of the `info` of a rollout. Raises ValueError for one that msgpack cannot hold."""
+    """The bytes of the `info` of a rollout. Raises ValueError for an `info` that msgpack cannot hold."""
     plain = info
     if isinstance(info, Mapping):
         plain = dict(info)  # msgpack knows no other mappings

@@ -485,7 +485,7 @@ def _event(data: dict[str, Any] | str) -> bytes:
 
 
 def _refusal(request: web.Request, error: Exception, session: Session | None) -> Refusal:
-    """The refusal that a client gets for an error. `session`: the one that remembers it; None: none does."""
+    """The refusal that a client gets for an error. `session`: the session that remembers it; None: no session does."""
     if not isinstance(error, Refusal):
         logger.error("a request of an agent failed with %s: %s", type(error).__name__, error)
         error = Refusal(f"the policy failed with {type(error).__name__}: {error}", status=500)

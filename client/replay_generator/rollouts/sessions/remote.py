@@ -226,7 +226,7 @@ class RemoteHook(SessionHook):
         return web.json_response({"ended": name})
 
     def _parsed_end(self, body: bytes) -> dict[str, Any]:
-        """The end of a rollout. Raises Refusal for a body that is none."""
+        """The end of a rollout. Raises Refusal for a body that is no end of a rollout."""
         try:
             end = json.loads(body)
             if not isinstance(end, dict):

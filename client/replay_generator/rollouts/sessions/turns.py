@@ -116,9 +116,9 @@ def object_of(arguments: str) -> dict[str, Any] | None:
 
 
 def characters_of(ask: Ask) -> int:
-    """Characters of a request that the policy reads, whatever the template: contents, tools, and a prompt of text.
+    """The number of characters of a request that the policy reads with any template: contents, tools, and a prompt.
 
-    A template may leave out thoughts and calls of earlier turns.
+    Thoughts and calls of earlier turns do not count: a template may leave them out.
     """
     if isinstance(ask.prompt, str):
         return len(ask.prompt)
@@ -152,5 +152,5 @@ def is_deep(value: Any, levels: int) -> bool:
 
 
 def whole_text(text: str) -> str:
-    """The text with U+FFFD in the place of each half of a surrogate pair, which nobody can send."""
+    """The text with U+FFFD in the place of each single half of a surrogate pair, which UTF-8 cannot encode."""
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")

@@ -130,7 +130,7 @@ def _stop_of(body: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def kind_of(part: Mapping[str, Any], *served: str | None) -> Any:
-    """The `type` of a part of a request. Raises Refusal if it is none of those that are `served`."""
+    """The `type` of a part of a request. Raises Refusal for a type that is not among `served`."""
     kind = part.get("type")
     if kind not in served:
         raise refused("type", kind, f"send {' or '.join(filter(None, served))} here")
