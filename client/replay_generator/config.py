@@ -16,10 +16,11 @@ from replay_generator.priorities import Priority, load_priority
 from replay_protos.labels import labels_of
 
 MOST_ROLLOUTS = 16_384
-"""Of one group."""
+"""The most rollouts of one group."""
 MOST_TURNS = 10_000
+"""The most turns of one session, unless `max_session_turns` says otherwise."""
 MOST_BYTES = 1 << 28
-"""The bounds of one session, unless `max_session_turns` and `max_session_bytes` say otherwise."""
+"""The most bytes of one session, unless `max_session_bytes` says otherwise."""
 
 
 @settings()
@@ -38,7 +39,7 @@ class GeneratorConfig:
 
     The time of one that an agent elsewhere plays begins when the agent takes it."""
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
-    """How completions are drawn. With a seed, each group has a seed of its own that is derived from it."""
+    """The sampling of completions. With a seed, each group has a seed of its own that is derived from it."""
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     """Arguments of the tokenizer's chat template for prompts that are messages, like {"enable_thinking": False}.
 
@@ -99,7 +100,7 @@ class GeneratorConfig:
     follow_policy: bool = True
     """Reload the engine's weights whenever the trainer publishes new ones."""
     reload: Literal["between_groups", "in_flight"] = "between_groups"
-    """When new weights are loaded.
+    """The time at which new weights are loaded.
 
     between_groups: complete the groups under way and start none, then reload. Every group has one version. in_flight:
     reload now; completions under way go on with the new weights and span versions. `extras["policy_versions"]` then has
@@ -134,7 +135,7 @@ class GeneratorConfig:
     They count in the advantages of their group, but `loss_mask` excludes their tokens from training, and they add
     nothing to the group's priority. This is DAPO's overlong filtering (arXiv 2503.14476)."""
     on_prompt_error: Literal["raise", "skip"] | None = None
-    """When a row is no prompt or does not fit the engine, a reward fails, or a group is too large: raise, or skip.
+    """Raise or skip, if a row is no prompt or does not fit the engine, a reward fails, or a group is too large.
 
     raise: the run ends. skip: the group is left out, counted and logged; 100 in a row end the run. None: skip where
     agents play the rollouts (`--agent`, `--sessions`), for some of these always fail, and raise otherwise. A group that
@@ -142,7 +143,7 @@ class GeneratorConfig:
     rollouts because every reward function returned None for them, once any rollout of the run has got a reward, and one
     that the server refuses for its names or numbers."""
     on_full: Literal["wait", "skip"] = "wait"
-    """When a full table refuses a group, for its own `when_full` is "reject": wait, or skip the group.
+    """Wait, or skip the group, if a full table refuses it because its own `when_full` is "reject".
 
     wait: try again. skip: leave the group out. A busy server and failing storage are always waited for."""
     reward_threads: Count | None = None
@@ -164,8 +165,8 @@ class GeneratorConfig:
     session_timeout: Seconds = 600.0
     """Seconds in which an agent elsewhere must end what it has taken. Then another one may take the rollout anew."""
     untrained_models: Names = ()
-    """Names of models. What an agent asks for by one of them the policy answers, and no training follows: titles and
-    summaries beside the task, which would get its reward."""
+    """Names of models. The policy answers requests for them, but is not trained on these answers. They are for titles
+    and summaries beside the task, which would get its reward."""
     max_session_turns: Count = MOST_TURNS
     """Turns of the policy in one rollout of an agent. Then its requests are refused, and the rollout ends for its
     length. An episode of `verifiers` fails instead."""
@@ -196,18 +197,20 @@ class GeneratorConfig:
 
     None: for ever."""
     stop_grace: float = 2.0
-    """How long groups that are being generated may go on after `stop`."""
+    """Seconds for which groups that are being generated may go on after `stop`."""
 
     def __post_init__(self) -> None:
         if self.min_rollouts is not None and self.min_rollouts > self.group_size:
             raise ValueError(f"min_rollouts {self.min_rollouts} is more than group_size {self.group_size}")
         if self.group_timeout is not None and (self.partial_groups_table is None or self.min_rollouts is None):
             raise ValueError(f"group_timeout {self.group_timeout:g} needs partial_groups_table and min_rollouts")
-        taken = list(self.tables)
+        used_tables = list(self.tables)
         for name in ("partial_groups_table", "unscored_table", "prompts_table"):
-            if (table := getattr(self, name)) in taken:
+            table = getattr(self, name)
+            if table in used_tables:
                 raise ValueError(f"{name} {table!r} is another table of this generator as well: name another one")
-            taken += [] if table is None else [table]
+            if table is not None:
+                used_tables.append(table)
         if self.unscored_table is not None and self.prompts_mode == "curriculum" and self.prompts_table is not None:
             raise ValueError("prompts_mode 'curriculum' orders by rewards, and unscored groups have none: use 'epoch'")
         if not self.tables:
@@ -224,8 +227,8 @@ class GeneratorConfig:
             check_advantages(self.advantages, self.group_size)
 
     def decided(self, *, agents: bool) -> GeneratorConfig:
-        """These settings with an `on_prompt_error`. `agents`: whether agents play the rollouts. Raises ValueError if
-        they need agents, and none play."""
+        """These settings with an `on_prompt_error`. `agents`: True if agents play the rollouts. Raises ValueError for
+        settings that need agents, if none play."""
         if self.untrained_models and not agents:
             raise ValueError("untrained_models needs --agent or --sessions: nobody else asks by the name of a model")
         if self.on_prompt_error is not None:
@@ -233,7 +236,7 @@ class GeneratorConfig:
         return replace(self, on_prompt_error="skip" if agents else "raise")
 
     def described(self) -> dict[str, str]:
-        """What the generator says of itself to the server (`describe`)."""
+        """The settings that the generator reports to the server (`describe`)."""
         own: dict[str, Any] = {
             "tables": self.tables,
             "priority": self.priority,
@@ -244,7 +247,8 @@ class GeneratorConfig:
             own |= {name: sampling[name] for name in TRUNCATING if name in sampling}
             own["sampling_masks"] = self.sampling.sampling_masks
         for name in ("prompts_table", "unscored_table"):
-            if (table := getattr(self, name)) is not None:
+            table = getattr(self, name)
+            if table is not None:
                 own[name] = table
         if self.advantages is not None:
             own["advantages"] = name_of(self.advantages)
@@ -272,7 +276,7 @@ class StageConfig:
     insert_timeout: Seconds = 30.0
     """A group that waits this long for a full queue is counted in `insert_waits`, and tries again."""
     on_full: Literal["wait", "skip"] = "wait"
-    """When a full table refuses a group, for its own `when_full` is "reject": wait, or skip the group."""
+    """Wait, or skip the group, if a full table refuses it because its own `when_full` is "reject"."""
 
     def __post_init__(self) -> None:
         if self.source_table in self.tables:
@@ -282,7 +286,7 @@ class StageConfig:
         load_priority(self.priority)
 
     def described(self) -> dict[str, str]:
-        """What the stage says of itself to the server (`describe`)."""
+        """The settings that the stage reports to the server (`describe`)."""
         own = {"source_table": self.source_table, "tables": self.tables, "priority": self.priority}
         if not isinstance(self, ScorerConfig):
             return described("stage", own)
@@ -301,7 +305,7 @@ class ScorerConfig(StageConfig):
 
     With a number, functions without async must be thread-safe. One that scores whole groups counts as one rollout."""
     attempts: Count = 3
-    """How often a reward is asked for before it has failed. The pause doubles from 1 s."""
+    """Attempts to get a reward before it has failed. The pause between them doubles from 1 s."""
     reward_timeout: Seconds | None = 300.0
     """Most seconds for one reward function and one rollout, each attempt. Then it has failed."""
     min_rollouts: Count | None = None

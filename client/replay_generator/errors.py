@@ -1,4 +1,4 @@
-"""Errors of generators, which name the prompt or the group."""
+"""Errors of generators. Their messages name the prompt or the group."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""RolloutGenerator: keeps tables supplied with groups, as many under way at a time as permits allow.
+"""RolloutGenerator: keeps tables supplied with groups. Permits bound the number of groups under way.
 
 prompts ──▶ permit ──▶ group: rollouts, rewards, advantages (groups/maker.py) ──▶ insert (groups/server.py)
                                 ▲
                       new weights (policy/follower.py)
 
-Every group goes this way on its own, so a slow one holds up no other.
+Every group goes this way on its own, so a slow group does not hold up the others.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ from replay_generator.metrics import GeneratorMetrics, GeneratorStats, GroupTime
 from replay_generator.notices import Watch
 from replay_generator.policy.follower import PolicyFollower, TooOldToFinish
 from replay_generator.prompts.prompt import PromptRows, PromptSource
+from replay_generator.prompts.queue import DrawnPrompt
 from replay_generator.prompts.table import prompt_queue_of
 from replay_generator.rewards.functions import AbstainedError, Rewards
 from replay_generator.rollouts.rollout import RolloutHook, held, single_turn
@@ -46,7 +47,7 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 _MOST_SKIPPED = 100
-"""When this many groups in a row were skipped, the run ends: the cause is not a single prompt."""
+"""The groups in a row that are skipped before the run ends: then the cause is not a single prompt."""
 
 
 class RolloutGenerator:
@@ -106,13 +107,18 @@ class RolloutGenerator:
         self._tasks: set[asyncio.Task[Any]] = set()
         self._groups: set[asyncio.Task[None]] = set()
         self._keys = KeySequence()  # of finished groups
-        self._again: deque[PartialGroup] = deque()  # given up once, or put back
-        # Several groups may begin at a time:
-        self._permits: list[asyncio.Task[PermitGrant]] = []  # asked for, and not needed by who asked
-        self._unfit: list[tuple[Sample, PromptError]] = []  # prompts of a table, until one is drawn that fits
-        self._drawing = asyncio.Lock()  # held by the one that draws a prompt
+        self._again: deque[PartialGroup] = deque()
+        """Groups that are to be opened before new prompts: they were given up once, or put back."""
+        self._permits: list[asyncio.Task[PermitGrant]] = []
+        """Requests for permits that the groups they were made for do not need any more."""
+        self._unfit: list[tuple[Sample, PromptError]] = []
+        """Prompts of a table that do not fit the engine, until a prompt is drawn that fits."""
+        self._drawing = asyncio.Lock()
+        """Held while a prompt is drawn, since several groups may begin at a time."""
         self._started = 0
-        self._ended = asyncio.Event()  # by `stop` or by a failure
+        """The number of prompts for which a group was made."""
+        self._ended = asyncio.Event()
+        """Set by `stop`, and by a failure."""
         self._failure: BaseException | None = None
 
     @property
@@ -122,7 +128,7 @@ class RolloutGenerator:
         return self._metrics.stats.copy()
 
     async def run(self) -> None:
-        """Generate until the prompts run out, `stop` is called or something fails; then close the engine.
+        """Generates until the prompts run out, `stop` is called or something fails; then closes the engine.
 
         Raises PromptError, WeightsNotFoundError, WeightsNotAllowedError, WeightsMismatchError, StaleWeightsError,
         ServerUnavailableError, and any error of the engine.
@@ -160,10 +166,11 @@ class RolloutGenerator:
             await self._server.leave()
 
     def stop(self) -> None:
-        """Start no more groups. `run` returns when those under way are finished, at the latest after `stop_grace`."""
+        """Starts no more groups. `run` returns when those under way are finished, at the latest after `stop_grace`."""
         self._ended.set()
 
     async def _work(self) -> None:
+        """Loads the first weights, starts what runs beside the groups, and makes all groups."""
         await self._policy.load_first(self.config.wait_for_policy)
         if self.config.follow_policy:
             self._spawn(self._policy.follow())
@@ -180,7 +187,10 @@ class RolloutGenerator:
 
     def _on_done(self, task: asyncio.Task[Any]) -> None:
         self._tasks.discard(task)
-        if task.cancelled() or (error := task.exception()) is None:
+        if task.cancelled():
+            return
+        error = task.exception()
+        if error is None:
             return
         # Only the first failure is the reason: what breaks after it, or while stopping, follows from it.
         if not self._ended.is_set():
@@ -202,7 +212,7 @@ class RolloutGenerator:
         stats["engines_away"] = getattr(self._engine, "engines_away", 0)
 
     async def _start_groups(self) -> None:
-        """Start a group for each prompt in turn, when there is room and a permit. Returns when all have ended."""
+        """Starts a group for each prompt in turn, when there is room and a permit. Returns when all have ended."""
         admission = await self._server.begin()
         if self.config.max_concurrent_groups is None and not admission:
             raise ReplayError(
@@ -215,10 +225,11 @@ class RolloutGenerator:
         while True:
             await self._slots.acquire()
             times = GroupTimes()
-            if (group := await self._next(admission, times)) is None:
+            group = await self._next(admission, times)
+            if group is None:
                 self._slots.release()
                 return
-            # A partial, and not a coroutine: a task that is cancelled before it starts would never await that.
+            # A partial, and not a coroutine: a task that is cancelled before it starts would never await a coroutine.
             work = partial(self._make_group, group, times)
             task = self._spawn(tracing.in_span("replay.generate", work, prompt_id=group.spec.prompt.prompt_id))
             self._groups.add(task)
@@ -231,7 +242,8 @@ class RolloutGenerator:
         while True:
             if not self._is_through:
                 await self._policy.hold()
-            if (group := await self._partial_groups.next(surely=opened)) is not None:
+            group = await self._partial_groups.next(surely=opened)
+            if group is not None:
                 return group
             async with self._drawing:
                 drawn = await self._draw()
@@ -239,26 +251,35 @@ class RolloutGenerator:
                 if self._is_through:
                     return await self._partial_groups.next(surely=True)
                 continue
-            times.permit -= time.monotonic()
-            permit = await self._permit_or_group() if admission else None
-            times.permit += time.monotonic()
+            permit: PermitGrant | PartialGroup | None = None
+            asked_at = time.monotonic()
+            if admission:
+                permit = await self._permit_or_group()
+            times.permit += time.monotonic() - asked_at
             if isinstance(permit, PartialGroup):
+                # The group of another generator goes first, and the drawn one is opened later.
                 self._again.appendleft(drawn)
                 return permit
             opened = await self._open(drawn, permit)
 
     async def _permit_or_group(self) -> PermitGrant | PartialGroup:
-        """Waits for a permit, or for a group that a dead generator has left: that may have the last permit."""
-        permit = self._permits.pop() if self._permits else self._spawn(self._server.acquire())
+        """Waits for a permit, or for a group that a dead generator has left: such a group may hold the last permit."""
+        if self._permits:
+            permit = self._permits.pop()
+        else:
+            permit = self._spawn(self._server.acquire())
         while not permit.done():
             await asyncio.wait({permit}, timeout=SECONDS_PER_LOOK)
-            if not permit.done() and (group := await self._partial_groups.next()) is not None:
+            if permit.done():
+                break
+            group = await self._partial_groups.next()
+            if group is not None:
                 self._permits.append(permit)
                 return group
         return permit.result()
 
     async def _open(self, group: PartialGroup, permit: PermitGrant | None) -> bool:
-        """Open a group, with its permit if it needs one. Returns whether `_partial_groups` has it."""
+        """Opens a group, with its permit if it needs one. Returns True if `_partial_groups` has the group."""
         version = self._policy.version
         try:
             await self._partial_groups.open(group, permit, version)
@@ -273,7 +294,8 @@ class RolloutGenerator:
                 await self._server.refused_as_old(error)
                 self._again.appendleft(group)
             else:
-                self._metrics.stats["prompts_lost"] += isinstance(error, LeaseEndedError)
+                if isinstance(error, LeaseEndedError):
+                    self._metrics.stats["prompts_lost"] += 1
                 await self._prompts.requeued(group.drawn)
             return False
         if self._partial_groups.stores:
@@ -284,20 +306,26 @@ class RolloutGenerator:
 
     @property
     def _is_through(self) -> bool:
-        """Whether all groups have ended, and none will begin."""
-        no_prompts = self._prompts.ended or self._started == self.config.max_groups
-        return no_prompts and not self._again and not self._groups
+        """True if all groups have ended, and none will begin."""
+        return self._has_no_prompts and not self._again and not self._groups
+
+    @property
+    def _has_no_prompts(self) -> bool:
+        """True if no more prompts are drawn."""
+        return self._prompts.ended or self._started == self.config.max_groups
 
     async def _draw(self) -> PartialGroup | None:
         """The next group to open: one that was given up, or that of the next prompt; None: there is none now."""
         if self._again:
             return self._again.popleft()
-        if self._prompts.ended or self._started == self.config.max_groups:
+        if self._has_no_prompts:
             if self._groups:
                 await asyncio.wait(self._groups, return_when=asyncio.FIRST_COMPLETED)  # one may be given up
             return None
-        while self._unfit and self._started:  # others fit: it is not this generator that is wrong
-            await self._prompts.reject(*self._unfit.pop())
+        # Once another prompt has fitted, the prompts are to blame, and not this generator.
+        while self._unfit and self._started:
+            sample, reason = self._unfit.pop()
+            await self._prompts.reject(sample, reason)
         try:
             drawn = await self._prompts.next()
         except PromptError as error:
@@ -305,8 +333,13 @@ class RolloutGenerator:
             return None
         if drawn is None:
             if self._unfit:
-                raise self._unfit[0][1]
+                _, reason = self._unfit[0]
+                raise reason
             return None
+        return await self._group_of(drawn)
+
+    async def _group_of(self, drawn: DrawnPrompt) -> PartialGroup | None:
+        """A new group for a prompt; None: the prompt does not fit the engine."""
         began = datetime.now()
         try:
             prompt, prompt_ids = self._maker.tokenize(drawn.source, began)
@@ -317,22 +350,22 @@ class RolloutGenerator:
                 self._skip(error)
                 await self._prompts.finished(drawn, None, inserted=False)
             return None
-        number, config = self._started, self.config
+        number = self._started
         self._started += 1
         spec = PartialGroupSpec(
             next(self._keys),
             prompt,
             prompt_ids,
             number,
-            config.group_size,
-            config.sampling,
+            self.config.group_size,
+            self.config.sampling,
             item=drawn.item,
             began=began.isoformat(),
         )
         return PartialGroup(spec, drawn)
 
     async def _make_group(self, work: PartialGroup, times: GroupTimes) -> None:
-        """Make and insert one group, in a span of its own."""
+        """Makes and inserts one group, in a span of its own."""
         acquired = time.monotonic()
         try:
             async with self._partial_groups.work(work):
@@ -341,9 +374,9 @@ class RolloutGenerator:
                 if work.permit is not None:
                     self._check_permit(work.permit, time.monotonic() - acquired)
                 staleness = max(0, self._policy.newest_version - group.policy_version)
-                times.insert = -time.monotonic()
+                insert_began = time.monotonic()
                 await self._server.insert(group, work)
-                times.insert += time.monotonic()
+                times.insert = time.monotonic() - insert_began
         except LeaseLostError:
             self._metrics.stats["leases_lost"] += 1
         except (LeftOut, PromptError, TooOldToFinish) as error:
@@ -364,7 +397,8 @@ class RolloutGenerator:
                 if error.counts_as == "groups_refused_stale":
                     await self._server.refused_as_old(error.__cause__)
         else:
-            await self._prompts.finished(work.drawn, group.rewards if by_function else None, inserted=True)
+            rewards = group.rewards if by_function else None
+            await self._prompts.finished(work.drawn, rewards, inserted=True)
             self._metrics.count_inserted(group, by_function, staleness, times)
         work.settle("the generator has given up the group of the rollout")  # unless the group is inserted
         beat()
@@ -372,29 +406,32 @@ class RolloutGenerator:
             user_code.call_plain(self._on_group, self.stats)
 
     async def _end_prompt(self, work: PartialGroup, error: Exception) -> None:
-        """The group was not inserted. Its prompt is done if that was to blame for it, and otherwise goes back.
+        """Ends the prompt of a group that was not inserted. A prompt that is to blame is done; another one goes back.
 
-        A group that was too old is made again here: once only, for one that takes too long would begin for ever, and
-        only while it is known whose the prompt is.
+        The group of a prompt that was too old is made again here, but only once: a group that always takes too long
+        would never end. It is not made again if its prompt may belong to another generator by now.
         """
-        spec, is_old = work.spec, isinstance(error, TooOldToFinish)
-        left_out = isinstance(error, LeftOut) and error.counts_as in (
-            "groups_skipped",
-            "groups_filtered",
-            "items_rejected",
-        )
-        if left_out or (isinstance(error, PromptError) and self._may_skip(error)):
+        spec = work.spec
+        is_old = isinstance(error, TooOldToFinish)
+        if self._is_to_blame(error):
             rewards = error.rewards if isinstance(error, LeftOut) else None
             await self._prompts.finished(work.drawn, rewards, inserted=False)
         elif is_old and not spec.again and (work.sample is None or work.drawn.item is None):
-            self._again.append(PartialGroup(replace(spec, key=next(self._keys), again=True), work.drawn))
+            new_spec = replace(spec, key=next(self._keys), again=True)
+            self._again.append(PartialGroup(new_spec, work.drawn))
         else:
             await self._prompts.requeued(work.drawn, work.sample)
             if is_old and spec.again:
                 logger.warning("prompt %r: left out, because its group was too old twice", spec.prompt.prompt_id)
 
+    def _is_to_blame(self, error: Exception) -> bool:
+        """True if a group was left out because of its prompt."""
+        if isinstance(error, LeftOut):
+            return error.counts_as in ("groups_skipped", "groups_filtered", "items_rejected")
+        return isinstance(error, PromptError) and self._may_skip(error)
+
     def _check_permit(self, grant: PermitGrant, seconds: float) -> None:
-        """Count a permit that expired before its group was made; warn of the first."""
+        """Counts a permit that expired before its group was made; warns of the first."""
         if seconds <= grant.ttl:
             return
         self._metrics.stats["permits_expired"] += 1
@@ -407,15 +444,16 @@ class RolloutGenerator:
             )
 
     def _may_skip(self, error: PromptError) -> bool:
-        """Whether the run goes on without the group. One whose completions nobody can have drawn is not its user's,
-        one for which the reward functions abstain is no error of theirs, and one that the server refuses is one of
-        many."""
-        if self.config.on_prompt_error == "skip" or isinstance(error, GroupRefusedError):
+        """True if the run goes on without the group, by its settings or because no code of the user is wrong."""
+        if self.config.on_prompt_error == "skip":
             return True
+        if isinstance(error, GroupRefusedError):
+            return True  # the server refuses a single group for its names or numbers
+        # The engine returned what no policy can have drawn, or all reward functions abstained.
         return isinstance(error.__cause__, CompletionError | AbstainedError)
 
     def _skip(self, error: PromptError) -> None:
-        """Leave a prompt out, or end the run with its error."""
+        """Leaves a prompt out. Raises the error if the run is to end with it."""
         if not self._may_skip(error):
             raise error
         self._metrics.count_skipped(error, _MOST_SKIPPED)
@@ -433,7 +471,7 @@ def run_generator(
     on_group: Callable[[GeneratorStats], None] | None = None,
     on_stop: Callable[[], None] | None = None,
 ) -> GeneratorStats:
-    """Run a RolloutGenerator to its end, for callers without an event loop. Returns the last statistics.
+    """Runs a RolloutGenerator to its end, for callers without an event loop. Returns the last statistics.
 
     `connect` makes the client; it is called on the event loop that uses it. Ctrl-C and SIGTERM stop the run gracefully,
     and call `on_stop`. The other parameters and the errors are those of RolloutGenerator.
@@ -441,7 +479,14 @@ def run_generator(
 
     def make(client: AsyncReplayClient) -> RolloutGenerator:
         return RolloutGenerator(
-            client, engine, prompts, reward, config, rollout=rollout, group_filter=group_filter, on_group=on_group
+            client,
+            engine,
+            prompts,
+            reward,
+            config,
+            rollout=rollout,
+            group_filter=group_filter,
+            on_group=on_group,
         )
 
     return run_worker(connect, make, on_stop)

@@ -7,7 +7,7 @@ import logging
 import math
 import time
 from collections import defaultdict, deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypedDict
@@ -22,21 +22,22 @@ from replay_generator.errors import PromptError
 
 logger = logging.getLogger(__name__)
 
-_RECENT_GROUPS = 64  # means of GeneratorStats cover this many groups
+_RECENT_GROUPS = 64
+"""The means of GeneratorStats cover this many groups."""
 RATE_SECONDS = 60.0
 """A rate covers at least this time, once the generator has worked for so long."""
 LEAST_RATE_SECONDS = 10.0
-"""Over less time a rate means nothing: groups come in bursts."""
+"""A rate over less time means nothing: groups come in bursts."""
 
 
 class GeneratorStats(TypedDict):
     """Totals and current values of a generator, for progress displays."""
 
     groups: int
-    """Inserted."""
+    """Groups that were inserted."""
     completions: int
     tokens: int
-    """Of completions."""
+    """Tokens of completions."""
     nan_logprobs: int
     """Tokens whose log-probability the engine does not know."""
     unknown_masks: int
@@ -44,15 +45,15 @@ class GeneratorStats(TypedDict):
     groups_in_flight: int
     """Groups that are generated or wait for their table."""
     tokens_per_second: float
-    """Over the last minute, all waiting included; NaN in the first ten seconds."""
+    """The rate over the last minute, all waiting included; NaN in the first ten seconds."""
     reward_mean: float
-    """Over the latest groups; NaN before the first."""
+    """The mean over the latest groups; NaN before the first group."""
     policy_version: int
     reloads: int
     fetched_bytes: int
     """Bytes of weights that this generator fetched over HTTP."""
     probe_max_difference: float
-    """Of the latest weights, in nats; NaN without a probe."""
+    """The difference of the latest weights, in nats; NaN without a probe."""
     groups_skipped: int
     """Groups left out because their prompt or a reward function failed, or because no token can be trained on."""
     rollouts_failed: int
@@ -66,19 +67,19 @@ class GeneratorStats(TypedDict):
     groups_aborted: int
     """Groups that were given up while they were generated, because they would have been too old on arrival."""
     tokens_wasted: int
-    """Of groups that were too old on arrival, and, as an estimate, those drawn for groups that were given up."""
+    """Tokens of groups that were too old on arrival, and an estimate of those drawn for groups that were given up."""
     tokens_saved: int
-    """An estimate of those that groups which were given up would have had besides."""
+    """An estimate of the further tokens that would have been drawn for groups that were given up."""
     rollouts_stored: int
     """Finished rollouts of partial groups that the server has acknowledged."""
     groups_resumed: int
     """Partial groups that this generator was handed with finished rollouts of another one."""
     tokens_resumed: int
-    """Of those rollouts. Without partial groups they would have been lost."""
+    """Tokens of those rollouts. Without partial groups they would have been lost."""
     leases_lost: int
     """Partial groups that another generator may have been handed while this one worked at them."""
     stale_seconds: float
-    """For which generation was held, because all groups would have been too old."""
+    """Seconds for which generation was held, because all groups would have been too old."""
     groups_refused_full: int
     """Inserts that a table with `when_full = "reject"` had no room for."""
     server_refused: int
@@ -86,7 +87,7 @@ class GeneratorStats(TypedDict):
     insert_waits: int
     """Inserts that found their queue full for `insert_timeout`."""
     permit_waits: int
-    """How often no permit came for `permit_timeout`."""
+    """Waits for a permit in which none came for `permit_timeout`."""
     permits_expired: int
     """Groups that took longer than their permit lives."""
     prompts_lost: int
@@ -96,14 +97,18 @@ class GeneratorStats(TypedDict):
     threads_left: int
     """Threads of users' functions, such as rewards, that took too long and have not ended."""
     engines_lost: int
-    """How often a vLLM server went away; 0 with other engines than vllm-server."""
+    """The number of times that a vLLM server went away; 0 with other engines than vllm-server."""
     engines_away: int
     """vLLM servers that are away now."""
 
 
 def _no_stats() -> GeneratorStats:
+    """The statistics before the first group."""
     stats: Any = dict.fromkeys(GeneratorStats.__annotations__, 0)
-    stats.update(tokens_per_second=math.nan, stale_seconds=0.0, reward_mean=math.nan, probe_max_difference=math.nan)
+    stats["stale_seconds"] = 0.0
+    stats["tokens_per_second"] = math.nan
+    stats["reward_mean"] = math.nan
+    stats["probe_max_difference"] = math.nan
     result: GeneratorStats = stats
     return result
 
@@ -119,11 +124,11 @@ class GroupTimes:
 
 
 class InsertRate:
-    """Groups and tokens a second: over the last minute, and longer where groups come less often."""
+    """Groups and tokens a second, over the last minute; over a longer time if groups come less often."""
 
     def __init__(self) -> None:
         self._marks: deque[tuple[float, int, int]] = deque()
-        """When, and how many groups and tokens there were in all by then. The first one is where the rate begins."""
+        """Times, each with the number of all groups and of all tokens until then. The rate begins at the first."""
 
     def add(self, tokens: int, seconds: float, now: float) -> None:
         """Counts a group of so many tokens, which took so many seconds."""
@@ -131,11 +136,12 @@ class InsertRate:
             self._marks.append((now - seconds, 0, 0))
         _, groups, all_tokens = self._marks[-1]
         self._marks.append((now, groups + 1, all_tokens + tokens))
+        # The first mark goes once the second one alone covers RATE_SECONDS.
         while now - self._marks[1][0] >= RATE_SECONDS:
             self._marks.popleft()
 
     def per_second(self, now: float) -> tuple[float, float]:
-        """Groups and tokens; NaN: it covers too little time to mean something."""
+        """The groups and the tokens a second. NaN: the time is too short for a rate."""
         if not self._marks:
             return math.nan, math.nan
         began, first_groups, first_tokens = self._marks[0]
@@ -147,11 +153,29 @@ class InsertRate:
 
 
 _MEANS = (
-    *("reward_mean", "solve_rate", "zero_variance_share", "completion_tokens_mean", "truncated_share", "empty_share"),
-    *("staleness_mean", "version_spanning_share", "permit_seconds_mean", "generate_seconds_mean"),
-    *("reward_seconds_mean", "insert_seconds_mean", "reload_seconds_mean"),
+    "reward_mean",
+    "solve_rate",
+    "zero_variance_share",
+    "completion_tokens_mean",
+    "truncated_share",
+    "empty_share",
+    "staleness_mean",
+    "version_spanning_share",
+    "permit_seconds_mean",
+    "generate_seconds_mean",
+    "reward_seconds_mean",
+    "insert_seconds_mean",
+    "reload_seconds_mean",
 )
-"""What each line has the mean of, whether or not there is a value."""
+"""The means that each line has; null if there was no value since the line before."""
+
+
+def _new_values() -> defaultdict[str, list[float]]:
+    """No values yet, with an entry for each of _MEANS."""
+    values = defaultdict[str, list[float]](list)
+    for name in _MEANS:
+        values[name] = []
+    return values
 
 
 @dataclass
@@ -161,17 +185,20 @@ class GeneratorMetrics:
     solved_reward: float
     """A completion counts as solved from this reward on."""
     path: Path | None = None
-    """File to which `write` appends. A generator that is started again appends to it too. None: no line is wanted."""
+    """The file to which `write` appends, also after a restart of the generator. None: there is no file."""
     stats: GeneratorStats = field(default_factory=_no_stats)
 
     def __post_init__(self) -> None:
-        # tokens, mean reward, seconds of generation
         self._recent: deque[tuple[int, float, float]] = deque(maxlen=_RECENT_GROUPS)
+        """The tokens, the mean reward, and the seconds of generation of the latest groups."""
         self._rate = InsertRate()
-        self._values = defaultdict[str, list[float]](list, {name: [] for name in _MEANS})
-        """Since the line before, by the name that their mean gets there."""
-        self._nan_logprobs = self._skipped_in_a_row = 0
+        self._values = _new_values()
+        """The values since the line before, by the name that their mean gets in the next line."""
+        self._nan_logprobs = 0
+        """Unknown log-probabilities since the line before."""
+        self._skipped_in_a_row = 0
         self._since = time.monotonic()
+        """The time of the line before."""
 
     def count_inserted(
         self,
@@ -180,13 +207,15 @@ class GeneratorMetrics:
         staleness: int,
         times: GroupTimes,
     ) -> None:
-        """`by_function`: the rewards (G,) of each function; empty: it was not scored. `staleness`: versions behind the
-        trainer on arrival."""
-        rewards = group.rewards if by_function else np.full(0, math.nan)
-        # What the policy did not write has no log-probability to know.
+        """Counts a group that was inserted. `by_function`: the rewards (G,) of each function; empty: the group was not
+        scored. `staleness`: versions behind the trainer on arrival."""
+        # Tokens that the policy did not write have no log-probability that could be known.
         unknown = int((np.isnan(group.rollout_logprobs) & group.trained_mask).sum())
         unknown += group.meta.get("unknown_logprobs", 0)
-        self._recent.append((group.num_tokens, float(rewards.mean()) if by_function else math.nan, times.generate))
+        reward_mean = math.nan
+        if by_function:
+            reward_mean = float(group.rewards.mean())
+        self._recent.append((group.num_tokens, reward_mean, times.generate))
         now = time.monotonic()
         self._rate.add(group.num_tokens, times.generate + times.reward + times.insert, now)
         self._skipped_in_a_row = 0
@@ -195,27 +224,39 @@ class GeneratorMetrics:
         self.stats["tokens"] += group.num_tokens
         self.stats["nan_logprobs"] += unknown
         self.stats["unknown_masks"] += unknown_masks(group)
-        self.stats["tokens_per_second"] = self._rate.per_second(now)[1]
+        _, self.stats["tokens_per_second"] = self._rate.per_second(now)
         self.stats["reward_mean"] = sum(reward for _, reward, _ in self._recent) / len(self._recent)
-        if self.path is None:
-            return
-        self._nan_logprobs += unknown
+        if self.path is not None:
+            self._nan_logprobs += unknown
+            self._add_values(group, by_function, staleness, times)
+
+    def _add_values(
+        self,
+        group: RolloutGroup,
+        by_function: Mapping[str, npt.NDArray[np.float32]],
+        staleness: int,
+        times: GroupTimes,
+    ) -> None:
+        """Adds the values of a group to those of the next line. Arguments: see `count_inserted`."""
         lengths_G = group.rollout_lengths
-        for name, values in {
-            "reward_mean": rewards,
-            "solve_rate": rewards >= self.solved_reward,
-            "zero_variance_share": [not carries_gradient(group)] if by_function else [],
-            "completion_tokens_mean": lengths_G,
-            "truncated_share": [reason == "length" for reason in group.finish_reasons or ()],
-            "empty_share": lengths_G == 0,
-            "staleness_mean": [staleness],
-            "version_spanning_share": [group.policy_version_end is not None],
-            **{f"{stage}_seconds_mean": [seconds] for stage, seconds in vars(times).items()},
-            # The metrics of environments may differ from group to group.
-            **{f"reward/{name}": rewards_G for name, rewards_G in by_function.items()},
-        }.items():
-            # A function that abstained (NaN) has no part in its mean.
-            self._values[name] += [float(value) for value in values if not math.isnan(value)]
+        if by_function:
+            self._add("reward_mean", group.rewards)
+            self._add("solve_rate", group.rewards >= self.solved_reward)
+            self._add("zero_variance_share", [not carries_gradient(group)])
+        self._add("completion_tokens_mean", lengths_G)
+        self._add("truncated_share", [reason == "length" for reason in group.finish_reasons or ()])
+        self._add("empty_share", lengths_G == 0)
+        self._add("staleness_mean", [staleness])
+        self._add("version_spanning_share", [group.policy_version_end is not None])
+        for stage, seconds in vars(times).items():
+            self._add(f"{stage}_seconds_mean", [seconds])
+        # These names may differ from group to group, as the metrics of environments do.
+        for name, rewards_G in by_function.items():
+            self._add(f"reward/{name}", rewards_G)
+
+    def _add(self, name: str, values: Iterable[Any]) -> None:
+        """Adds values to those of the next line. NaN, of a function that abstained, has no part in the mean."""
+        self._values[name] += [float(value) for value in values if not math.isnan(value)]
 
     def count_given_up(self, times: GroupTimes) -> None:
         """Counts a group that was given up, as if it drew its tokens as fast as the latest groups.
@@ -232,7 +273,7 @@ class GeneratorMetrics:
         self.stats["tokens_saved"] += round(tokens - drawn)
 
     def count_reload(self, version: int, seconds: float) -> None:
-        """`seconds`: for loading and checking the weights, without the wait for the groups under way."""
+        """Counts new weights. `seconds`: for loading and checking them, without the wait for the groups under way."""
         self.stats["reloads"] += 1
         self.stats["policy_version"] = version
         if self.path is not None:
@@ -261,23 +302,34 @@ class GeneratorMetrics:
     def _line(self) -> dict[str, float | int | None]:
         """The metrics since the line before; None where there is no value. docs/metrics.md lists the fields."""
         now = time.monotonic()
-        seconds, self._since = max(now - self._since, 1e-9), now
-        values, self._values = self._values, defaultdict(list, {name: [] for name in _MEANS})
-        unknown, self._nan_logprobs = self._nan_logprobs, 0
-        rewards, lengths = values["reward_mean"], values["completion_tokens_mean"]
+        seconds = max(now - self._since, 1e-9)
+        values = self._values
+        unknown = self._nan_logprobs
+        self._since = now
+        self._values = _new_values()
+        self._nan_logprobs = 0
         groups_per_second, tokens_per_second = self._rate.per_second(now)
         line: dict[str, float | int | None] = {
             "time": time.time(),
             "seconds": seconds,
             "groups_per_second": groups_per_second,
             "tokens_per_second": tokens_per_second,
-            **{name: float(np.mean(each)) if each else None for name, each in values.items()},
-            "reward_std": float(np.std(rewards)) if rewards else None,
-            "completion_tokens_max": int(max(lengths)) if lengths else None,
-            "nan_logprob_share": unknown / sum(lengths) if any(lengths) else None,
-            "staleness_max": int(max(values["staleness_mean"])) if values["staleness_mean"] else None,
-            "generate_seconds_max": max(values["generate_seconds_mean"], default=None),
         }
-        # mypy takes no names of a TypedDict out of a loop over that very TypedDict.
-        totals = {name: self.stats[name] for name in self.stats if name not in line}  # type: ignore[literal-required]
-        return {name: None if value != value else value for name, value in {**line, **totals}.items()}
+        for name, numbers in values.items():
+            line[name] = float(np.mean(numbers)) if numbers else None
+        rewards = values["reward_mean"]
+        lengths = values["completion_tokens_mean"]
+        stalenesses = values["staleness_mean"]
+        line["reward_std"] = float(np.std(rewards)) if rewards else None
+        line["completion_tokens_max"] = int(max(lengths)) if lengths else None
+        line["nan_logprob_share"] = unknown / sum(lengths) if any(lengths) else None
+        line["staleness_max"] = int(max(stalenesses)) if stalenesses else None
+        line["generate_seconds_max"] = max(values["generate_seconds_mean"], default=None)
+        for name in self.stats:
+            if name not in line:
+                # mypy takes no names of a TypedDict out of a loop over that very TypedDict.
+                line[name] = self.stats[name]  # type: ignore[literal-required]
+        for name, value in line.items():
+            if value is not None and math.isnan(value):
+                line[name] = None  # JSON has no NaN
+        return line

@@ -1,6 +1,6 @@
-"""Priorities, which groups go into their tables with: functions of the user's own, or built-in ones by name.
+"""Priorities: compute the priority with which a group goes into its tables.
 
-A priority is 0 for a group that has nothing to teach.
+They are functions of the user's own, or built-in ones by name. The priority of a group without a gradient is 0.
 """
 
 from __future__ import annotations
@@ -15,32 +15,38 @@ from replay_generator.user_code import calls as user_code
 from replay_generator.user_code.results import number_or_nan
 
 Priority = Callable[[RolloutGroup], float]
-"""Finite and not negative. Tables do not forward an item of priority 0 to the pool."""
+"""A function that returns a priority, finite and not negative. Tables do not forward an item of priority 0 to the
+pool."""
 
 
 def advantage(group: RolloutGroup) -> float:
-    """`scoring.trained_priority`: what is not trained on has no gradient."""
+    """`scoring.trained_priority`. Tokens that are not trained on do not count: they have no gradient."""
     return trained_priority(group)
 
 
 def learnability(group: RolloutGroup) -> float:
     """`scoring.group_learnability`; 0 for a group that carries no gradient."""
-    return group_learnability(group.rewards) if carries_gradient(group) else 0.0
+    if not carries_gradient(group):
+        return 0.0
+    return group_learnability(group.rewards)
 
 
 BUILT_IN = {"advantage": advantage, "learnability": learnability}
 
 
 def load_priority(name: str | Priority) -> Priority:
-    """One of BUILT_IN, or any function of a group: itself, or as "package.module:function".
+    """The function of a priority. `name`: one of BUILT_IN, "package.module:function", or the function itself.
 
-    The function that is returned raises ValueError if the user's own returns no finite number from 0.
-    Raises ValueError for a name that leads to no function.
+    Raises ValueError for a name that leads to no function. If the user's own function returns anything but a finite
+    number from 0, its call raises ValueError.
     """
     function = name if callable(name) else load_function("priority", name, BUILT_IN)
     if function in BUILT_IN.values():
         return function
-    shown = name if isinstance(name, str) else getattr(name, "__name__", repr(name))
+    if isinstance(name, str):
+        shown = name
+    else:
+        shown = getattr(name, "__name__", repr(name))
 
     def checked(group: RolloutGroup) -> float:
         result = user_code.call_plain(function, group)

@@ -1,1 +1,1 @@
-"""What a rollout is worth: reward functions of users, and the ones of this package."""
+"""Rewards and advantages of rollouts: functions of users, and those of this package."""

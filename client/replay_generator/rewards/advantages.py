@@ -1,4 +1,4 @@
-"""Advantages of a group: by `scale_rewards`, or by a function of the user's own."""
+"""Advantages: computes the advantages of a group by `scale_rewards`, or by a function of the user's own."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ class Advantages:
         self._scale = config.scale_rewards
         self._timeout = config.reward_timeout
         self.name = ""
-        """The function of the user; empty: there is none."""
+        """The name of the user's function; empty: there is none."""
         self._function: AdvantageFunction | None = None
         if config.advantages is not None:
             self.name = name_of(config.advantages)
             self._function = load_advantages(config.advantages)
-        # It may keep a mean over all groups, and need not be thread-safe.
+        # One call at a time: the function may keep a mean over all groups, and need not be thread-safe.
         self._turn = asyncio.Semaphore(1)
 
     async def compute(
@@ -47,11 +47,14 @@ class Advantages:
         played: Sequence[PlayedRollout],
         by_function: Mapping[str, FloatArray],
     ) -> FloatArray:
-        """(G,) float32. `rewards`: (G,). `by_function`: those of each reward function. Raises AdvantageError."""
+        """The advantages (G,) of a group, in float32. `rewards`: (G,). `by_function`: the rewards (G,) of each reward
+        function. Raises AdvantageError."""
         if self._function is None:
             return group_advantages(rewards, scale=self._scale)
         rewards_G = rewards.astype(np.float64)
-        lengths = [sum(int(each.sampled_mask.sum()) for each in rollout.sequences) for rollout in played]
+        lengths = []
+        for rollout in played:
+            lengths.append(sum(int(sequence.sampled_mask.sum()) for sequence in rollout.sequences))
         facts = {
             "row": row,
             "lengths_G": np.array(lengths, np.int64),
@@ -66,9 +69,9 @@ class Advantages:
     async def _call(
         self, function: AdvantageFunction, rewards_G: npt.NDArray[np.float64], facts: Mapping[str, Any]
     ) -> Any:
-        """What the function returns. Raises AdvantageError if it raises something, or takes too long."""
+        """The result of the function. Raises AdvantageError if the function raises something, or takes too long."""
         failed = f"the advantage function {self.name!r}"
-        # The clock starts with the call: a function does not answer for the groups that wait for their turn.
+        # The clock starts with the call: the time in which a group waits for its turn does not count.
         async with self._turn:
             try:
                 async with asyncio.timeout(self._timeout) as limit:

@@ -1,6 +1,6 @@
-"""Rewards, which score the completions of a prompt.
+"""Reward functions: score the completions of a prompt.
 
-They are functions of the user's own, or built-in ones by name. A reward is a weighted sum of functions.
+They are functions of the user's own, or built-in ones by name. A reward is the weighted sum of their results.
 """
 
 from __future__ import annotations
@@ -28,23 +28,23 @@ from replay_generator.user_code.results import LARGEST, check_name, number_of
 from replay_protos.words import counted
 
 RewardFunction = Callable[..., float | None | Awaitable[float | None]]
-"""Takes the prompt's row and the text that the policy wrote last, and returns a reward; None: it abstains, and the
-others alone decide. One with a parameter `rollout` gets the whole Rollout too: its turns with their texts, the output
-of tools, and its `info`.
+"""A function that takes the prompt's row and the text that the policy wrote last, and returns a reward. None: the
+function abstains, and the others alone decide. A function with a parameter `rollout` gets the whole Rollout too: its
+turns with their texts, the output of tools, and its `info`.
 
-If it is async, all calls for a group run at once. Otherwise it runs in a thread beside the event loop, for one group at
-a time; in a process of its own from the moment on in which it asks for a signal."""
+If the function is async, all calls for a group run at once. Otherwise it runs in a thread beside the event loop, for
+one group at a time. Once it asks for a signal, it runs in a process of its own."""
 GroupRewardFunction = Callable[..., Sequence[float | None] | Awaitable[Sequence[float | None]]]
-"""Takes the prompt's row and the texts of all G rollouts, and returns G rewards, each of which may be None; see
-`group_reward`. One with a parameter `rollouts` gets all of them too."""
+"""A function that takes the prompt's row and the texts of all G rollouts, and returns G rewards, each of which may be
+None; see `group_reward`. A function with a parameter `rollouts` gets the rollouts too."""
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 OWN_REWARD = "rollout"
-"""The name, among those of reward functions, of what environments gave."""
+"""The name of the reward of environments, among the names of reward functions."""
 _SCORES_GROUPS = "scores_groups"
 _THREAD_SAFE = "thread_safe"
 _SAFE_THREADS = 8
-"""Groups that functions with the decorator `thread_safe` score at the same time, unless the caller gives a number."""
+"""The number of groups that `thread_safe` functions score at the same time, unless the caller gives a number."""
 
 
 class RewardError(ReplayError):
@@ -52,7 +52,7 @@ class RewardError(ReplayError):
 
 
 class AbstainedError(RewardError):
-    """Every reward function abstained, although some have given a number in this run: no failure of a function."""
+    """Every reward function abstained for a rollout. No function has failed: some have given numbers in this run."""
 
 
 def group_reward(function: Function) -> Function:
@@ -62,7 +62,7 @@ def group_reward(function: Function) -> Function:
 
 
 def thread_safe(function: Function) -> Function:
-    """Decorator for a function that may score several groups at the same time, in a thread each."""
+    """Decorator for a function that may score several groups at the same time, each in a thread of its own."""
     setattr(function, _THREAD_SAFE, True)
     return function
 
@@ -74,7 +74,7 @@ class Reward:
     function: RewardFunction | GroupRewardFunction
     weight: float = 1.0
     name: str = ""
-    """Its name in metrics and errors. Without it: the function's own name."""
+    """The name in metrics and errors; "": the function's own name."""
 
     def __post_init__(self) -> None:
         if not callable(self.function):
@@ -82,7 +82,8 @@ class Reward:
         if not math.isfinite(self.weight):
             raise ValueError(f"the weight of a reward must be finite, not {self.weight}")
         if not self.name:
-            object.__setattr__(self, "name", getattr(self.function, "__name__", type(self.function).__name__))
+            own_name = getattr(self.function, "__name__", type(self.function).__name__)
+            object.__setattr__(self, "name", own_name)  # the class is frozen
         check_name(self.name, "the name of a reward function")
         if self.name.startswith(f"{OWN_REWARD}/"):
             raise ValueError(
@@ -91,7 +92,7 @@ class Reward:
 
 
 Rewards = RewardFunction | GroupRewardFunction | Reward | Sequence[RewardFunction | GroupRewardFunction | Reward]
-"""One or several rewards. The weighted sum counts; a plain function has weight 1."""
+"""One or several rewards, whose weighted sum counts. A plain function has the weight 1."""
 
 
 class Scorer:
@@ -101,22 +102,29 @@ class Scorer:
         """`threads`: groups that functions without async may score at the same time; None: 1, and 8 for functions that
         are `thread_safe`. `timeout`: seconds for one function and one group, from the call on. `rewards` None: rollouts
         bring their own. Raises ValueError for an empty list, and for two functions with one name."""
-        listed = [] if rewards is None else rewards if isinstance(rewards, Sequence) else [rewards]
+        listed: Sequence[RewardFunction | GroupRewardFunction | Reward]
+        if rewards is None:
+            listed = []
+        elif isinstance(rewards, Sequence):
+            listed = rewards
+        else:
+            listed = [rewards]
         self.rewards = [reward if isinstance(reward, Reward) else Reward(reward) for reward in listed]
         names = [reward.name for reward in self.rewards]
         if not names and rewards is not None:
             raise ValueError("rewards must name at least one function, or be None if rollouts bring their own")
-        if len({*names, OWN_REWARD}) <= len(names):
+        all_names = [*names, OWN_REWARD]
+        if len(set(all_names)) < len(all_names):
             raise ValueError(f"reward functions need names of their own, not {', '.join(names)}: give Reward a name")
         self._timeout = timeout
         self._threads = asyncio.Semaphore(threads or 1)
         self._safe_threads = asyncio.Semaphore(threads or _SAFE_THREADS)
         self._has_scored = False
-        """Whether any rollout has got a reward. Until then a None may be a `return` that was forgotten."""
+        """True once any rollout has got a reward. Until then a None may come from a forgotten `return`."""
 
     @property
     def scores_groups(self) -> bool:
-        """Whether a reward function compares the rollouts of a group, and so needs all of them at once."""
+        """True if a reward function compares the rollouts of a group, and so needs all of them at once."""
         return any(getattr(reward.function, _SCORES_GROUPS, False) for reward in self.rewards)
 
     async def score(
@@ -124,15 +132,22 @@ class Scorer:
     ) -> tuple[npt.NDArray[np.float32], dict[str, npt.NDArray[np.float32]]]:
         """The weighted sum (G,), and each function's rewards (G,) by name. Raises RewardError.
 
-        NaN: that function abstained, and the sum is that of the others. In the sum: all abstained, so there is no
-        reward (`unscored`). `texts`: what the policy wrote last in each rollout. What environments gave counts as the
-        function "rollout" with weight 1. Either all rollouts have it, or none. `rollouts` None: there are none, only
-        texts.
+        NaN in the rewards of a function: the function abstained, and the sum is that of the other functions. NaN in the
+        sum: all functions abstained, so there is no reward (`unscored`).
+
+        `texts`: the text that the policy wrote last in each rollout. `rollouts` None: there are no rollouts, only
+        texts. The reward of environments counts as the function "rollout" with weight 1. Either all rollouts have one,
+        or none has.
         """
-        weights = {reward.name: reward.weight for reward in self.rewards}
-        by_name = {reward.name: await self._call(reward, row, texts, rollouts) for reward in self.rewards}
-        own = [rollout.reward for rollout in rollouts or ()] or [None] * len(texts)
-        if any(reward is not None for reward in own) or not self.rewards:
+        weights: dict[str, float] = {}
+        by_name: dict[str, npt.NDArray[np.float64]] = {}
+        for reward in self.rewards:
+            weights[reward.name] = reward.weight
+            by_name[reward.name] = await self._rewards_of(reward, row, texts, rollouts)
+        own: list[float | None] = [None] * len(texts)
+        if rollouts:
+            own = [rollout.reward for rollout in rollouts]
+        if any(value is not None for value in own) or not self.rewards:
             weights[OWN_REWARD] = 1.0
             by_name[OWN_REWARD] = _own_rewards(own)
         total = np.zeros(len(texts))
@@ -143,30 +158,58 @@ class Scorer:
         total[abstained] = math.nan
         largest = float(np.abs(total[~abstained]).max(initial=0.0))
         if not largest <= MAX_VALUE:
+            names = ", ".join(repr(name) for name in by_name)
             raise RewardError(
-                f"the weighted sum of {', '.join(map(repr, by_name))} is {largest:g}, and no trainer can use a reward "
-                f"beyond ±{MAX_VALUE:g}: scale the rewards"
+                f"the weighted sum of {names} is {largest:g}, and no trainer can use a reward beyond ±{MAX_VALUE:g}: "
+                "scale the rewards"
             )
         if not abstained.all():
             self._has_scored = True
         return total.astype(np.float32), {name: rewards.astype(np.float32) for name, rewards in by_name.items()}
 
     def unscored(self) -> RewardError:
-        """Why a rollout has no reward: every function abstained. An AbstainedError if that is an exception."""
-        named = " and ".join(f"{each.name!r}{user_code.where(each.function)}" for each in self.rewards)
-        kind = AbstainedError if self._has_scored else RewardError
-        return kind(f"it has no reward: {named} returned None, and one function must give a number")
+        """The error of a rollout for which every function abstained. AbstainedError: other rollouts got a reward."""
+        functions = " and ".join(f"{reward.name!r}{user_code.where(reward.function)}" for reward in self.rewards)
+        message = f"it has no reward: {functions} returned None, and one function must give a number"
+        if self._has_scored:
+            return AbstainedError(message)
+        return RewardError(message)
+
+    async def _rewards_of(
+        self, reward: Reward, row: Mapping[str, Any], texts: Sequence[str], rollouts: Sequence[Rollout] | None
+    ) -> npt.NDArray[np.float64]:
+        """The rewards (G,) of one function; NaN: it abstained. Raises RewardError."""
+        parameter = _rollout_parameter(reward.function)
+        if parameter and rollouts is None:
+            raise _failed(reward, f"has a parameter {parameter!r}, and here are texts without rollouts")
+        results = await self._call(reward, row, texts, rollouts)
+        is_one = isinstance(results, str | bytes | Mapping) or getattr(results, "ndim", 1) == 0
+        if is_one or not isinstance(results, Iterable):
+            shown = user_code.shown(results)
+            raise _failed(reward, f"returned {shown}, not one reward for each completion ({len(texts)})")
+        values = list(results)
+        if len(values) != len(texts):
+            raise _failed(reward, f"returned {counted(len(values), 'reward')} for {counted(len(texts), 'completion')}")
+        try:
+            numbers = np.array([number_of(value) for value in values if value is not None])
+        except ValueError as error:
+            raise _failed(reward, f"returned {error}") from error
+        if not (np.abs(numbers) <= LARGEST).all():
+            raise _failed(reward, f"returned {numbers.tolist()}: rewards must be finite, in float32 too")
+        is_number = [value is not None for value in values]
+        rewards = np.full(len(values), math.nan)
+        rewards[is_number] = numbers
+        return rewards
 
     async def _call(
         self, reward: Reward, row: Mapping[str, Any], texts: Sequence[str], rollouts: Sequence[Rollout] | None
-    ) -> npt.NDArray[np.float64]:
-        if (wanted := _wanted(reward.function)) and rollouts is None:
-            raise _failed(reward, f"has a parameter {wanted!r}, and here are texts without rollouts")
-        # The clock starts with the call: a function does not answer for the groups that wait for its thread.
+    ) -> Any:
+        """The results of one function, as it returns them. Raises RewardError if it fails or takes too long."""
+        # The clock starts with the call: the time in which a group waits for a thread does not count.
         async with self._thread(reward.function):
             try:
                 async with asyncio.timeout(self._timeout) as limit:
-                    results = await _results(reward.function, row, list(texts), list(rollouts or ()))
+                    return await _results(reward.function, row, list(texts), list(rollouts or ()))
             except TimeoutError as error:
                 if not limit.expired():
                     raise _failed(reward, f"raised TimeoutError: {error}", error) from error
@@ -176,33 +219,20 @@ class Scorer:
                 raise RewardError(f"reward function {reward.name!r} {error.how}{error.place}") from error
             except Exception as error:
                 raise _failed(reward, f"raised {user_code.in_words(error)}", error) from error
-        is_one = isinstance(results, str | bytes | Mapping) or getattr(results, "ndim", 1) == 0
-        if is_one or not isinstance(results, Iterable):
-            shown = user_code.shown(results)
-            raise _failed(reward, f"returned {shown}, not one reward for each completion ({len(texts)})")
-        values = list(results)
-        if len(values) != len(texts):
-            raise _failed(reward, f"returned {counted(len(values), 'reward')} for {counted(len(texts), 'completion')}")
-        try:
-            numbers_given = np.array([number_of(value) for value in values if value is not None])
-        except ValueError as error:
-            raise _failed(reward, f"returned {error}") from error
-        if not (np.abs(numbers_given) <= LARGEST).all():
-            raise _failed(reward, f"returned {numbers_given.tolist()}: rewards must be finite, in float32 too")
-        rewards = np.full(len(values), math.nan)
-        rewards[[value is not None for value in values]] = numbers_given
-        return rewards
 
     def _thread(self, function: Callable[..., Any]) -> AbstractAsyncContextManager[None]:
-        """Surrounds a call. One that needs a thread waits for it."""
+        """Surrounds a call. A call that needs a thread waits for one."""
         if user_code.is_async(function):
             return nullcontext()
-        return self._safe_threads if getattr(function, _THREAD_SAFE, False) else self._threads
+        if getattr(function, _THREAD_SAFE, False):
+            return self._safe_threads
+        return self._threads
 
 
 def _own_rewards(rewards: Sequence[float | None]) -> npt.NDArray[np.float64]:
-    """What the environments of the rollouts gave (G,). Raises RewardError."""
-    if (missing := sum(reward is None for reward in rewards)) > 0:
+    """The rewards (G,) of the environments of the rollouts. Raises RewardError."""
+    missing = sum(reward is None for reward in rewards)
+    if missing > 0:
         raise RewardError(
             f"{missing} of {len(rewards)} rollouts have no reward: the hook returns Rollout(..., reward=...) for each, "
             f"or the generator gets a reward function"
@@ -213,26 +243,33 @@ def _own_rewards(rewards: Sequence[float | None]) -> npt.NDArray[np.float64]:
     return own
 
 
-def _wanted(function: Callable[..., Any]) -> str | None:
-    """Whether the function asks for rollouts beside texts: by a parameter named "rollout", or "rollouts"."""
+def _rollout_parameter(function: Callable[..., Any]) -> str | None:
+    """The parameter by which a function asks for rollouts: "rollout" or "rollouts"; None: it wants only texts."""
     try:
-        named = inspect.signature(function).parameters
+        parameters = inspect.signature(function).parameters
     except (TypeError, ValueError):  # some functions written in C
         return None
-    return next((name for name in ("rollout", "rollouts") if name in named), None)
+    for name in ("rollout", "rollouts"):
+        if name in parameters:
+            return name
+    return None
 
 
 async def _results(
     function: Callable[..., Any], row: Mapping[str, Any], texts: list[str], rollouts: list[Rollout]
 ) -> Any:
-    wanted = _wanted(function)
-    options: dict[str, Any]
+    """The results of one call for the whole group, or of one call for each rollout."""
+    parameter = _rollout_parameter(function)
+    options: dict[str, Any] = {}
     if getattr(function, _SCORES_GROUPS, False):
-        options = {wanted: rollouts} if wanted else {}
+        if parameter:
+            options[parameter] = rollouts
         return await user_code.call(function, row, texts, **options)
     calls: list[user_code.Call] = []
     for number, text in enumerate(texts):
-        options = {wanted: rollouts[number]} if wanted else {}
+        options = {}
+        if parameter:
+            options[parameter] = rollouts[number]
         calls.append(((row, text), options))
     return await user_code.call_each(function, calls)
 
@@ -246,7 +283,8 @@ def exact_match(row: Mapping[str, Any], completion_text: str, *, answer_field: s
 
     `answer_field` may be a path: `reward_model.ground_truth`.
     """
-    return float(completion_text.strip() == str(_expected("exact_match", row, answer_field)).strip())
+    expected = str(_expected("exact_match", row, answer_field))
+    return float(completion_text.strip() == expected.strip())
 
 
 def math_answer(row: Mapping[str, Any], completion_text: str, *, answer_field: str = ANSWER) -> float:
@@ -258,10 +296,11 @@ def math_answer(row: Mapping[str, Any], completion_text: str, *, answer_field: s
     """
     expected = _expected("math_answer", row, answer_field)
     answers = expected if isinstance(expected, list | tuple) else [expected]
-    return float(same_answer([str(each) for each in answers], completion_text))
+    return float(same_answer([str(answer) for answer in answers], completion_text))
 
 
 def _expected(name: str, row: Mapping[str, Any], answer_field: str) -> Any:
+    """The answer in a row. `name`: the reward function, for the error. Raises ValueError if the row has no answer."""
     needed = f"{name} needs an {answer_field!r} in each row"
     try:
         expected = field_of(row, answer_field)
@@ -283,20 +322,22 @@ def load_reward(name: str) -> Reward:
     "exact_match:reward_model.ground_truth" is the built-in one with this field as its answer. Raises ValueError for a
     name that leads to no function, and ImportError if its package is missing.
     """
-    path, equals, weight = name.partition("=")
-    try:
-        number = float(weight) if equals else 1.0
-    except ValueError:
-        raise ValueError(f"reward {name!r}: its weight must be a number, not {weight!r}") from None
+    path, equals, weight_text = name.partition("=")
+    weight = 1.0
+    if equals:
+        try:
+            weight = float(weight_text)
+        except ValueError:
+            raise ValueError(f"reward {name!r}: its weight must be a number, not {weight_text!r}") from None
     built_in, _, answer_field = path.partition(":")
     if built_in not in BUILT_IN_REWARDS:
-        return Reward(load_function("reward", path, BUILT_IN_REWARDS), number)
+        return Reward(load_function("reward", path, BUILT_IN_REWARDS), weight)
     if built_in == "math_answer":
         check_installed()
     function = BUILT_IN_REWARDS[built_in]
     if answer_field:
-        return Reward(partial(function, answer_field=answer_field), number, built_in)
-    return Reward(function, number)
+        return Reward(partial(function, answer_field=answer_field), weight, built_in)
+    return Reward(function, weight)
 
 
 def _failed(reward: Reward, how: str, error: Exception | None = None) -> RewardError:

@@ -1,4 +1,4 @@
-"""Math answers: the final answer in a text, and whether two are the same number or formula.
+"""Math answers: finds the final answer in a text, and tells if two answers are the same number or formula.
 
     "... so 6 * 12 = 72\\n#### 72"     72
     "... hence \\boxed{\\frac{1}{2}}"    \\frac{1}{2}
@@ -23,15 +23,17 @@ from pathlib import Path
 
 logger = logging.getLogger(__name__)
 
-_BOX, _HASHES = "\\boxed", "####"
-_THINKS, _THOUGHT = "<think>", "</think>"
+_BOX = "\\boxed"
+_HASHES = "####"
+_THINKS = "<think>"
+_THOUGHT = "</think>"
 _LOOKED_AT = 1000
 """Characters of the end of a text in which an answer without a mark is looked for."""
 _MOST_ANSWER = 10_000
-"""Characters of an answer: a longer one is none."""
+"""The most characters of an answer. A longer one counts as wrong."""
 _NUMBER = re.compile(r"(?:\\?\$)?\s*([-+]?[\d,]*\.?\d+)\s*\$?\.?")
 _WITH_UNIT = re.compile(r"((?:\\?\$)?\s*[-+]?[\d,]*\.?\d+)\s+[A-Za-z]{2}.*")
-"""What GSM8K's own evaluation reads as a number: what stands behind it is its unit."""
+"""A number with a unit behind it. GSM8K's own evaluation reads the number alone."""
 
 
 def check_installed() -> None:
@@ -43,66 +45,85 @@ def check_installed() -> None:
 
 
 def marked_answer(text: str) -> str | None:
-    """What a text marks as its answer: in its last `\\boxed{}`, or else behind its last `####`. None: nothing."""
+    """The marked answer of a text: in its last `\\boxed{}`, or else behind its last `####`. None: there is none."""
     start = text.rfind(_BOX)
     if start >= 0:
         return _in_braces(text[start + len(_BOX) :])
     if _HASHES in text:
-        line = text.rpartition(_HASHES)[2].strip().partition("\n")[0]
+        _, _, behind = text.rpartition(_HASHES)
+        line, _, _ = behind.strip().partition("\n")
         answer = line.strip("* ")  # Markdown's signs of bold text
         with_unit = _WITH_UNIT.fullmatch(answer)
-        return answer if with_unit is None else with_unit[1]
+        if with_unit is None:
+            return answer
+        return with_unit[1]
     return None
 
 
 def _in_braces(text: str) -> str | None:
-    """What stands between the first brace and the one that closes it; without braces, the word that follows."""
+    """The text between the first brace and the one that closes it. Without braces: the first word. None: neither."""
     text = text.lstrip()
+    if not text:
+        return None
     if not text.startswith("{"):
-        return text.split(maxsplit=1)[0].strip("$.") if text else None
+        word = text.split(maxsplit=1)[0]
+        return word.strip("$.")
     depth = 0
-    for place, character in enumerate(text):
-        depth += (character == "{") - (character == "}")
+    for index, character in enumerate(text):
+        if character == "{":
+            depth += 1
+        elif character == "}":
+            depth -= 1
         if depth == 0:
-            return text[1:place].strip()
+            return text[1:index].strip()
     return None
 
 
 def after_thoughts(text: str) -> str:
-    """What the policy said behind its thoughts; "": it did not come to an end of these."""
+    """The text behind the thoughts of the policy; "": its thoughts have no end."""
     if _THOUGHT in text:
-        return text.rpartition(_THOUGHT)[2]
-    return "" if _THINKS in text else text
+        _, _, reply = text.rpartition(_THOUGHT)
+        return reply
+    if _THINKS in text:
+        return ""
+    return text
 
 
 def same_answer(expected: Sequence[str], text: str) -> bool:
-    """Whether the answer of a completion is one of those that are expected, of which each may stand in a solution.
+    """True if the answer of a completion is one of the `expected` ones, each of which may stand in a whole solution.
 
-    A completion marks its answer, or it says one in words: then math-verify takes the formula behind "answer is", or
-    the last. Raises ImportError without math-verify, where plain numbers do not tell.
+    The completion marks its answer, or has it in words. In words, math-verify takes the formula behind "answer is", or
+    the last one. Raises ImportError without math-verify, if plain numbers do not decide.
     """
     reply = after_thoughts(text)
-    got = marked_answer(reply)
-    wanted = []
-    for each in expected:
-        marked = marked_answer(each)
-        wanted.append((each if marked is None else marked).strip())
-    if got is not None:
-        if not got or len(got) > _MOST_ANSWER:
+    answer = marked_answer(reply)
+    right_answers = []
+    for solution in expected:
+        marked = marked_answer(solution)
+        if marked is None:
+            marked = solution
+        right_answers.append(marked.strip())
+    if answer is not None:
+        if not answer or len(answer) > _MOST_ANSWER:
             return False
-        if got in wanted:
+        if answer in right_answers:
             return True
-        number = _number(got)
-        numbers = [_number(each) for each in wanted]
-        if number is not None and None not in numbers:
-            return number in numbers
+        number = _number(answer)
+        right_numbers = [_number(right) for right in right_answers]
+        if number is not None and None not in right_numbers:
+            return number in right_numbers
     if not reply.strip():
         return False
-    compared = reply[-_LOOKED_AT:] if got is None else f"\\boxed{{{got}}}"
-    return _compare([each if "$" in each else f"${each}$" for each in wanted], compared)
+    if answer is None:
+        compared = reply[-_LOOKED_AT:]
+    else:
+        compared = f"\\boxed{{{answer}}}"
+    formulas = [right if "$" in right else f"${right}$" for right in right_answers]
+    return _compare(formulas, compared)
 
 
 def _number(text: str) -> Decimal | None:
+    """The number that a text is; None: it is no plain number."""
     match = _NUMBER.fullmatch(text)
     if match is None:
         return None
@@ -119,13 +140,14 @@ _idle: deque[subprocess.Popen[str]] = deque()
 
 
 def _compare(expected: Sequence[str], got: str) -> bool:
-    """One comparison by math-verify. One that takes too long, or too much memory, says that they differ."""
+    """The result of one comparison by math-verify. False if it takes too long, or too much memory."""
     worker = _idle.pop() if _idle else _start()
     assert worker.stdin is not None
     assert worker.stdout is not None
+    request = json.dumps({"expected": list(expected), "got": got})
     verdict = ""
     try:
-        worker.stdin.write(json.dumps({"expected": list(expected), "got": got}) + "\n")
+        worker.stdin.write(request + "\n")
         worker.stdin.flush()
         verdict = worker.stdout.readline().strip()
     except OSError:
@@ -143,7 +165,7 @@ def _start() -> subprocess.Popen[str]:
     """A worker with the packages of this process. Raises ImportError if it cannot begin."""
     check_installed()
     program = str(Path(__file__).with_name("math_worker.py"))
-    path = os.pathsep.join(filter(None, sys.path))
+    path = os.pathsep.join(folder for folder in sys.path if folder)
     worker = subprocess.Popen(
         [sys.executable, program],
         stdin=subprocess.PIPE,

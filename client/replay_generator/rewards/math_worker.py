@@ -2,8 +2,8 @@
 
     {"expected": ["72"], "got": "\\\\boxed{72}"}  ──▶  1 or 0
 
-sympy computes what the policy has written, which may take for ever and all memory: 9^9^9^9. So a comparison that takes
-longer than LIMIT ends the process, by a signal that nothing handles, and its memory is bounded.
+sympy computes what the policy has written. That may take for ever and all memory: 9^9^9^9. So a comparison that takes
+longer than LIMIT ends the process, by a signal that nothing handles. The memory of the process is bounded.
 """
 
 import json
@@ -13,13 +13,13 @@ import signal
 import sys
 
 LIMIT = 5.0
-"""Seconds of one comparison."""
+"""The most seconds of one comparison."""
 MEMORY = 4 << 30
 """Bytes of address space."""
 
 
 def main() -> None:
-    logging.disable(logging.WARNING)  # that its own limits are off
+    logging.disable(logging.WARNING)  # math-verify warns that its own time limits are off
     from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
 
     kinds = [LatexExtractionConfig(boxed_match_priority=0), ExprExtractionConfig()]

@@ -1,7 +1,7 @@
-"""RewardWatch: notices that all rollouts of many groups got one reward, as from a function that fits no answer.
+"""RewardWatch: notices that all rollouts of many groups got the same reward, as from a function that fits no answer.
 
-The generator, or the scorer, tells the server so (`describe`), with one pair of what the row expects and what the
-policy has said; `replay doctor` shows it.
+The generator, or the scorer, reports this to the server (`describe`), with one example: the answer that the row
+expects, and the text of the policy. `replay doctor` shows them.
 """
 
 from __future__ import annotations
@@ -19,38 +19,48 @@ from replay_generator.prompts.values import field_of
 from replay_generator.rewards.functions import ANSWER, Reward
 
 LEAST_GROUPS = 20
-"""Groups in a row with one reward that are worth a word. The number of them is told anew when it has doubled."""
+"""The groups in a row with one reward that are reported first. Their number is reported anew when it has doubled."""
 _FIELDS = (ANSWER, "reward_model.ground_truth", "solution")
-"""Where rows have what they expect, if no reward says so."""
+"""The fields in which rows have the expected answer, if no reward names another field."""
 _MOST_SHOWN = 80
-"""Characters of what is expected, and of the end of what was said."""
+"""The most characters of the end of the expected answer, and of the end of the text of the policy."""
 
 
 class RewardWatch(Watch):
     """Counts the groups in a row whose rollouts all have one reward, the same for all groups."""
 
     def __init__(self, rewards: Sequence[Reward] = ()) -> None:
-        own = [each.function.keywords.get("answer_field") for each in rewards if isinstance(each.function, partial)]
-        self._fields = [name for name in own if name] + list(_FIELDS)
+        self._fields: list[str] = []
+        """The fields in which a row may have the expected answer, the likeliest first."""
+        for reward in rewards:
+            if isinstance(reward.function, partial):
+                answer_field = reward.function.keywords.get("answer_field")
+                if answer_field:
+                    self._fields.append(answer_field)
+        self._fields += _FIELDS
         self._value: float | None = None
+        """The reward of all rollouts of the latest groups; None: those of the last group differ."""
         self._groups = 0
-        self._tells_at = LEAST_GROUPS
+        self._reports_at = LEAST_GROUPS
         self._description: dict[str, str] = {}
 
     @property
     def description(self) -> dict[str, str]:
-        """What is to be told the server: JSON by name; empty: rewards differ, or there are few groups."""
+        """The facts for the server, as JSON by name; empty: rewards differ, or there are few groups."""
         return self._description
 
     def record(self, rewards: npt.NDArray[np.float32], row: Mapping[str, Any], text: str) -> None:
-        """Counts a group. `text`: what one of its rollouts said last."""
+        """Counts a group. `text`: the last text of the policy in one of its rollouts."""
         value = float(rewards[0])
-        if not (rewards == rewards[0]).all() or value != self._value:
-            self._forget(value if (rewards == rewards[0]).all() else None)
+        are_equal = bool((rewards == rewards[0]).all())
+        if not are_equal:
+            self._forget(None)
+        elif value != self._value:
+            self._forget(value)
         self._groups += 1
-        if self._value is None or self._groups < self._tells_at:
+        if self._value is None or self._groups < self._reports_at:
             return
-        self._tells_at = 2 * self._groups
+        self._reports_at = 2 * self._groups
         facts = {"value": value, "groups": self._groups, "got": text.strip()[-_MOST_SHOWN:]}
         expected = self._expected(row)
         if expected is not None:
@@ -60,10 +70,11 @@ class RewardWatch(Watch):
     def _forget(self, value: float | None) -> None:
         self._value = value
         self._groups = 0
-        self._tells_at = LEAST_GROUPS
+        self._reports_at = LEAST_GROUPS
         self._description = {}
 
     def _expected(self, row: Mapping[str, Any]) -> Any:
+        """The answer that a row expects; None: it has none of the fields."""
         for name in self._fields:
             try:
                 return field_of(row, name)

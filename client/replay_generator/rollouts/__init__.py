@@ -1,1 +1,1 @@
-"""What is played: turns, tools, environments, and the sessions of agents."""
+"""Rollouts: turns, tools, environments, and the sessions of agents."""

@@ -1,7 +1,8 @@
-"""PlayedSequence: one sequence of a finished rollout as arrays, of which a group is assembled (`groups/assembly.py`).
+"""PlayedSequence: one sequence of a finished rollout as arrays. `groups/assembly.py` makes a group of such sequences.
 
 * A sequence is read into arrays once: when its rollout is finished, or comes out of a table.
-* `check_sequences` is the rule for what a group can hold, of one rollout that has just ended and of all that are there.
+* `check_sequences` is the rule for what a group can hold. It checks the sequences of one rollout that has just ended,
+  and those of a whole group.
 """
 
 from __future__ import annotations
@@ -17,11 +18,12 @@ from replay_client.columns import OFFSETS, RAGGED, check_axes, check_row_axis, c
 from replay_client.rollout import check_logprobs, check_tokens, vector
 
 TOKENS = {"token_ids": np.int32, "sampled_mask": np.bool_, "logprobs": np.float32, "policy_versions": np.int64}
-"""What a sequence has of each token, by the names that RolloutSequence and PlayedSequence share."""
+"""The dtypes of the values of each token, by the names that RolloutSequence and PlayedSequence share."""
 DrawnExtras = Sequence[tuple[int, Mapping[str, npt.NDArray[Any]], Mapping[str, str]]]
-"""`RolloutSequence.drawn`."""
+"""The type of `RolloutSequence.drawn`."""
 Columns = dict[str, tuple[str, list[Any]]]
-"""By name: the axis, and the values of each sequence in the form that `group_from_rows` takes."""
+"""The columns of several sequences, by name. Each has its axis, and the values of each sequence in the form that
+`group_from_rows` takes."""
 
 
 @dataclass(frozen=True)
@@ -32,21 +34,22 @@ class PlayedSequence:
     token_ids: npt.NDArray[np.int32]
     """(L,)"""
     sampled_mask: npt.NDArray[np.bool_]
-    """(L,) True for what the policy wrote."""
+    """(L,) True for the tokens that the policy wrote."""
     logprobs: npt.NDArray[np.float32]
-    """(L,) in nats; NaN: unknown, or given."""
+    """(L,) in nats. NaN: it is unknown, or the policy did not write the token."""
     policy_versions: npt.NDArray[np.int64]
     """(L,)"""
     drawn: DrawnExtras
     turns: Sequence[Any]
-    """Its Turns."""
+    """The Turns of the sequence."""
 
     @classmethod
     def of(cls, head: int, drawn: DrawnExtras, turns: Sequence[Any], **parts: Sequence[Any]) -> PlayedSequence:
-        """The arrays of these lists, one for each of TOKENS. Raises an error for what is no number."""
+        """A sequence from lists. `parts`: a list for each name of TOKENS. Raises an error for what is no number."""
+        token_ids = np.asarray(parts["token_ids"]).reshape(-1)
         return cls(
             head=head,
-            token_ids=vector("token_ids", np.asarray(parts["token_ids"]).reshape(-1), np.int32),
+            token_ids=vector("token_ids", token_ids, np.int32),
             sampled_mask=np.array(parts["sampled_mask"], np.bool_).reshape(-1),
             logprobs=np.array(parts["logprobs"], np.float32).reshape(-1),
             policy_versions=np.array(parts["policy_versions"], np.int64).reshape(-1),
@@ -72,39 +75,41 @@ class PlayedSequence:
         Raises an error for values that do not fit the tokens.
         """
         axes: dict[str, str] = {}
-        for _, extras, axes_of in self.drawn:
+        for _, extras, completion_axes in self.drawn:
             for name in extras:
-                is_offsets = name not in axes_of and axes_of.get(name.removesuffix(OFFSETS)) == RAGGED
+                is_offsets = name not in completion_axes and completion_axes.get(name.removesuffix(OFFSETS)) == RAGGED
                 if not is_offsets:
-                    axes.setdefault(name, axes_of.get(name, "token"))
+                    axes.setdefault(name, completion_axes.get(name, "token"))
         return {name: (axis, self._values(name, axis)) for name, axis in axes.items()}
 
     def _values(self, name: str, axis: str) -> Any:
         """The values under this name. A token whose completion has no value gets 0, or an empty set."""
-        drawn = [(start - self.head, extras) for start, extras, _ in self.drawn if name in extras]
+        parts = [(start - self.head, extras) for start, extras, _ in self.drawn if name in extras]
         size = self.token_ids.size - self.head
         if axis == RAGGED:
             counts = np.zeros(size, np.int64)
-            for start, extras in drawn:
-                counts_of = np.diff(extras[name + OFFSETS])
-                counts[start : start + len(counts_of)] = counts_of
+            for start, extras in parts:
+                part_counts = np.diff(extras[name + OFFSETS])
+                counts[start : start + len(part_counts)] = part_counts
             offsets = np.concatenate(([0], np.cumsum(counts))).astype(np.int32)
-            return np.concatenate([extras[name] for _, extras in drawn]), offsets
+            values = np.concatenate([extras[name] for _, extras in parts])
+            return values, offsets
         if axis == "whole":
             # The engine has read all from the first token on.
-            drawn = [(0, extras) for _, extras in drawn]
+            parts = [(0, extras) for _, extras in parts]
             size = self.token_ids.size
-        first = np.asarray(drawn[0][1][name])
-        if len(drawn) == 1 and drawn[0][0] == 0 and len(first) == size:
-            return first
+        first_start, first_extras = parts[0]
+        first = np.asarray(first_extras[name])
+        if len(parts) == 1 and first_start == 0 and len(first) == size:
+            return first  # without a copy: one completion has all values
         values = np.zeros((size, *first.shape[1:]), first.dtype)
-        for start, extras in drawn:
+        for start, extras in parts:
             values[start : start + len(extras[name])] = extras[name]
         return values
 
 
 def columns_of(sequences: Sequence[PlayedSequence]) -> Columns:
-    """The columns of all sequences. One without a value has 0, or empty sets.
+    """The columns of all sequences. A sequence without a value gets 0, or empty sets.
 
     Raises an error for values that do not fit the tokens, or the values of another sequence.
     """
@@ -113,7 +118,7 @@ def columns_of(sequences: Sequence[PlayedSequence]) -> Columns:
     for columns in columns_S:
         for name, column in columns.items():
             firsts.setdefault(name, column)
-    found: Columns = {}
+    merged: Columns = {}
     for name, (axis, first) in firsts.items():
         values_S = []
         for sequence, columns in zip(sequences, columns_S, strict=True):
@@ -121,18 +126,21 @@ def columns_of(sequences: Sequence[PlayedSequence]) -> Columns:
             if own_axis != axis:
                 raise ValueError(f"{name!r} has the axis {axis!r} in one sequence, and {own_axis!r} in another")
             values_S.append(_as_first(sequence, axis, values, first))
-        found[name] = axis, values_S
-    return found
+        merged[name] = (axis, values_S)
+    return merged
 
 
 def _as_first(sequence: PlayedSequence, axis: str, values: Any, first: Any) -> Any:
-    """The values of a sequence, as those of the first one in dtype and shape. `values` None: it has none."""
-    size = sequence.token_ids.size if axis == "whole" else sequence.token_ids.size - sequence.head
+    """The values of a sequence in the dtype and shape of `first`. `values` None: the sequence has no values."""
+    size = sequence.token_ids.size
+    if axis != "whole":
+        size -= sequence.head
     if axis == RAGGED:
-        none = first[0][:0]
+        no_values = first[0][:0]
         if values is None:
-            return none, np.zeros(size + 1, np.int32)
-        return np.concatenate([none, values[0]]), values[1]
+            return no_values, np.zeros(size + 1, np.int32)
+        ragged_values, offsets = values
+        return np.concatenate([no_values, ragged_values]), offsets
     if values is not None and values.dtype == first.dtype and values.shape[1:] == first.shape[1:]:
         return values
     filled = np.zeros((size, *first.shape[1:]), first.dtype)

@@ -47,7 +47,7 @@ from replay_generator.engines import (
     why_unfit,
     why_unknown,
 )
-from replay_generator.rollouts.played_sequence import TOKENS, PlayedSequence, check_sequences
+from replay_generator.rollouts.played_sequence import PlayedSequence, check_sequences
 from replay_generator.user_code import calls as user_code
 from replay_generator.user_code.results import check_name, numbers_of
 from replay_protos.words import counted
@@ -59,10 +59,10 @@ class RolloutError(ReplayError):
 
 @dataclass(frozen=True)
 class Task:
-    """What one rollout has to do. The generator makes it; the hook reads it."""
+    """The task of one rollout. The generator makes it; the hook reads it."""
 
     prompt_id: str
-    """The same for the same prompt in every epoch."""
+    """The id of the prompt, which is the same in every epoch."""
     prompt_ids: list[int]
     """(P,) tokens of the prompt, through the tokenizer's chat template if it consists of messages."""
     row: Mapping[str, Any]
@@ -72,15 +72,15 @@ class Task:
     index: int
     """The number of this rollout in its group, from 0 to G - 1."""
     sampling: SamplingConfig
-    """How tokens are drawn, unless the hook asks for something else."""
+    """The sampling of tokens, unless the hook asks for another one."""
     tokenizer: Any
-    """Of the engine."""
+    """The tokenizer of the engine."""
     max_length: int
-    """The most tokens that the engine takes, with those that it draws."""
+    """The most tokens of a sequence in the engine: those that it is given, and those that it draws."""
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     """Arguments of the chat template: `GeneratorConfig.chat_template_kwargs`, and the row's own."""
     began: datetime = field(default_factory=datetime.now)
-    """When its group began. Templates that ask for today's date get this day, also after midnight."""
+    """The time at which its group began. Templates that ask for today's date get this day, also after midnight."""
     text: str = ""
     """The prompt, if it is a text."""
 
@@ -96,41 +96,48 @@ class Turn:
 
 
 class RolloutSequence:
-    """The tokens of one sequence in order, each either drawn from the policy or given to it."""
+    """The tokens of one sequence in order. Each token was either drawn from the policy or given to it."""
 
     def __init__(self, token_ids: Sequence[int], *, text: str = "") -> None:
-        """`token_ids`: what it begins with, for example `task.prompt_ids`."""
+        """`token_ids`: the first tokens of the sequence, for example `task.prompt_ids`."""
         self.token_ids: list[int] = []
         """All tokens so far."""
         self.sampled_mask: list[bool] = []
-        """For each token, whether the policy wrote it, and may be trained on it."""
+        """A flag for each token. True: the policy wrote the token, and may be trained on it."""
         self.logprobs: list[float] = []
-        """For each token, in nats; NaN: unknown, or given."""
+        """The log-probability of each token, in nats. NaN: it is unknown, or the policy did not write the token."""
         self.policy_versions: list[int] = []
-        """For each token, the version that drew it. A given one has that of the token before it, or -1."""
+        """The version that drew each token. A token that was given has the version of the token before it, or -1."""
         self.drawn: list[tuple[int, Mapping[str, npt.NDArray[Any]], Mapping[str, str]]] = []
         """An entry for each completion that has extras: the index of its first token, the extras, and their axes."""
         self.turns: list[Turn] = []
         self.finish_reason = ""
-        """Of the last completion; "": there was none."""
+        """The reason for which the last completion ended; "": there was no completion."""
         self.append_observation(token_ids, role="prompt", text=text)
 
     def append_completion(self, completion: Completion) -> Turn:
         """Adds what the policy wrote. Returns it as a turn, whose text the hook can read."""
-        n = len(completion.token_ids)
+        length = len(completion.token_ids)
         if completion.extras:
-            self.drawn.append((len(self.token_ids), completion.extras, completion.axes))
-        mask = [True] * n if completion.loss_mask is None else completion.loss_mask
+            start = len(self.token_ids)
+            self.drawn.append((start, completion.extras, completion.axes))
+        mask = completion.loss_mask
+        if mask is None:
+            mask = [True] * length
         self._add(completion.token_ids, mask, completion.logprobs, completion.policy_versions)
         self.finish_reason = completion.finish_reason
-        self.turns.append(Turn("assistant", n, completion.text))
-        return self.turns[-1]
+        turn = Turn("assistant", length, completion.text)
+        self.turns.append(turn)
+        return turn
 
     def append_observation(self, token_ids: Sequence[int], *, role: str = "tool", text: str = "") -> None:
         """Adds what the policy did not write."""
-        n, version = len(token_ids), self.policy_versions[-1] if self.policy_versions else -1
-        self._add(token_ids, [False] * n, [float("nan")] * n, [version] * n)
-        self.turns.append(Turn(role, n, text))
+        length = len(token_ids)
+        version = -1
+        if self.policy_versions:
+            version = self.policy_versions[-1]
+        self._add(token_ids, [False] * length, [float("nan")] * length, [version] * length)
+        self.turns.append(Turn(role, length, text))
 
     def _add(
         self, token_ids: Sequence[int], mask: Sequence[bool], logprobs: Sequence[float], versions: Sequence[int]
@@ -142,7 +149,7 @@ class RolloutSequence:
 
     @property
     def head(self) -> int:
-        """How many tokens stand before the first that the policy wrote."""
+        """The number of tokens before the first one that the policy wrote."""
         first = 0
         for turn in self.turns:
             if turn.role == "assistant":
@@ -151,8 +158,16 @@ class RolloutSequence:
         return first
 
     def read(self) -> PlayedSequence:
-        """Its tokens as arrays. Raises an error for parts that hold no numbers."""
-        return PlayedSequence.of(self.head, self.drawn, self.turns, **{name: getattr(self, name) for name in TOKENS})
+        """The sequence as arrays. Raises an error for parts that hold no numbers."""
+        return PlayedSequence.of(
+            self.head,
+            self.drawn,
+            self.turns,
+            token_ids=self.token_ids,
+            sampled_mask=self.sampled_mask,
+            logprobs=self.logprobs,
+            policy_versions=self.policy_versions,
+        )
 
 
 def _integers(token_ids: Sequence[int]) -> list[int]:
@@ -167,26 +182,27 @@ def _integers(token_ids: Sequence[int]) -> list[int]:
 
 @dataclass
 class Rollout:
-    """What the policy did with one task."""
+    """The record of what the policy did with one task."""
 
     sequences: list[RolloutSequence]
-    """At least one. Each begins with what the policy was given."""
+    """At least one. Each begins with the tokens that the policy was given."""
     reward: float | None = None
-    """What the environment gave. It is added to what reward functions give; None: they alone decide."""
+    """The reward of the environment. It is added to that of the reward functions. None: these alone decide."""
     finish_reason: str = ""
-    """Why it ended; "": as the last completion of its last sequence."""
+    """The reason for which the rollout ended; "": that of the last completion of its last sequence."""
     info: dict[str, Any] = field(default_factory=dict)
-    """Whatever reward functions want to know of it, for example which tools were called. It is not stored."""
+    """Facts of the rollout for reward functions, for example which tools were called. They are not stored."""
     metrics: dict[str, float] = field(default_factory=dict)
-    """Further numbers of the environment, such as the parts of its reward. Those that all rollouts of a group have are
-    stored and reported beside the values of reward functions, as `rollout/NAME`. They do not count in the reward."""
+    """Further numbers of the environment, such as the parts of its reward. Metrics that all rollouts of a group have
+    are stored and reported beside the values of reward functions, as `rollout/NAME`. They do not count in the
+    reward."""
     on_settled: Callable[[str], None] | None = field(default=None, repr=False, compare=False)
-    """Whoever waits for it is told once: "" when the rollout is safe, or why no group will have it.
+    """A function that is called once: with "" when the rollout is safe, or with the reason why no group will have it.
 
-    It is safe when its table of partial groups has it; without such a table, when it is played."""
+    The rollout is safe when its table of partial groups has it; without such a table, when it is played."""
 
     def settle(self, why_lost: str = "") -> None:
-        """Tells whoever waits for it that the rollout is safe, or why no group will have it. The first word counts."""
+        """Calls `on_settled`: the rollout is safe, or no group will have it. Only the first call counts."""
         callback = self.on_settled
         self.on_settled = None
         if callback is not None:
@@ -195,20 +211,26 @@ class Rollout:
     @property
     def turns(self) -> list[Turn]:
         """The turns of all sequences, one sequence after the other."""
-        return [turn for sequence in self.sequences for turn in sequence.turns]
+        turns: list[Turn] = []
+        for sequence in self.sequences:
+            turns += sequence.turns
+        return turns
 
     @property
     def text(self) -> str:
-        """What the policy wrote last: the text that plain reward functions score."""
-        return next((turn.text for turn in reversed(self.turns) if turn.role == "assistant"), "")
+        """The text that the policy wrote last, which plain reward functions score."""
+        for turn in reversed(self.turns):
+            if turn.role == "assistant":
+                return turn.text
+        return ""
 
 
 @dataclass(frozen=True)
 class PlayedRollout:
     """A finished rollout, and its sequences as they were when it was read.
 
-    It is read once: when its hook returns it, or when it comes out of a table. What changes in a sequence afterwards
-    does not count.
+    A rollout is read once: when its hook returns it, or when it comes out of a table. A later change of a sequence does
+    not count.
     """
 
     rollout: Rollout
@@ -221,7 +243,8 @@ class PlayedRollout:
 
 
 Unanswered = list[tuple[float, str]]
-"""What engines are asked for and have not answered, the oldest first: since when on the loop's clock, and for what."""
+"""The requests that engines have not answered yet, the oldest first. Each has its start on the loop's clock, and a
+description."""
 
 
 class RolloutPolicy:
@@ -234,8 +257,8 @@ class RolloutPolicy:
     def __init__(
         self, engine: Engine, sampling: SamplingConfig, unanswered: Unanswered, *, early: bool = False
     ) -> None:
-        """`early`: each rollout goes on as soon as its own completion has ended, and not all of the request.
-        `unanswered` shows its requests to others."""
+        """`early`: a rollout goes on as soon as its own completion has ended. Otherwise it waits for all completions of
+        its request. `unanswered`: the list in which the policy enters its requests while they are under way."""
         self._engine = engine
         self._sampling = sampling
         self._unanswered = unanswered
@@ -244,7 +267,7 @@ class RolloutPolicy:
         self._requests: set[asyncio.Task[None]] = set()
         self._sent = 0
         self.failure: BaseException | None = None
-        """Why the engine failed; None: it did not."""
+        """The error with which the engine failed; None: it did not fail."""
 
     async def generate(self, token_ids: Sequence[int], sampling: SamplingConfig | None = None) -> Completion:
         """Draws one completion of `token_ids`. `sampling` None: as the generator is configured.
@@ -253,21 +276,24 @@ class RolloutPolicy:
         them, CompletionError if no policy can have drawn what the engine returned, and any other error of the engine.
         """
         ids = tuple(_integers(token_ids))
-        if why := why_unfit(self._engine, ids):
+        why = why_unfit(self._engine, ids)
+        if why:
             raise RolloutError(f"the policy was asked to go on after {why}")
-        request = ids, sampling or self._sampling
-        done: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
-        if (waiting := self._waiting.get(request)) is None:
-            waiting = self._waiting[request] = []
-            # After all rollouts that can go on now: they may ask for the same.
-            asyncio.get_running_loop().call_soon(self._send, request)
-        waiting.append(done)
+        request = (ids, sampling or self._sampling)
+        loop = asyncio.get_running_loop()
+        done: asyncio.Future[Completion] = loop.create_future()
+        if request not in self._waiting:
+            self._waiting[request] = []
+            # The request is sent after all rollouts that can go on now: they may ask for the same.
+            loop.call_soon(self._send, request)
+        self._waiting[request].append(done)
         return await done
 
     def _send(self, request: tuple[tuple[int, ...], SamplingConfig]) -> None:
         waiting = [done for done in self._waiting.pop(request) if not done.done()]
         if waiting:
-            task = asyncio.create_task(self._ask(*request, waiting))
+            token_ids, sampling = request
+            task = asyncio.create_task(self._ask(token_ids, sampling, waiting))
             self._requests.add(task)
             task.add_done_callback(self._requests.discard)
 
@@ -279,25 +305,35 @@ class RolloutPolicy:
             seed = random.Random(f"{sampling.seed}/request {self._sent}").getrandbits(31)
             sampling = replace(sampling, seed=seed)
         self._sent += 1
-        engine, n, vocabulary = type(self._engine).__name__, len(waiting), getattr(self._engine, "vocabulary", None)
+        engine_name = type(self._engine).__name__
+        vocabulary = getattr(self._engine, "vocabulary", None)
+        n = len(waiting)
 
         def finished(number: int, completion: Completion | None) -> None:
-            if (done := waiting[number]).done():  # its rollout was given up meanwhile
+            done = waiting[number]
+            if done.done():  # its rollout was given up meanwhile
                 return
-            if fault := fault_of(completion, sampling, vocabulary):
-                done.set_exception(CompletionError(f"completion {number} of {engine} {fault}"))
+            fault = fault_of(completion, sampling, vocabulary)
+            if fault:
+                done.set_exception(CompletionError(f"completion {number} of {engine_name} {fault}"))
             elif completion is not None:
                 done.set_result(completion)
 
-        entry = (asyncio.get_running_loop().time(), f"{counted(n, 'completion')} of {engine}")
+        entry = (asyncio.get_running_loop().time(), f"{counted(n, 'completion')} of {engine_name}")
         self._unanswered.append(entry)
         try:
-            completions = await self._engine.generate(list(token_ids), sampling, n, *[finished] * self._early)
+            if self._early:
+                completions = await self._engine.generate(list(token_ids), sampling, n, finished)
+            else:
+                completions = await self._engine.generate(list(token_ids), sampling, n)
             for number in range(n):
-                finished(number, completions[number] if number < len(completions) else None)
+                completion = None  # an engine may return too few
+                if number < len(completions):
+                    completion = completions[number]
+                finished(number, completion)
         except Exception as error:
-            if not isinstance(error, CompletionError):
-                self.failure = self.failure or error
+            if not isinstance(error, CompletionError) and self.failure is None:
+                self.failure = error
             for done in waiting:
                 if not done.done():
                     done.set_exception(error)
@@ -320,7 +356,9 @@ environment may need servers of its own."""
 
 def held(hook: RolloutHook) -> AbstractAsyncContextManager[Any]:
     """The context in which `hook` may be called."""
-    return user_code.entered(hook) if isinstance(hook, AbstractAsyncContextManager) else nullcontext()
+    if isinstance(hook, AbstractAsyncContextManager):
+        return user_code.entered(hook)
+    return nullcontext()
 
 
 _limit: ContextVar[asyncio.Timeout | None] = ContextVar("_limit", default=None)
@@ -329,25 +367,29 @@ _limit: ContextVar[asyncio.Timeout | None] = ContextVar("_limit", default=None)
 
 @contextmanager
 def uncounted() -> Iterator[None]:
-    """Surrounds a wait of a hook in which nobody plays the rollout yet: it does not count in `rollout_timeout`."""
+    """Surrounds a wait of a hook in which nobody plays the rollout yet. It does not count in `rollout_timeout`."""
     limit = _limit.get()
-    end = None if limit is None else limit.when()
-    if limit is None or end is None:  # there is no limit, or it stands still already
+    if limit is None:
+        yield
+        return
+    deadline = limit.when()
+    if deadline is None:  # another wait has stopped the clock already
         yield
         return
     loop = asyncio.get_running_loop()
-    left = end - loop.time()
+    seconds_left = deadline - loop.time()
     limit.reschedule(None)
     try:
         yield
     finally:
-        limit.reschedule(loop.time() + left)
+        limit.reschedule(loop.time() + seconds_left)
 
 
 async def single_turn(task: Task, policy: RolloutPolicy) -> Rollout:
-    """One completion of the prompt: what the generator does without a hook."""
+    """A rollout of one completion of the prompt. The generator plays it if it has no hook."""
     sequence = RolloutSequence(task.prompt_ids)
-    sequence.append_completion(await policy.generate(task.prompt_ids))
+    completion = await policy.generate(task.prompt_ids)
+    sequence.append_completion(completion)
     return Rollout([sequence])
 
 
@@ -362,60 +404,79 @@ async def play(
     early: bool = False,
     patience: Callable[[], float | None] = lambda: None,
 ) -> list[Exception]:
-    """Plays one rollout for each of `tasks`, all at the same time. `timeout`: seconds for each.
+    """Plays one rollout for each of `tasks`, all at the same time. `timeout`: seconds for each rollout.
 
-    `finished` is awaited with each rollout and its number as soon as it is finished. Returns why others were not, but
-    for those that were given up for want of patience. `patience`: seconds that the next one may take; None: as long as
-    it needs. `early`, `unanswered`: as of RolloutPolicy. Raises any error of the engine but CompletionError, which is
-    that of a rollout, and of `finished`.
+    `finished` is awaited with each rollout and its number as soon as the rollout is finished. `patience`: seconds until
+    the next rollout must be finished, or all others are given up; None: as long as it needs. `early`, `unanswered`: see
+    RolloutPolicy.
+
+    Returns the errors of the rollouts that failed; a rollout that was given up has none. Raises any error of
+    `finished`, and any error of the engine but CompletionError, with which only its own rollout fails.
     """
     policy = RolloutPolicy(engine, tasks[0].sampling, unanswered, early=early)
 
-    async def one(task: Task) -> Exception | None:
-        played = await attempt(task)
+    async def play_one(task: Task) -> Exception | None:
+        played = await _attempt(hook, task, policy, engine, timeout)
         if isinstance(played, Exception):
             return played
         await finished(task.index, played)
         return None
 
-    async def attempt(task: Task) -> PlayedRollout | Exception:
-        returned: Any = None
-        try:
-            async with asyncio.timeout(timeout) as limit:
-                _limit.set(limit)  # in the context of this task alone
-                playing = user_code.call_here(hook, task, policy)
-                if not inspect.isawaitable(playing):
-                    got = user_code.shown(playing, 80)
-                    raise RolloutError(f"the hook returned {got} without being awaited: write async def")
-                returned = await user_code.awaited(hook, playing)
-                return read(returned, engine)
-        except Exception as error:
-            if isinstance(returned, Rollout):
-                returned.settle(f"no group can have the rollout: {error}")
-            if policy.failure is not None:
-                raise policy.failure from None
-            if isinstance(error, TimeoutError) and limit.expired():
-                known = getattr(error.__cause__, "__notes__", ["does its engine hang?"])  # of the hook's CancelledError
-                return RolloutError(f"it took longer than {timeout:g} s (rollout_timeout): {known[0]}")
-            return error
-
-    playing = [asyncio.create_task(one(task)) for task in tasks]
-    running, done = set(playing), set(playing)
+    attempts = [asyncio.create_task(play_one(task)) for task in tasks]
+    running = set(attempts)
     try:
-        while running and done:
+        while running:
             done, running = await asyncio.wait(running, timeout=patience(), return_when=asyncio.FIRST_COMPLETED)
-            for ended in done:
-                ended.result()
+            if not done:  # patience is at its end
+                break
+            for attempt in done:
+                attempt.result()
     finally:
-        for each in running:
-            each.cancel()
-        await asyncio.gather(*playing, return_exceptions=True)  # the error of one is enough
+        for attempt in running:
+            attempt.cancel()
+        await asyncio.gather(*attempts, return_exceptions=True)  # the error of one is enough
         await policy.close()
-    return [error for each in playing if each not in running and (error := each.result()) is not None]
+    failures = []
+    for attempt in attempts:
+        if attempt in running:
+            continue
+        failure = attempt.result()
+        if failure is not None:
+            failures.append(failure)
+    return failures
+
+
+async def _attempt(
+    hook: RolloutHook, task: Task, policy: RolloutPolicy, engine: Engine, timeout: float | None
+) -> PlayedRollout | Exception:
+    """The rollout that `hook` plays, or the error with which it failed. Raises the error of an engine that failed."""
+    returned: Any = None
+    try:
+        async with asyncio.timeout(timeout) as limit:
+            _limit.set(limit)  # in the context of this task alone
+            playing = user_code.call_here(hook, task, policy)
+            if not inspect.isawaitable(playing):
+                shown = user_code.shown(playing, 80)
+                raise RolloutError(f"the hook returned {shown} without being awaited: write async def")
+            returned = await user_code.awaited(hook, playing)
+            return read(returned, engine)
+    except Exception as error:
+        if isinstance(returned, Rollout):
+            returned.settle(f"no group can have the rollout: {error}")
+        if policy.failure is not None:
+            raise policy.failure from None
+        if isinstance(error, TimeoutError) and limit.expired():
+            # The cause is the CancelledError of the hook. Hooks add a note to it that says what they waited for.
+            notes = getattr(error.__cause__, "__notes__", ["does its engine hang?"])
+            return RolloutError(f"it took longer than {timeout:g} s (rollout_timeout): {notes[0]}")
+        return error
 
 
 def read(returned: Any, engine: Engine) -> PlayedRollout:
-    """What a hook returned. Raises RolloutError if no group can be made of it, or the engine does not know a token."""
+    """The rollout that a hook returned, with its sequences as arrays.
+
+    Raises RolloutError if no group can be made of it, or if the engine does not know a token.
+    """
     rollout = checked(returned)
     why = why_unreadable(engine, rollout)
     if why:
@@ -432,7 +493,7 @@ def read(returned: Any, engine: Engine) -> PlayedRollout:
 
 
 def checked(rollout: Any) -> Rollout:
-    """What a hook returned. Raises RolloutError if no group can be made of it."""
+    """The rollout that a hook returned. Raises RolloutError if no group can be made of it."""
     if not isinstance(rollout, Rollout):
         returned = user_code.shown(rollout, 80)
         raise RolloutError(f"the hook returned {returned}, not a Rollout: return Rollout([sequence])")
@@ -462,21 +523,21 @@ def checked(rollout: Any) -> Rollout:
 
 
 def why_unreadable(engine: Engine, rollout: Rollout) -> str:
-    """Which token of a rollout the model of the engine does not have, and the remedy; "" if it has all.
+    """The token of a rollout that the model of the engine does not have, and the remedy; "" if it has all tokens.
 
     The engine is not asked to go on after the last tokens of a rollout, but the trainer reads them.
     """
     for sequence in rollout.sequences:
-        if why := why_unknown(engine, sequence.token_ids):
+        why = why_unknown(engine, sequence.token_ids)
+        if why:
             return why
     return ""
 
 
 def where(failure: Exception) -> str:
     """The line of the hook's own file from which a failure of `play` came; "" if it came from elsewhere."""
-    frames = [
-        each
-        for each in traceback.extract_tb(failure.__traceback__)
-        if user_code.PACKAGE not in Path(each.filename).parents
-    ]
-    return user_code.own_line(frames) if frames else ""
+    frames = traceback.extract_tb(failure.__traceback__)
+    users_frames = [frame for frame in frames if user_code.PACKAGE not in Path(frame.filename).parents]
+    if not users_frames:
+        return ""
+    return user_code.own_line(users_frames)

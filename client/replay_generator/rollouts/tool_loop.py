@@ -41,7 +41,8 @@ def json_calls(text: str) -> list[ToolCall]:
     for body in _CALL.findall(text):
         try:
             call = json.loads(body)
-            name, arguments = call["name"], call.get("arguments", {})
+            name = call["name"]
+            arguments = call.get("arguments", {})
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
             raise ValueError(f'not a call: {body:.200}; write {{"name": ..., "arguments": {{...}}}}') from None
         if not isinstance(name, str) or not isinstance(arguments, dict):
@@ -76,27 +77,29 @@ def tool_loop(
     async def play(task: Task, policy: RolloutPolicy) -> Rollout:
         if task.messages is None:
             raise RolloutError("a tool loop needs prompts of messages (--chat), and a chat template that knows tools")
-        wanted_tools = tools_of(task.row.get("tools"))
-        callable_now = _chosen(by_name, wanted_tools)
-        conversation, begins = Conversation.begin(task, task.messages, wanted_tools or tools)
-        sequence, calls = RolloutSequence(begins), []
-        for turn in range(1, max_turns + 1):
-            policy_turn = sequence.append_completion(await policy.generate(sequence.token_ids))
+        row_tools = tools_of(task.row.get("tools"))
+        callable_tools = _chosen(by_name, row_tools)
+        conversation, prompt_ids = Conversation.begin(task, task.messages, row_tools or tools)
+        sequence = RolloutSequence(prompt_ids)
+        calls: list[ToolCall] = []
+        for turn_number in range(1, max_turns + 1):
+            completion = await policy.generate(sequence.token_ids)
+            turn = sequence.append_completion(completion)
             if sequence.finish_reason != "stop":
                 break
             try:
-                wanted = list(user_code.call_plain(parse, policy_turn.text))
-                answers = [await _answer(callable_now, call) for call in wanted]
-                calls += wanted
-                if not wanted:
+                turn_calls = list(user_code.call_plain(parse, turn.text))
+                answers = [await _answer(callable_tools, call) for call in turn_calls]
+                calls += turn_calls
+                if not turn_calls:
                     break
             except ValueError as error:
                 answers = [f"error: {error}"]
-            if turn == max_turns:
+            if turn_number == max_turns:
                 return Rollout([sequence], finish_reason="turns", info={"calls": calls})
             messages = [{"role": "tool", "content": answer} for answer in answers]
-            conversation, between = conversation.go_on(policy_turn.text, sequence.token_ids[-1], messages)
-            sequence.append_observation(between, text="\n".join(answers))
+            conversation, observation_ids = conversation.go_on(turn.text, sequence.token_ids[-1], messages)
+            sequence.append_observation(observation_ids, text="\n".join(answers))
             if len(sequence.token_ids) >= task.max_length:
                 return Rollout([sequence], finish_reason="length", info={"calls": calls})
         return Rollout([sequence], info={"calls": calls})
@@ -105,13 +108,13 @@ def tool_loop(
 
 
 def _chosen(
-    functions: Mapping[str, Callable[..., Any]], wanted: Sequence[Mapping[str, Any]]
+    functions: Mapping[str, Callable[..., Any]], row_tools: Sequence[Mapping[str, Any]]
 ) -> Mapping[str, Callable[..., Any]]:
-    """The functions that a row's `tools` name; all of them if it names none. Raises RolloutError for another name."""
-    if not wanted:
+    """The functions that a row's `tools` name; all functions if it names none. Raises RolloutError for another name."""
+    if not row_tools:
         return functions
     chosen = {}
-    for tool in wanted:
+    for tool in row_tools:
         name = tool.get("function", tool)["name"]
         if name not in functions:
             raise RolloutError(
@@ -123,8 +126,9 @@ def _chosen(
 
 
 async def _answer(tools: Mapping[str, Callable[..., Any]], call: ToolCall) -> str:
-    """What the tool returns, as text; or, in words, why it does not."""
-    if (tool := tools.get(call.name)) is None:
+    """The result of a call as text; or the reason, in words, why the call has none."""
+    tool = tools.get(call.name)
+    if tool is None:
         return f"error: there is no tool {call.name!r:.80}; there are {', '.join(tools)}"
     try:
         answer = await user_code.call(tool, **call.arguments)
@@ -136,5 +140,10 @@ async def _answer(tools: Mapping[str, Callable[..., Any]], call: ToolCall) -> st
 
 
 def _as_json(value: Any) -> Any:
-    """Numbers and arrays of NumPy, and tensors, as those of Python; all else that JSON has no type for as its text."""
-    return value.tolist() if hasattr(value, "tolist") else str(value)
+    """A value for which JSON has no type, converted to one for which it has.
+
+    Arrays and numbers of NumPy, and tensors, become lists and numbers of Python. All else becomes its text.
+    """
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    return str(value)

@@ -1,1 +1,1 @@
-"""Who works between two tables: a stage of a user's own, and the one that gives groups their rewards."""
+"""Stages: work between two tables, by a function of the user's own, or by the scorer that gives groups rewards."""

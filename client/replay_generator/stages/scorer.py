@@ -2,7 +2,7 @@
 
     [ unscored ] ──▶ rewards, rollout by rollout; advantages; priority ──▶ [ rollouts ]
 
-Who dies leaves its groups to others. Then reward functions run again; their results count once.
+If a scorer dies, its groups go to others. Then reward functions run again; their results count once.
 """
 
 from __future__ import annotations
@@ -56,19 +56,21 @@ class GroupScorer(Stage):
         scorer = Scorer(reward, threads=config.concurrency, timeout=config.reward_timeout)
         self._scoring = RolloutScoring(scorer, config, config.source_table, group_filter, self.stats)
         self._server.watches = self._scoring.watches
-        self._rollouts = 0  # of the groups that it has
+        self._rollouts = 0
+        """The number of rollouts of all groups that are being scored."""
 
     @property
     def _has_room(self) -> bool:
-        # Twice: slots that a slow rollout's group leaves free are for the next group.
+        # Twice: while a group waits for its last slow rollout, the next group uses the free slots.
         return self._rollouts < 2 * (self.config.concurrency or CONCURRENCY)
 
     async def _score(self, sample: Sample) -> Handoff:
+        """Scores one group, for `Stage` to hand on."""
         work = decoded(sample)
-        self._rollouts += (size := len(work.rollouts))
+        size = len(work.rollouts)
+        self._rollouts += size
         try:
-            version, failures = sample.info.policy_version, work.spec.failures
-            group, _ = await self._scoring.score(work, version, GroupTimes(), failures)
+            group, _ = await self._scoring.score(work, sample.info.policy_version, GroupTimes(), work.spec.failures)
             group.meta |= tracing.carrier()
             return self._server.hand_on(group, sample.info.tags, work.spec.key)
         finally:
@@ -78,10 +80,14 @@ class GroupScorer(Stage):
 def _carries_gradient_and(group_filter: Callable[[RolloutGroup], bool] | None) -> Callable[[RolloutGroup], bool]:
     """A filter that takes the groups that carry a gradient and that `group_filter` takes."""
 
-    def both(group: RolloutGroup) -> bool:
-        return carries_gradient(group) and (group_filter is None or user_code.decision_of(group_filter, group))
+    def takes(group: RolloutGroup) -> bool:
+        if not carries_gradient(group):
+            return False
+        if group_filter is None:
+            return True
+        return user_code.decision_of(group_filter, group)
 
-    return both
+    return takes
 
 
 class RolloutScoring(Scoring):
@@ -95,33 +101,35 @@ class RolloutScoring(Scoring):
     async def _rewards(
         self, scorer: Scorer, prompt: Prompt, played: list[PlayedRollout]
     ) -> tuple[list[PlayedRollout], npt.NDArray[np.float32], ByFunction, list[str]]:
-        parts = [played] if scorer.scores_groups else [[each] for each in played]
-        finished = list[PlayedRollout]()
-        rewards = list[Any]()
-        functions = list[ByFunction]()
-        errors = list[RewardError]()
+        # A function that compares rollouts gets the whole group; otherwise each rollout is a part of its own.
+        parts = [played] if scorer.scores_groups else [[rollout] for rollout in played]
+        finished: list[PlayedRollout] = []
+        rewards_of_parts: list[npt.NDArray[np.float32]] = []
+        functions_of_parts: list[ByFunction] = []
+        errors: list[RewardError] = []
         results = await asyncio.gather(*(self._tried(scorer, prompt, part) for part in parts))
         for part, result in zip(parts, results, strict=True):
             if isinstance(result, RewardError):
                 errors += [result] * len(part)
                 continue
-            total, by_name = result
-            has_reward = ~np.isnan(total)
+            rewards, by_name = result
+            has_reward = ~np.isnan(rewards)
             errors += [scorer.unscored()] * int((~has_reward).sum())
             if has_reward.any():
-                finished += [each for each, has in zip(part, has_reward, strict=True) if has]
-                rewards.append(total[has_reward])
-                functions.append({name: values[has_reward] for name, values in by_name.items()})
+                finished += [rollout for rollout, has in zip(part, has_reward, strict=True) if has]
+                rewards_of_parts.append(rewards[has_reward])
+                functions_of_parts.append({name: values[has_reward] for name, values in by_name.items()})
         failures = self.see_failures(prompt, errors, len(finished), len(played))
-        if len({*map(frozenset, functions)}) > 1:
+        names = functions_of_parts[0].keys()
+        if any(by_name.keys() != names for by_name in functions_of_parts):
             raise PromptError(f"prompt {prompt.prompt_id!r}: some rollouts have a reward of their own, and some none")
-        by_function = {name: np.concatenate([each[name] for each in functions]) for name in functions[0]}
-        return finished, np.concatenate(rewards), by_function, failures
+        by_function = {name: np.concatenate([by_name[name] for by_name in functions_of_parts]) for name in names}
+        return finished, np.concatenate(rewards_of_parts), by_function, failures
 
     async def _tried(
         self, scorer: Scorer, prompt: Prompt, played: list[PlayedRollout]
     ) -> tuple[npt.NDArray[np.float32], ByFunction] | RewardError:
-        """The rewards, or why there are none after all attempts."""
+        """The rewards of these rollouts, or the error of the last attempt."""
         rollouts = [each.rollout for each in played]
         texts = [rollout.text for rollout in rollouts]
         async with self._slots:
@@ -138,8 +146,8 @@ class RolloutScoring(Scoring):
 def run_scorer(
     connect: Callable[[], AsyncReplayClient], reward: Rewards | None, config: ScorerConfig, **options: Any
 ) -> GeneratorStats:
-    """Run a GroupScorer to its end, for callers without an event loop. Returns the last statistics.
+    """Runs a GroupScorer to its end, for callers without an event loop. Returns the last statistics.
 
-    As `run_stage`. `options`: those of GroupScorer.
+    `connect`: see `run_stage`. `options`: those of GroupScorer.
     """
     return run_worker(connect, lambda client: GroupScorer(client, reward, config, **options))

@@ -1,11 +1,11 @@
-"""Stage: takes items out of a table, works at each, and puts what it makes of them into others.
+"""Stage: takes items out of a table, works at each, and inserts the results into other tables.
 
-    [ source ] ──draw, under a lease──▶ work ──▶ one insert: what was made takes the item's place
+    [ source ] ──draw, under a lease──▶ work ──▶ one insert: the result takes the item's place
          ▲                               │ └──▶ None: the item leaves
          └── its stage has died ─────────┘
 
-Any number of processes share a table: each draws an item when it has few left, so that a slow one takes fewer. Who dies
-leaves its items to the others when its leases end. Then the work is done again; its result counts once.
+Any number of processes share a table. Each draws an item when it has few left, so a slow process takes fewer items. If
+a process dies, its items go to the others when its leases end. Then the work is done again; its result counts once.
 """
 
 from __future__ import annotations
@@ -31,21 +31,22 @@ _DRAW_SECONDS = 30.0
 _MOST_SKIPPED = 20
 
 Work = Callable[[Sample], Any]
-"""Makes a group of an item, for the tables of the settings; or a Handoff, for others; or None: the item leaves.
+"""A function of an item. It returns a group, for the tables of the settings; or a Handoff, for other tables; or None:
+the item leaves.
 
 A function without async runs in a thread."""
 
 
 class Stage:
-    """Passes items on until `stop`, `max_items` or an error. What is not handed on by then goes back.
+    """Passes items on until `stop`, `max_items` or an error. Items that are not handed on by then go back.
 
-    A ValueError of the work leaves its item out, with a warning; any other error ends the run, and so do 20 in a row.
-    Whatever passes by itself is waited for: a full table, a server that is away or busy. `run` raises
-    ServerUnavailableError for one that stays away longer than the client's timeout.
+    A ValueError of the work leaves its item out, with a warning. Any other error ends the run, and so do 20 items in a
+    row that are left out. The stage waits for trouble that passes by itself: a full table, a server that is away or
+    busy. `run` raises ServerUnavailableError for a server that stays away longer than the client's timeout.
     """
 
     part = "stage"
-    """What it is in traces and logs."""
+    """The name of the stage in traces and logs."""
 
     def __init__(
         self,
@@ -56,23 +57,41 @@ class Stage:
     ) -> None:
         """`on_item` is called on the event loop after each item, with the current statistics. The client stays the
         caller's."""
-        self.config, self._client, self._work, self._on_item = config, client, work, on_item
+        self.config = config
+        self._client = client
+        self._work = work
+        self._on_item = on_item
         self._metrics = GeneratorMetrics(solved_reward=1.0)
-        self.stats = stats = self._metrics.stats
-        self._server = InsertingServer(client, config, stats, f"the {self.part}")
-        answer, source, lease = self._server.answer, config.source_table, config.lease
-        self._items = LeasedItems(client, answer, source, lease, self.part, lambda _: None, self._lose, stats)
-        self._tasks: dict[int, asyncio.Task[None]] = {}  # by lease
-        self._passed_on, self._ended = asyncio.Event(), asyncio.Event()
+        self.stats = self._metrics.stats
+        self._server = InsertingServer(client, config, self.stats, f"the {self.part}")
+        self._items = LeasedItems(
+            client,
+            self._server.answer,
+            config.source_table,
+            config.lease,
+            self.part,
+            lambda _: None,
+            self._lose,
+            self.stats,
+        )
+        self._tasks: dict[int, asyncio.Task[None]] = {}
+        """The items that are worked at, by their lease."""
+        self._passed_on = asyncio.Event()
+        self._ended = asyncio.Event()
 
     async def run(self) -> None:
-        """Work until `stop` is called, `max_items` are done or something fails. What is not handed on goes back."""
+        """Works until `stop` is called, `max_items` are done or something fails. Items not handed on go back."""
         with user_code.LoopWatch():
             await self._run()
 
     async def _run(self) -> None:
-        await self._server.observe(await self._server.look(self.config.source_table))
-        tasks = [asyncio.create_task(each) for each in (self._pass_all_on(), self._server.watch(), self._ended.wait())]
+        info = await self._server.look(self.config.source_table)
+        await self._server.observe(info)
+        tasks: list[asyncio.Task[Any]] = [
+            asyncio.create_task(self._pass_all_on()),
+            asyncio.create_task(self._server.watch()),
+            asyncio.create_task(self._ended.wait()),
+        ]
         try:
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             for task in done:
@@ -85,7 +104,7 @@ class Stage:
         await self._client.leave(timeout=LAST_WORD)
 
     def stop(self) -> None:
-        """Draw and work no more."""
+        """Draws no more items, and ends the work."""
         self._ended.set()
 
     @property
@@ -93,6 +112,7 @@ class Stage:
         return len(self._tasks) < (self.config.concurrency or CONCURRENCY)
 
     async def _pass_all_on(self) -> None:
+        """Draws items while there is room, and passes each on in a task of its own."""
         drawn = 0
         try:
             async with asyncio.TaskGroup() as tasks:
@@ -102,32 +122,23 @@ class Stage:
                         await self._passed_on.wait()
                     with contextlib.suppress(DeadlineExceededError):
                         sample, _ = await self._items.draw(_DRAW_SECONDS)
-                        task = tasks.create_task(tracing.in_span(f"replay.{self.part}", partial(self._pass_on, sample)))
+                        work = tracing.in_span(f"replay.{self.part}", partial(self._pass_on, sample))
+                        task = tasks.create_task(work)
                         self._tasks[sample.info.lease_id] = task
                         task.add_done_callback(partial(self._end, sample))
                         drawn += 1
-                        await asyncio.sleep(0)  # it begins, and knows how much room it takes
+                        await asyncio.sleep(0)  # the task begins, so that `_has_room` counts what it takes
         except ExceptionGroup as failed:
             raise failed.exceptions[0]  # noqa: B904  its cause tells more than the group
 
     async def _pass_on(self, sample: Sample) -> None:
-        """Works at one item, and hands on what was made, or nothing."""
-        info = sample.info
+        """Works at one item, and hands on the result. Counts the items that are left out."""
         try:
-            made = await user_code.call(self._work, sample)
-            if made is None:
+            result = await user_code.call(self._work, sample)
+            if result is None:
                 await self._items.end([sample])
             else:
-                if isinstance(made, RolloutGroup):
-                    made = self._server.hand_on(made, info.tags)
-                if not isinstance(made, Handoff):
-                    how = f"returned {user_code.shown(made)}: return a RolloutGroup, a Handoff, or None"
-                    raise user_code.UserCodeError(user_code.name_of(self._work), how, user_code.where(self._work))
-                item_facts = {"tags": info.tags, "policy_version": info.policy_version, "closes": (sample,)}
-                await self._server.insert_into(f"item {info.key}", made, **item_facts)
-                self._items.forget([sample])
-                if isinstance(made.group, RolloutGroup):
-                    self._metrics.count_inserted(made.group, {"": made.group.rewards}, info.staleness, GroupTimes())
+                await self._hand_on(sample, result)
         except LeaseEndedError:
             self._items.forget([sample])
             self.stats["leases_lost"] += 1
@@ -142,8 +153,29 @@ class Stage:
         if self._on_item is not None:
             user_code.call_plain(self._on_item, self.stats)
 
+    async def _hand_on(self, sample: Sample, result: Any) -> None:
+        """Inserts the result of an item in its place. Raises UserCodeError for what cannot be inserted."""
+        info = sample.info
+        handoff = result
+        if isinstance(result, RolloutGroup):
+            handoff = self._server.hand_on(result, info.tags)
+        if not isinstance(handoff, Handoff):
+            how = f"returned {user_code.shown(handoff)}: return a RolloutGroup, a Handoff, or None"
+            raise user_code.UserCodeError(user_code.name_of(self._work), how, user_code.where(self._work))
+        await self._server.insert_into(
+            f"item {info.key}",
+            handoff,
+            tags=info.tags,
+            policy_version=info.policy_version,
+            closes=(sample,),
+        )
+        self._items.forget([sample])
+        if isinstance(handoff.group, RolloutGroup):
+            by_function = {"": handoff.group.rewards}
+            self._metrics.count_inserted(handoff.group, by_function, info.staleness, GroupTimes())
+
     def _lose(self, sample: Sample, _: None) -> None:
-        """Another one may work at it."""
+        """Ends the work at an item whose lease has ended: another process may work at it."""
         self.stats["leases_lost"] += 1
         self._tasks[sample.info.lease_id].cancel()
 

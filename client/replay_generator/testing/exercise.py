@@ -1,8 +1,9 @@
 """exercise_engine: checks everything that a generator relies on in an engine.
 
-* It needs no reference model: what `generate` returns is compared with what `score` says of the same tokens.
-* It asserts nothing that chance or a busy machine could break: what is drawn must be so unlikely that no correct engine
-  draws it once in a million runs, and no duration counts.
+* It needs no reference model: the log-probabilities of `generate` are compared with those of `score` for the same
+  tokens.
+* It asserts nothing that chance or a busy machine could break. A draw is a fault only if a correct engine makes it less
+  than once in a million runs, and no duration counts.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import shutil
 import tempfile
 import threading
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from itertools import pairwise
 from os import PathLike
 from pathlib import Path
@@ -38,13 +39,13 @@ TEXTS = ("1+1=", "12+7=?", "3 + a")
 MEMBERS = ("tokenizer", "max_length", "model", "generate", "load_weights", "score", "close")
 """Methods and attributes that every engine must have."""
 IMPOSSIBLE = -25.0
-"""In nats. What is less likely counts as a fault of the engine."""
+"""A coincidence with a smaller log-probability than this, in nats, counts as a fault of the engine."""
 DEVIATIONS = 7.0
-"""How many standard deviations a frequency may be off its probability."""
+"""The most standard deviations between a frequency and its probability."""
 MANY = 16
-"""Completions that cannot be the same by chance, even if a model ends most of them soon."""
+"""The number of completions that cannot be the same by chance, even if a model ends most of them soon."""
 TRIES = 10
-"""How often a check is repeated that needs requests to be under way at the right moment."""
+"""The attempts of a check that needs requests to be under way at the right moment."""
 
 
 async def exercise_engine(
@@ -74,7 +75,10 @@ async def exercise_engine(
     if weights and len(weights) != 2:
         raise ValueError(f"weights has {counted(len(weights), 'folder')}: give two, or none")
     made = make()
-    engine = await made if inspect.isawaitable(made) else made
+    if inspect.isawaitable(made):
+        engine = await made
+    else:
+        engine = made
     exercise = _Exercise(engine, tolerance, timeout)
     try:
         await exercise.check_requests()
@@ -105,8 +109,9 @@ class _Exercise:
         self._vocabulary = getattr(engine, "vocabulary", None)
         self._check_members()
         self._prompts = [self._encoded(text) for text in TEXTS]
-        self._longest = min(60, engine.max_length - 1 - max(len(prompt) for prompt in self._prompts))
-        """A long completion. With any of the prompts, it is short enough to be scored: vLLM wants room for one more."""
+        longest_prompt = max(len(prompt) for prompt in self._prompts)
+        self._longest = min(60, engine.max_length - 1 - longest_prompt)
+        """Tokens of a long completion. With any of the prompts it can be scored: vLLM wants room for one more token."""
 
     def _fail(self, sentence: str) -> NoReturn:
         raise AssertionError(f"{type(self._engine).__name__}: {sentence}")
@@ -159,7 +164,7 @@ class _Exercise:
         finished: OnFinished | None = None,
         versions: Sequence[int] | None = None,
     ) -> list[Completion]:
-        """Completions that were checked. `versions`: those that tokens may have; None: the one that is loaded."""
+        """Draws completions, and checks each. `versions`: those that tokens may have; None: the one that is loaded."""
         if finished is None:
             work = self._engine.generate([*prompt_ids], sampling, n)
         else:
@@ -167,11 +172,11 @@ class _Exercise:
         completions = await self._within("generate", work)
         if len(completions) != n:
             self._fail(f"generate returned {counted(len(completions), 'completion')} for n = {n}: it must return n")
+        if versions is None:
+            versions = [self._version]
         for number, completion in enumerate(completions):
             try:
-                self._check_completion(
-                    completion, prompt_ids, sampling, [self._version] if versions is None else versions
-                )
+                self._check_completion(completion, prompt_ids, sampling, versions)
             except AssertionError as error:
                 self._fail(f"completion {number} of {n} {error}")
         return completions
@@ -179,7 +184,7 @@ class _Exercise:
     def _check_completion(
         self, completion: Completion, prompt_ids: Sequence[int], sampling: SamplingConfig, versions: Sequence[int]
     ) -> None:
-        """Raises AssertionError, whose sentence has no subject."""
+        """Raises AssertionError for a completion that no policy can have drawn. The message has no subject."""
         fault = fault_of(completion, sampling, self._vocabulary)
         assert not fault, fault
         length = len(completion.token_ids)
@@ -205,7 +210,8 @@ class _Exercise:
         self._check_extras(completion, prompt_ids, sampling)
 
     def _check_end(self, completion: Completion, limit: int) -> None:
-        ids, reason = completion.token_ids, completion.finish_reason
+        ids = completion.token_ids
+        reason = completion.finish_reason
         assert reason in ("stop", "length"), (
             f"has the finish_reason {reason!r}, and nobody ended it: it must be 'stop' (by the model) or 'length'"
         )
@@ -233,8 +239,7 @@ class _Exercise:
             return
         read = text_of(self._engine.tokenizer, completion.token_ids, skip_special_tokens=True)
         # Spaces and incomplete characters may be written in two ways.
-        found, expected = ("".join(each.replace("\ufffd", "").split()) for each in (text, read))
-        assert found == expected, (
+        assert _without_space(text) == _without_space(read), (
             f"has the text {text!r:.80}, and its tokens read {read!r:.80}: the text is that of the completion alone, "
             "without special tokens"
         )
@@ -279,7 +284,7 @@ class _Exercise:
     ) -> None:
         """Compares the log-probabilities of a completion at temperature 1 with the scores of its tokens.
 
-        `version`: of the tokens that count; None: all.
+        `version`: only tokens of this version are compared; None: all tokens.
         """
         scores = await self._score([*prompt_ids, *completion.token_ids])
         mask = completion.loss_mask or [True] * len(completion.token_ids)
@@ -290,12 +295,12 @@ class _Exercise:
                 self._check_token(step, logprob, [score])
 
     def _check_token(self, step: int, logprob: float, scores: Sequence[float]) -> None:
-        """A log-probability is one of those that `score` has said, or unknown."""
+        """Fails unless a log-probability is unknown, or one of those that `score` returned."""
         if all(abs(logprob - score) > self._tolerance for score in scores):  # False for NaN
-            told = " or ".join(f"{score:.4f}" for score in scores)
+            expected = " or ".join(f"{score:.4f}" for score in scores)
             self._fail(
-                f"token {step} of a completion has the log-probability {logprob:.4f}, and score says {told}: both must "
-                "be that of the token after all tokens before it, by the weights of its version"
+                f"token {step} of a completion has the log-probability {logprob:.4f}, and score says {expected}: both "
+                "must be that of the token after all tokens before it, by the weights of its version"
             )
 
     # ------------------------------------------------------------------------------------------------ the checks
@@ -314,19 +319,19 @@ class _Exercise:
 
     async def _check_finished(self, prompt_ids: Sequence[int]) -> None:
         """`finished` may be called, on the event loop, once for each completion that is then returned."""
-        told: dict[int, Completion] = {}
+        finished_early: dict[int, Completion] = {}
         faults: list[str] = []
         thread = threading.get_ident()
 
         def finished(number: int, completion: Completion) -> None:
             if threading.get_ident() != thread:
                 faults.append("from another thread: it must be called on the event loop")
-            if number in told:
+            if number in finished_early:
                 faults.append(f"twice with the number {number}: each completion ends once")
-            told[number] = completion
+            finished_early[number] = completion
 
         completions = await self._draw(prompt_ids, SamplingConfig(max_tokens=self._longest), 6, finished)
-        for number, completion in told.items():
+        for number, completion in finished_early.items():
             if number not in range(6):
                 faults.append(f"with the number {number}: the numbers of 6 completions are 0 to 5")
             elif completion.token_ids != completions[number].token_ids:
@@ -337,21 +342,30 @@ class _Exercise:
     async def check_distributions(self) -> None:
         """Tokens come as often as their log-probabilities say, at any temperature and with any cut."""
         prompt_ids = self._prompts[0]
-        drawn = 256
-        one = SamplingConfig(max_tokens=1)
-        counts = Counter(each.token_ids[0] for each in await self._draw(prompt_ids, one, drawn))
-        scores = {token: (await self._score([*prompt_ids, token]))[-1] for token in counts}
+        n = 256
+        completions = await self._draw(prompt_ids, SamplingConfig(max_tokens=1), n)
+        counts = Counter(completion.token_ids[0] for completion in completions)
+        scores: dict[int, float] = {}
+        await self._add_scores(scores, prompt_ids, counts)
         for token, count in counts.items():
-            likely = math.exp(scores[token])
-            deviation = math.sqrt(likely * (1 - min(likely, 1.0)) / drawn)
-            # A rare token may well come twice.
-            if likely > 0.02 and abs(count / drawn - likely) > DEVIATIONS * deviation + self._tolerance:
+            probability = math.exp(scores[token])
+            if probability <= 0.02:
+                continue  # a rare token may well come twice
+            deviation = math.sqrt(probability * (1 - min(probability, 1.0)) / n)
+            if abs(count / n - probability) > DEVIATIONS * deviation + self._tolerance:
                 self._fail(
-                    f"it drew the token {token} in {count} of {drawn} completions, and gives it the probability "
-                    f"{likely:.3f}: tokens must be drawn as often as their probabilities say"
+                    f"it drew the token {token} in {count} of {n} completions, and gives it the probability "
+                    f"{probability:.3f}: tokens must be drawn as often as their probabilities say"
                 )
         for sampling in SAMPLINGS:
             await self._check_first(prompt_ids, sampling, scores)
+
+    async def _add_scores(self, scores: dict[int, float], prompt_ids: Sequence[int], tokens: Iterable[int]) -> None:
+        """Adds to `scores` the log-probability at temperature 1 of each of these tokens behind the prompt."""
+        for token in tokens:
+            if token not in scores:
+                token_scores = await self._score([*prompt_ids, token])
+                scores[token] = token_scores[-1]
 
     async def _check_first(self, prompt_ids: Sequence[int], sampling: SamplingConfig, scores: dict[int, float]) -> None:
         """First tokens are among those that `sampling` keeps, and have the log-probabilities that it gives them.
@@ -359,34 +373,44 @@ class _Exercise:
         `scores`: the log-probability at temperature 1 of each token that was drawn so far.
         """
         completions = await self._draw(prompt_ids, sampling, 64)
-        how = _described(sampling)
-        logprobs = {each.token_ids[0]: each.logprobs[0] for each in completions}
+        logprobs = {completion.token_ids[0]: completion.logprobs[0] for completion in completions}
+        await self._add_scores(scores, prompt_ids, logprobs)
         for token in logprobs:
-            if token not in scores:
-                scores[token] = (await self._score([*prompt_ids, token]))[-1]
-        for token in logprobs:
-            likelier = [score for score in scores.values() if score > scores[token] + self._tolerance]
-            if sampling.top_k and len(likelier) >= sampling.top_k:
-                self._fail(f"with {how} it drew the token {token}, and at least {len(likelier)} others are likelier")
-            share = sum(math.exp(score) for score in likelier)
-            if sampling.top_p < 1 and share > sampling.top_p + self._tolerance:
-                self._fail(f"with {how} it drew the token {token}, and likelier ones have the probability {share:.2f}")
-            least = max(scores.values()) + math.log(sampling.min_p or 1e-300)
-            if scores[token] < least - self._tolerance:
-                self._fail(f"with {how} it drew the token {token}, which is less likely than that")
-        known = {token: logprob for token, logprob in logprobs.items() if not math.isnan(logprob)}
-        # The processed log-probability is score / temperature minus the same number for every token.
-        shifts = [sampling.temperature * logprob - scores[token] for token, logprob in known.items()]
-        apart = max(shifts, default=0.0) - min(shifts, default=0.0)
-        is_certain = sampling.top_k != 1 or all(abs(logprob) <= self._tolerance for logprob in known.values())
-        if apart > 3 * self._tolerance or not is_certain:
-            self._fail(
-                f"with {how} the log-probabilities of its tokens are not those of the distribution that it draws from: "
-                "they must be computed after the temperature, and of the tokens that were kept alone "
-                "(processed_logprobs in vLLM)"
-            )
+            self._check_kept(token, sampling, scores)
+        self._check_processed(logprobs, sampling, scores)
         if SAMPLING_MASK in completions[0].extras:
             await self._check_mask(prompt_ids, completions, scores)
+
+    def _check_kept(self, token: int, sampling: SamplingConfig, scores: dict[int, float]) -> None:
+        """A token that was drawn is one that top_k, top_p and min_p keep."""
+        how = _described(sampling)
+        likelier = [score for score in scores.values() if score > scores[token] + self._tolerance]
+        if sampling.top_k and len(likelier) >= sampling.top_k:
+            self._fail(f"with {how} it drew the token {token}, and at least {len(likelier)} others are likelier")
+        share = sum(math.exp(score) for score in likelier)
+        if sampling.top_p < 1 and share > sampling.top_p + self._tolerance:
+            self._fail(f"with {how} it drew the token {token}, and likelier ones have the probability {share:.2f}")
+        least = max(scores.values()) + math.log(sampling.min_p or 1e-300)
+        if scores[token] < least - self._tolerance:
+            self._fail(f"with {how} it drew the token {token}, which is less likely than that")
+
+    def _check_processed(self, logprobs: dict[int, float], sampling: SamplingConfig, scores: dict[int, float]) -> None:
+        """The log-probabilities are those after the temperature, among the tokens that were kept.
+
+        Such a log-probability is score / temperature minus the same number for every token.
+        """
+        known = {token: logprob for token, logprob in logprobs.items() if not math.isnan(logprob)}
+        shifts = [sampling.temperature * logprob - scores[token] for token, logprob in known.items()]
+        spread = max(shifts, default=0.0) - min(shifts, default=0.0)
+        is_wrong = spread > 3 * self._tolerance
+        if sampling.top_k == 1:  # the only token that was kept is certain
+            is_wrong = is_wrong or any(abs(logprob) > self._tolerance for logprob in known.values())
+        if is_wrong:
+            self._fail(
+                f"with {_described(sampling)} the log-probabilities of its tokens are not those of the distribution "
+                "that it draws from: they must be computed after the temperature, and of the tokens that were kept "
+                "alone (processed_logprobs in vLLM)"
+            )
 
     async def _check_mask(
         self, prompt_ids: Sequence[int], completions: Sequence[Completion], scores: dict[int, float]
@@ -394,12 +418,11 @@ class _Exercise:
         """The smallest mask has the tokens among which its token has its log-probability."""
         completion = min(completions, key=lambda each: len(_masks(each)[0]) or math.inf)
         mask = _masks(completion)[0]
-        for token in mask:
-            if token not in scores:
-                scores[token] = (await self._score([*prompt_ids, token]))[-1]
+        await self._add_scores(scores, prompt_ids, mask)
         if not mask:
             return
-        expected = scores[completion.token_ids[0]] - math.log(sum(math.exp(scores[token]) for token in mask))
+        kept_probability = sum(math.exp(scores[token]) for token in mask)
+        expected = scores[completion.token_ids[0]] - math.log(kept_probability)
         if abs(completion.logprobs[0] - expected) > 2 * self._tolerance:
             self._fail(
                 f"a token has the log-probability {completion.logprobs[0]:.4f}, and {expected:.4f} among the tokens of "
@@ -452,7 +475,7 @@ class _Exercise:
         )
 
     async def _long_before_short(self) -> bool:
-        """Whether a request for long completions ends before one for a single token, which comes after it."""
+        """True if a request for long completions ends before one for a single token, which comes after it."""
         ended: list[int] = []
 
         async def ask(max_tokens: int, n: int) -> int:
@@ -467,7 +490,10 @@ class _Exercise:
     async def check_cancellation(self) -> None:
         """A request that is cancelled ends, and the others go on."""
         sampling = SamplingConfig(max_tokens=self._longest)
-        given_up = [asyncio.ensure_future(self._engine.generate([*self._prompts[0]], sampling, 4)) for _ in range(32)]
+        given_up = []
+        for _ in range(32):
+            request = self._engine.generate([*self._prompts[0]], sampling, 4)
+            given_up.append(asyncio.ensure_future(request))
         kept = asyncio.create_task(self._draw(self._prompts[1], sampling, 3))
         await asyncio.sleep(0.01)  # a busy machine may not have begun with them, or have ended them
         cancelled = [task for task in given_up if task.cancel()]
@@ -522,7 +548,7 @@ class _Exercise:
     async def _check_reload(self, first: str, second: str, exact_versions: bool) -> bool:
         """Completions that are under way at a reload go on, and each token is of the weights of its version.
 
-        Returns whether some were under way.
+        Returns True if some were under way.
         """
         sampling = SamplingConfig(max_tokens=self._longest)
         await self._load(first)
@@ -589,13 +615,19 @@ SAMPLINGS = (
     SamplingConfig(max_tokens=1, min_p=0.3),
     SamplingConfig(max_tokens=1, top_p=0.5, sampling_masks=0),
 )
-"""How first tokens are drawn."""
+"""The samplings of first tokens that are checked."""
 
 
 def _described(sampling: SamplingConfig) -> str:
     """The settings that are not the default."""
     default = vars(SamplingConfig(max_tokens=sampling.max_tokens))
-    return ", ".join(f"{name} = {value}" for name, value in vars(sampling).items() if value != default[name])
+    changed = {name: value for name, value in vars(sampling).items() if value != default[name]}
+    return ", ".join(f"{name} = {value}" for name, value in changed.items())
+
+
+def _without_space(text: str) -> str:
+    """The text without white space, and without the mark of an incomplete character."""
+    return "".join(text.replace("\ufffd", "").split())
 
 
 def _masks(completion: Completion) -> list[list[int]]:
@@ -606,10 +638,11 @@ def _masks(completion: Completion) -> list[list[int]]:
 
 
 def _is_impossible(first: Sequence[Completion], second: Sequence[Completion]) -> bool:
-    """Whether both are the same, and that cannot be chance."""
-    if [each.token_ids for each in first] != [each.token_ids for each in second]:
+    """True if both have the same tokens, and that cannot be chance."""
+    if [completion.token_ids for completion in first] != [completion.token_ids for completion in second]:
         return False
-    return float(np.nansum([logprob for each in second for logprob in each.logprobs])) < IMPOSSIBLE
+    total = sum(float(np.nansum(completion.logprobs)) for completion in second)
+    return total < IMPOSSIBLE
 
 
 __all__ = ["exercise_engine"]

@@ -40,21 +40,21 @@ def make_completion(text: str, *, logprob: float = -1.0, finish_reason: str = "s
 
 @dataclass
 class ScriptedEngine:
-    """An engine for tests of rewards, hooks and generators. It needs no model, and notes what it was asked for.
+    """An engine for tests of rewards, hooks and generators. It needs no model, and records its requests.
 
         engine = ScriptedEngine(completions=[make_completion("7"), make_completion("8")])
 
-    The n completions of a request are the first n of `completions`, which begin again after the last one. They are
-    what you say, whatever the prompt, the seed and `max_tokens` are. All tokens have the version that was loaded last
-    when the request came.
+    The n completions of a request are the first n of `completions`, which begin again after the last one. They do not
+    depend on the prompt, the seed or `max_tokens`. All tokens have the version that was loaded last when the request
+    came.
     """
 
     tokenizer: Any = field(default_factory=Letters)
-    """For prompts. Your hook gets it as `task.tokenizer`."""
+    """The tokenizer of prompts. Your hook gets it as `task.tokenizer`."""
     max_length: int = 64
     """The most tokens of a prompt with one completion."""
     vocabulary: int | None = None
-    """How many tokens the model has, if that matters."""
+    """The number of tokens of the model, if that matters."""
     model: str | None = None
     """The folder of the first weights, if that matters."""
     completions: Sequence[Completion] = (
@@ -79,11 +79,11 @@ class ScriptedEngine:
     loaded: list[str] = field(default_factory=list)
     """The folders whose weights were loaded, in order."""
     generating_at_load: list[int] = field(default_factory=list)
-    """How many requests were under way at each load."""
+    """The number of requests that were under way at each load."""
     version: int = 0
     """The version of the weights that were loaded last."""
     closed: int = 0
-    """How often `close` was called."""
+    """The number of calls of `close`."""
 
     async def generate(
         self, prompt_ids: Sequence[int], sampling: SamplingConfig, n: int, finished: OnFinished | None = None

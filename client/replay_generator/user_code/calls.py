@@ -1,11 +1,11 @@
-"""Users' code: the one place that calls functions of users: rewards, stages, hooks, tools, agents, priorities.
+"""Users' code: calls the functions of users: rewards, stages, hooks, tools, agents, priorities. Nothing else does.
 
-A function of a user may fail as it likes. It cannot end the process, and nothing that it does goes unseen:
+A function of a user may fail in any way. It cannot end the process, and every failure is reported:
 
-* SystemExit, a KeyboardInterrupt that its own line raises, and a CancelledError that nobody asked for become a
+* SystemExit, a KeyboardInterrupt that its own line raises, and a CancelledError without a cancellation become a
   UserCodeError, which names function, file and line. Ctrl-C and the cancellation of the caller pass.
-* A function without async runs in a thread. Python gives signals to the main thread alone: a function that asks for one
-  runs from then on in a process of its own (signal_process.py).
+* A function without async runs in a thread. Python gives signals to the main thread alone: a function that asks for a
+  signal runs from then on in a process of its own (signal_process.py).
 * An async function runs on the event loop. LoopWatch names the function in which the loop stands still.
 """
 
@@ -43,23 +43,24 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 Function = Callable[..., Any]
 Call = tuple[Sequence[Any], Mapping[str, Any]]
-"""The arguments of one call, and those by name."""
+"""The arguments of one call by position, and its arguments by name."""
 
 PACKAGE = Path(__file__).parents[1]
 """The folder of this package: lines of its files are not the user's."""
 STOOD_STILL = 5.0
 """Seconds after which LoopWatch says that the event loop stands still."""
 _LOOKS = 5
-"""How often LoopWatch must find the loop standing still, one look after the other."""
+"""The number of looks in a row in which LoopWatch must find that the loop stands still."""
 _calling: ContextVar[Function | None] = ContextVar("_calling", default=None)
 """The function of the user that runs in this context; None: there is none."""
 MOST_LEFT = 8
-"""Threads of one function that have not ended, and that nobody waits for any more. No further one is started."""
+"""The most threads of one function that have not ended, and that nobody waits for any more. With so many, no further
+thread of the function is started."""
 _left: dict[int, set[_Thread]] = {}
-"""Such threads, by the id of their function, which they hold."""
+"""Such threads, by the id of their function. A thread holds its function, so that the id stays its own."""
 _left_lock = threading.Lock()
 _processes: dict[int, tuple[Function, SignalProcess]] = {}
-"""By the id of the function, which is held here too: the process that calls it."""
+"""The functions that run in a process of their own, and this process, by the id of the function."""
 _processes_lock = threading.Lock()
 
 
@@ -67,7 +68,7 @@ class UserCodeError(ReplayError):
     """A function of the user's own wanted to end the process, or failed in a process of its own."""
 
     def __init__(self, function: str, how: str, place: str) -> None:
-        """`function` has this name. `how` it failed, such as "raised SystemExit: 0". `place`: its file and line, in
+        """`function`: its name. `how`: the failure, such as "raised SystemExit: 0". `place`: file and line, in
         brackets."""
         super().__init__(f"function {function!r} {how}{place}")
         self.how = how
@@ -82,7 +83,7 @@ class UserCodeValueError(UserCodeError, ValueError):
 
 
 def is_async(function: Function) -> bool:
-    """Whether a call of `function` returns a coroutine, which runs on the event loop."""
+    """True if a call of `function` returns a coroutine, which runs on the event loop."""
     called = getattr(function, "__call__", None)  # noqa: B004
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(called)
 
@@ -111,12 +112,12 @@ async def call_each(function: Function, calls: Sequence[Call]) -> list[Any]:
 
 
 def call_here(function: Function, *args: Any, **options: Any) -> Any:
-    """The result of a call in this thread: of a function that is fast, or whose result is awaited by `awaited`."""
+    """The result of a call in this thread. It is for functions that are fast, or whose result `awaited` awaits."""
     return _begin(function, args, options)
 
 
 def call_plain(function: Function, *args: Any) -> Any:
-    """As `call_here`, of a function whose result nobody awaits. Raises UserCodeError if it is async."""
+    """The result of a call in this thread, which nobody awaits. Raises UserCodeError if the function is async."""
     result = call_here(function, *args)
     if inspect.iscoroutine(result):
         result.close()
@@ -126,7 +127,8 @@ def call_plain(function: Function, *args: Any) -> Any:
 
 
 def decision_of(function: Function, *args: Any) -> bool:
-    """What a function decides. Raises UserCodeError if its result is neither true nor false, as an array of two."""
+    """The decision of a function. Raises UserCodeError for a result that is neither true nor false, such as an array of
+    two."""
     result = call_plain(function, *args)
     try:
         return bool(call_here(bool, result))
@@ -156,7 +158,9 @@ async def entered(hook: AbstractAsyncContextManager[T]) -> AsyncIterator[T]:
     try:
         yield inside
     except BaseException as error:
-        if not await awaited(kind.__aexit__, kind.__aexit__(hook, type(error), error, error.__traceback__)):
+        leaving = kind.__aexit__(hook, type(error), error, error.__traceback__)
+        is_suppressed = await awaited(kind.__aexit__, leaving)
+        if not is_suppressed:
             raise
     else:
         await awaited(kind.__aexit__, kind.__aexit__(hook, None, None, None))
@@ -165,17 +169,20 @@ async def entered(hook: AbstractAsyncContextManager[T]) -> AsyncIterator[T]:
 def run(main: Coroutine[Any, Any, T]) -> T:
     """The result of `main`, in which users' code runs, for callers without an event loop.
 
-    A callback that users' code gave to the event loop runs outside of all guards. What it raises to end the process
-    ends the loop, and is a UserCodeError here.
+    A callback that users' code gave to the event loop runs outside of all guards. If it raises SystemExit or
+    KeyboardInterrupt, the loop ends, and this function raises UserCodeError.
     """
     try:
         return event_loop.run(main)
     except (SystemExit, KeyboardInterrupt) as error:
         if isinstance(error, KeyboardInterrupt) and not _is_raised_by_a_line(error):
             raise
-        frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not _is_pythons(frame.filename)]
-        users = [frame for frame in frames if not _is_ours(frame.filename)]
-        place = own_line(users) if users else ""
+        frames = traceback.extract_tb(error.__traceback__)
+        users_frames = []
+        for frame in frames:
+            if not _is_pythons(frame.filename) and not _is_ours(frame.filename):
+                users_frames.append(frame)
+        place = own_line(users_frames) if users_frames else ""
         raise UserCodeError("a callback of the event loop", f"raised {in_words(error)}", place) from error
 
 
@@ -185,7 +192,7 @@ def name_of(function: Function) -> str:
 
 
 def in_words(error: BaseException) -> str:
-    """What a function raised: its type and its message; of a group of errors, those of the first one."""
+    """The type and the message of an error; of a group of errors, those of the first one."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     if isinstance(error, UserCodeError):
@@ -194,7 +201,7 @@ def in_words(error: BaseException) -> str:
 
 
 def shown(value: Any, most: int = 200) -> str:
-    """What a value of the user's looks like, in at most so many characters. Never fails, whatever its class does."""
+    """The `repr` of a user's value, in at most so many characters. It never fails, whatever the value does."""
     try:
         text = str(call_here(repr, value))
     except Exception:
@@ -211,18 +218,28 @@ def _message_of(error: BaseException) -> str:
 
 def where(function: Function, error: BaseException | None = None) -> str:
     """The line of the user's file from which an error came, in brackets; else the line where the function begins."""
-    frames = list(traceback.extract_tb(error.__traceback__)) if error is not None else []
-    calls = [index for index, frame in enumerate(frames) if frame.filename == __file__]
-    users = [frame for frame in frames[max(calls) :] if not _is_ours(frame.filename)] if calls else []
-    if users:
-        return own_line(users)
+    users_frames = [] if error is None else _users_frames(error)
+    if users_frames:
+        return own_line(users_frames)
     code = _code_of(function)
-    return f" ({code.co_filename}, line {code.co_firstlineno})" if code is not None else ""
+    if code is None:
+        return ""
+    return f" ({code.co_filename}, line {code.co_firstlineno})"
+
+
+def _users_frames(error: BaseException) -> list[traceback.FrameSummary]:
+    """The frames of users' code in the traceback of an error, behind the last call from this file."""
+    frames = list(traceback.extract_tb(error.__traceback__))
+    calls = [index for index, frame in enumerate(frames) if frame.filename == __file__]
+    if not calls:
+        return []
+    return [frame for frame in frames[calls[-1] :] if not _is_ours(frame.filename)]
 
 
 def own_line(frames: Sequence[traceback.FrameSummary]) -> str:
-    """The last line of the file that was called first. The error may be in a library, but this line is its user's."""
-    last = [frame for frame in frames if frame.filename == frames[0].filename][-1]
+    """The last line of the file of the first frame, in brackets. It is the user's line, even if a library failed."""
+    users_file = frames[0].filename
+    last = [frame for frame in frames if frame.filename == users_file][-1]
     return f" ({last.filename}, line {last.lineno})"
 
 
@@ -231,10 +248,10 @@ def _is_ours(filename: str) -> bool:
 
 
 def _is_pythons(filename: str) -> bool:
-    """Whether a line is one of an event loop, or one that Python keeps inside itself, such as those of `exit`."""
+    """True for a file of an event loop, and for one that is only inside of Python, such as that of `exit`."""
     path = Path(filename)
-    of_the_loop = {Path(asyncio.__file__).parent, Path(event_loop.__file__).parent}
-    return path.parent in of_the_loop or not path.is_file()
+    loop_folders = {Path(asyncio.__file__).parent, Path(event_loop.__file__).parent}
+    return path.parent in loop_folders or not path.is_file()
 
 
 def _code_of(function: Function) -> CodeType | None:
@@ -247,24 +264,27 @@ def _code_of(function: Function) -> CodeType | None:
 
 
 def _begin(function: Function, args: Sequence[Any], options: Mapping[str, Any]) -> Any:
-    """What the function returns. An iterator, such as a generator, runs code of the user too: it is a list here."""
+    """The result of a function. An iterator, such as a generator, would run users' code later: it becomes a list."""
     with _Guard(function):
         return at_once(function(*args, **options))
 
 
 async def _resolved(function: Function, result: Any) -> Any:
-    return await awaited(function, result) if inspect.isawaitable(result) else result
+    if inspect.isawaitable(result):
+        return await awaited(function, result)
+    return result
 
 
 # ------------------------------------------------------------------------------------------------ what is raised
 
 
 class _Guard:
-    """Surrounds users' code: what it raises to end the process becomes a UserCodeError."""
+    """Surrounds users' code. An exception with which it would end the process becomes a UserCodeError."""
 
     def __init__(self, function: Function, *, of_a_task: bool = False) -> None:
-        """`of_a_task`: whether it surrounds a step of a task that users' code has started. A CancelledError ends this
-        task alone: aiohttp's server ends those of its connections so, by cancelling what they wait for."""
+        """`of_a_task`: True if the guard surrounds a step of a task that users' code has started. A CancelledError ends
+        only that task. In this way aiohttp's server ends the tasks of its connections: it cancels what they wait for.
+        """
         self._function = function
         self._of_a_task = of_a_task
 
@@ -282,17 +302,17 @@ class _Guard:
 
 
 def _passes(error: BaseException) -> bool:
-    """Whether Python or this program raised it inside users' code, and not that code."""
+    """True if Python or this program raised the error inside users' code, and not that code itself."""
     if isinstance(error, asyncio.CancelledError):
         return _is_cancelled()
     if isinstance(error, KeyboardInterrupt | GeneratorExit) and threading.current_thread() is threading.main_thread():
-        # Ctrl-C, or the end of a coroutine, comes between two steps of any line; other ones are raised by a line.
+        # Ctrl-C, or the end of a coroutine, comes between two steps of any line. All others come from a `raise`.
         return not _is_raised_by_a_line(error)
     return False
 
 
 def _is_cancelled() -> bool:
-    """Whether somebody has cancelled the task of this code."""
+    """True if the task of this code was cancelled."""
     try:
         task = asyncio.current_task()
     except RuntimeError:  # a thread without an event loop, which nobody can cancel
@@ -301,7 +321,7 @@ def _is_cancelled() -> bool:
 
 
 def _is_raised_by_a_line(error: BaseException) -> bool:
-    """Whether the error began at a statement `raise`."""
+    """True if the error began at a statement `raise`."""
     trace = error.__traceback__
     if trace is None:
         return False
@@ -311,7 +331,7 @@ def _is_raised_by_a_line(error: BaseException) -> bool:
 
 
 def _make_task(loop: asyncio.AbstractEventLoop, coroutine: Any, **options: Any) -> asyncio.Task[Any]:
-    """A task. Those that users' code starts are guarded too: a SystemExit of theirs would end the event loop."""
+    """A new task. A task that users' code starts is guarded too: its SystemExit would end the event loop."""
     function = _calling.get()
     if function is not None:
         coroutine = _GuardedCoroutine(function, coroutine)
@@ -344,7 +364,7 @@ class _GuardedCoroutine(Coroutine[Any, Any, Any]):
 
 
 async def _call_plain(function: Function, calls: Sequence[Call]) -> list[Any]:
-    """The results of a function without async, of a thread or of a process whose main thread it has."""
+    """The results of a function without async, in a thread or in the main thread of a process of its own."""
     _, process = _processes.get(id(function), (None, None))
     if process is None:
         results, requests = await _in_thread(function, calls)
@@ -373,7 +393,7 @@ class _Thread:
         self._has_ended = False
 
     def run(self) -> tuple[list[Any], SignalRequests]:
-        """What `_call_in_thread` returns."""
+        """Makes the calls. Returns the result of `_call_in_thread`."""
         threading.current_thread().name = f"replay-{name_of(self._function)}"
         try:
             return _call_in_thread(self._function, self._calls)
@@ -390,7 +410,7 @@ class _Thread:
                 _left.pop(key, None)
 
     def leave(self) -> None:
-        """Nobody waits for it any more. Says so, unless it has ended."""
+        """Notes that nobody waits for the thread any more, and says so in the log; nothing if it has ended."""
         with _left_lock:
             if self._has_ended:
                 return
@@ -407,13 +427,13 @@ class _Thread:
 
 
 def threads_left() -> int:
-    """Threads of all functions that have not ended, and that nobody waits for any more."""
+    """The number of threads of all functions that have not ended, and that nobody waits for any more."""
     with _left_lock:
-        return sum(map(len, _left.values()))
+        return sum(len(threads) for threads in _left.values())
 
 
 async def _in_thread(function: Function, calls: Sequence[Call]) -> tuple[list[Any], SignalRequests]:
-    """What `_call_in_thread` returns. Raises UserCodeError if too many threads of this function have not ended."""
+    """The result of `_call_in_thread`. Raises UserCodeError if too many threads of this function have not ended."""
     with _left_lock:
         count = len(_left.get(id(function), ()))
     if count >= MOST_LEFT:
@@ -421,15 +441,15 @@ async def _in_thread(function: Function, calls: Sequence[Call]) -> tuple[list[An
         raise UserCodeError(name_of(function), how, where(function))
     thread = _Thread(function, calls)
     try:
-        found: tuple[list[Any], SignalRequests] = await in_daemon_thread(thread.run)
-        return found
+        result: tuple[list[Any], SignalRequests] = await in_daemon_thread(thread.run)
+        return result
     except asyncio.CancelledError:
         thread.leave()
         raise
 
 
 def _call_in_thread(function: Function, calls: Sequence[Call]) -> tuple[list[Any], SignalRequests]:
-    """The results, and the requests for signals; if there are any, the results count for nothing."""
+    """The results, and the requests for signals. If there are any requests, the results do not count."""
     results: list[Any] = []
     with signal_requests() as requests:
         try:
@@ -467,7 +487,7 @@ class LoopWatch:
     """Names in the log the function in which the running event loop stands still."""
 
     def __init__(self, seconds: float = STOOD_STILL) -> None:
-        """`seconds` without one turn of the loop are worth a line."""
+        """`seconds`: the time without a turn of the loop after which the log has a warning."""
         self._look = seconds / _LOOKS
         self._seconds = seconds
         self._ended = threading.Event()
@@ -488,7 +508,7 @@ class LoopWatch:
                 self._loop.call_soon_threadsafe(turned.set)
             except RuntimeError:  # the loop is closed
                 return
-            # Looks are counted, and no seconds: a machine that slept, or a busy one, held up this thread too.
+            # Looks are counted, and no seconds: a machine that slept, or is busy, holds up this thread too.
             for look in range(1, sys.maxsize):
                 if turned.wait(self._look) or self._ended.is_set():
                     break
@@ -497,8 +517,13 @@ class LoopWatch:
 
     def _say(self) -> None:
         frame = sys._current_frames().get(self._thread)
-        frames = [] if frame is None else list(traceback.extract_stack(frame))
-        start = max((index for index, each in enumerate(frames) if each.filename == __file__), default=-1) + 1
+        frames: list[traceback.FrameSummary] = []
+        if frame is not None:
+            frames = list(traceback.extract_stack(frame))
+        start = 0  # the first frame behind the last call from this file
+        for index, summary in enumerate(frames):
+            if summary.filename == __file__:
+                start = index + 1
         if 0 < start < len(frames):
             place = f"in function {frames[start].name!r}{own_line(frames[start:])}"
         elif frames:

@@ -1,8 +1,7 @@
-"""Results: which numbers and names users' code may give, as rewards, metrics and priorities.
+"""Results: checks the numbers and names that users' code gives, as rewards, metrics and priorities.
 
-A metric becomes a column of its group: its name travels on the wire, its numbers are stored in float32. Whoever brings
-a result from outside checks it here, where it comes in: one bad number would otherwise be found when the whole group
-is made.
+A metric becomes a column of its group: its name travels on the wire, and its numbers are stored in float32. A result is
+checked where it comes in. Otherwise a bad number would be found only when the whole group is made.
 """
 
 from __future__ import annotations
@@ -20,14 +19,16 @@ from replay_client.rollout import MAX_VALUE
 from replay_generator.user_code import calls as user_code
 
 MOST_METRICS = 256
-"""Metrics of one rollout. A group has room for about a thousand columns, and others need some."""
+"""The most metrics of one rollout. A group has room for about a thousand columns, and not only metrics need some."""
 MOST_NAME = 200
-"""Bytes in UTF-8 of the name of a metric, of a reward function, and of a turn's role. That of a column may have 256."""
+"""The most bytes in UTF-8 of the name of a metric, of a reward function, and of a turn's role. The name of a column may
+have 256."""
 LARGEST = float(np.finfo(np.float32).max)
+"""The largest number of float32."""
 
 
 def number_of(value: Any) -> float:
-    """A number of Python or NumPy, or a tensor with one element. Raises ValueError for all else, also for texts."""
+    """The float of a number of Python or NumPy, or of a tensor with one element. Raises ValueError for all else."""
     kind = getattr(getattr(value, "dtype", None), "kind", "f")
     is_number = isinstance(value, numbers.Number) or hasattr(value, "item")
     if kind not in "biufc" or not is_number:
@@ -39,7 +40,7 @@ def number_of(value: Any) -> float:
 
 
 def number_or_nan(value: Any) -> float:
-    """The number as by `number_of`; NaN: it is none."""
+    """The number as by `number_of`; NaN: the value is no number."""
     try:
         return number_of(value)
     except ValueError:
@@ -47,9 +48,9 @@ def number_or_nan(value: Any) -> float:
 
 
 def bounded(value: Any, largest: float = LARGEST) -> float:
-    """The value as a number that float32 holds too, and that is at most `largest` off 0.
+    """The value as a number from -largest to largest, which float32 can hold.
 
-    Raises ValueError in words that stand behind the name of the value.
+    Raises ValueError. The message has no subject: the caller puts the name of the value before it.
     """
     number = number_or_nan(value)
     if not abs(number) <= largest:
@@ -58,13 +59,14 @@ def bounded(value: Any, largest: float = LARGEST) -> float:
 
 
 def check_name(name: Any, what: str) -> None:
-    """Raises ValueError for a text that cannot be the name of a column. `what` is it, in the words of its user."""
+    """Raises ValueError for a text that cannot be the name of a column. `what`: a description for the message."""
     if not isinstance(name, str):
         raise ValueError(f"{what} must be a text, not {user_code.shown(name, 80)}")
     if not name.isprintable():  # half of a surrogate pair is not printable either
         raise ValueError(f"{what} must have printable characters only, not {name!a:.80}")
-    if not 0 < len(name.encode()) <= MOST_NAME:
-        raise ValueError(f"{what} must have 1 to {MOST_NAME} bytes, and {name!r:.80} has {len(name.encode())}")
+    size = len(name.encode())
+    if not 0 < size <= MOST_NAME:
+        raise ValueError(f"{what} must have 1 to {MOST_NAME} bytes, and {name!r:.80} has {size}")
     if name.endswith(OFFSETS):
         raise ValueError(f"{what} must not end with {OFFSETS!r}, as {name!r:.80} does")
 
@@ -83,16 +85,16 @@ def numbers_of(reward: Any, metrics: Any) -> tuple[float | None, dict[str, float
         raise ValueError(f"metrics must be numbers by name, not {user_code.shown(metrics, 80)}")
     if len(metrics) > MOST_METRICS:
         raise ValueError(f"there are {len(metrics)} metrics: give at most {MOST_METRICS}")
-    found = {}
+    numbers_by_name = {}
     for name, value in metrics.items():
         check_name(name, "the name of a metric")
         if value is None:
             continue
         try:
-            found[name] = bounded(value)
+            numbers_by_name[name] = bounded(value)
         except ValueError as error:
             raise ValueError(f"the metric {name!r} {error}") from None
-    return reward, found
+    return reward, numbers_by_name
 
 
 def utf8(text: str) -> str:
@@ -101,8 +103,10 @@ def utf8(text: str) -> str:
 
 
 def encode_info(info: Mapping[str, Any]) -> bytes:
-    """The bytes of the `info` of a rollout. Raises ValueError for one that msgpack cannot hold."""
-    plain = dict(info) if isinstance(info, Mapping) else info  # msgpack knows no other mappings
+    """The bytes of the `info` of a rollout. Raises ValueError for an `info` that msgpack cannot hold."""
+    plain = info
+    if isinstance(info, Mapping):
+        plain = dict(info)  # msgpack knows no other mappings
     try:
         packed: bytes = msgpack.packb(plain)
         return packed

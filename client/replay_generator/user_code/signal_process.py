@@ -3,12 +3,14 @@
     thread of a function ──asks for a signal──▶ `signal_requests` notes it ──▶ SignalProcess calls it from then on
 
 Python gives signals to the main thread of a process alone. Graders set alarms against answers that take for ever
-(math-verify does), and many take the ValueError of another thread for a wrong answer. So what a function asks for is
-noted, whatever it makes of the error. The import of this module puts functions that note into `signal`: modules that
-are imported later, and say `from signal import alarm`, have them too. Elsewhere they do what Python's do.
+(math-verify does). In another thread that raises ValueError, which many graders take for a wrong answer. So the
+requests of a function are noted, whatever it does with the error. When this module is imported, it replaces functions
+of `signal` by others that note requests: modules that are imported later, and say `from signal import alarm`, have
+these too. Outside of `signal_requests` they do what Python's own functions do.
 
-The process is a child of this one, and both speak through a pair of sockets. It imports the module of the function, and
-the file of the program only if the function is defined there: that file may do work when it is imported.
+The process is a child of this one, and both speak through a pair of sockets. The child imports the module of the
+function. It imports the file of the program only if the function is defined there: that file may do work when it is
+imported.
 """
 
 from __future__ import annotations
@@ -37,11 +39,11 @@ from typing import Any
 from replay_client.waits import in_daemon_thread, stop_signals
 
 SignalRequests = list[str]
-"""What a function asked for, in order, such as "signal.signal(SIGALRM)"."""
+"""The requests of a function for signals, in order, such as "signal.signal(SIGALRM)"."""
 _CALLS = ("signal", "alarm", "setitimer", "set_wakeup_fd")
 """The functions of `signal` that only work, or only make sense, in the main thread."""
 _REFUSAL = "signal only works in main thread of the main interpreter"
-"""As Python says it."""
+"""The message of Python's own error."""
 _noting = threading.local()
 _PROGRAM = """
 import sys
@@ -55,7 +57,7 @@ from replay_generator.user_code.signal_process import serve
 
 serve(connection)
 """
-"""What the process runs. `prepare` gives it the search path and the folder of its parent."""
+"""The program of the process. `prepare` gives the process the search path and the folder of its parent."""
 
 
 class NotImportableError(Exception):
@@ -63,7 +65,7 @@ class NotImportableError(Exception):
 
 
 class FunctionFailedError(Exception):
-    """The function raised, or its process ended. The message says so, without the function's name."""
+    """The function raised an error, or its process ended. The message tells that without the function's name."""
 
     def __init__(self, message: str, place: str = "", *, is_value_error: bool = False) -> None:
         """`place`: the line of the function's file, in brackets."""
@@ -77,7 +79,7 @@ class FunctionFailedError(Exception):
 
 @contextmanager
 def signal_requests() -> Iterator[SignalRequests]:
-    """Notes what the code of the block asks of `signal` in this thread, and refuses it as Python does."""
+    """Notes the requests to `signal` by the code of the block in this thread, and refuses them as Python does."""
     requests: SignalRequests = []
     _noting.requests = requests
     try:
@@ -87,7 +89,7 @@ def signal_requests() -> Iterator[SignalRequests]:
 
 
 def _note_requests() -> None:
-    """Puts functions that note requests in the place of those of `signal`, for the rest of the process."""
+    """Replaces the functions of `signal` by others that note requests, for the rest of the process."""
     for name in _CALLS:
         real = getattr(_signal, name)
         noted = _noted(name, real)
@@ -98,16 +100,18 @@ def _note_requests() -> None:
 
 
 def _noted(name: str, real: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that notes requests in the place of `real`."""
+
     @functools.wraps(real)
     def request(*args: Any, **options: Any) -> Any:
         requests = getattr(_noting, "requests", None)
         # A child that the function forks has this thread as its main thread, and may ask for signals there.
         if requests is None or threading.current_thread() is threading.main_thread():
             return real(*args, **options)
-        about = ""
+        argument = ""
         if name == "signal" and args:
-            about = _name_of_signal(args[0])
-        requests.append(f"signal.{name}({about})")
+            argument = _name_of_signal(args[0])
+        requests.append(f"signal.{name}({argument})")
         raise ValueError(_REFUSAL)
 
     return request
@@ -141,10 +145,10 @@ def portable(function: Callable[..., Any]) -> bytes:
 
 
 class _ByName:
-    """Is loaded as what a module has under a name, such as a lambda or a decorated function."""
+    """A pickle that is loaded as the value of a name in a module, such as a lambda or a decorated function."""
 
     def __init__(self, module: str, name: str) -> None:
-        self._place = module, name
+        self._place = (module, name)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _imported, self._place
@@ -164,9 +168,9 @@ def _place_of(function: Callable[..., Any]) -> tuple[str, str] | None:
 
 
 def _preparation(function: bytes) -> dict[str, Any]:
-    """What a process needs before it can load the function. Raises NotImportableError."""
+    """The data that a process needs before it can load the function. Raises NotImportableError."""
     prepared = multiprocessing.spawn.get_preparation_data("replay-signals")
-    prepared.pop("authkey")  # for processes of multiprocessing, and this is none
+    prepared.pop("authkey")  # only processes of multiprocessing need it
     if b"__main__" not in function:
         prepared.pop("init_main_from_name", None)
         prepared.pop("init_main_from_path", None)
@@ -179,7 +183,7 @@ def _preparation(function: bytes) -> dict[str, Any]:
 
 
 def _is_main_guarded() -> bool:
-    """Whether the file of the program does its work only where it is the program; true if there is no file to run."""
+    """True if the file of the program does its work only as the program, or if there is no such file."""
     path = getattr(sys.modules["__main__"], "__file__", None)
     if path is None:
         return True
@@ -198,7 +202,7 @@ class SignalProcess:
     """Calls one function in the main thread of a process, one call after the other. It starts with the first call."""
 
     def __init__(self, function: Callable[..., Any], requests: str) -> None:
-        """`requests`: the signals that it asks for, in words."""
+        """`requests`: the requests of the function for signals, in words."""
         self.requests = requests
         self._function = function
         self._turn = threading.Lock()
@@ -244,10 +248,10 @@ class SignalProcess:
         return results
 
     def _answered(self, calls: bytes) -> Any:
-        """The answer to these calls.
+        """The answer of the process to these calls.
 
         A scheduler sends the signals that stop a program to its children too. The program still waits for this answer,
-        so that another process is asked, once.
+        so another process makes the calls once more.
         """
         try:
             return self._answer_to(self._connected(), calls)
@@ -291,12 +295,14 @@ class SignalProcess:
             ) from error
 
     def _answer_to(self, connection: Connection, question: bytes) -> Any:
-        """Raises FunctionFailedError if the process ended, and for an answer that cannot be loaded."""
+        """The answer of the process. Raises FunctionFailedError if it ended, or if the answer cannot be loaded."""
         try:
             connection.send_bytes(question)
             return connection.recv()
         except (EOFError, OSError):
-            code = None if self._process is None else self._process.wait()
+            code = None
+            if self._process is not None:
+                code = self._process.wait()
             self._connection = None
             raise FunctionFailedError(f"ended the process that called it, with exit code {code}") from None
         except Exception as error:
@@ -306,7 +312,7 @@ class SignalProcess:
 
 
 def serve(connection: Connection) -> None:
-    """What the process does: gets the function, and calls it in this thread until its parent is gone."""
+    """The work of the process: receives the function, and calls it in this thread until the parent is gone."""
     questions: queue.SimpleQueue[bytes] = queue.SimpleQueue()
     threading.Thread(target=_read, args=(connection, questions), daemon=True).start()
     try:
@@ -326,7 +332,7 @@ def serve(connection: Connection) -> None:
 
 
 def _read(connection: Connection, questions: queue.SimpleQueue[bytes]) -> None:
-    """Passes on what the parent sends, and ends the process when it is gone: the function may hang."""
+    """Passes on the messages of the parent. Ends the process when the parent is gone: the function may hang."""
     while True:
         try:
             questions.put(connection.recv_bytes())
@@ -336,7 +342,7 @@ def _read(connection: Connection, questions: queue.SimpleQueue[bytes]) -> None:
 
 def _called(function: Callable[..., Any], question: bytes) -> tuple[Any, ...]:
     try:
-        # Loaded here, in the main thread: a module that is imported for it may ask for signals.
+        # Loaded here, in the main thread: a module that is imported by this may ask for signals.
         calls = ForkingPickler.loads(question)
         return "returned", [at_once(function(*args, **options)) for args, options in calls]
     except BaseException as error:
@@ -344,14 +350,16 @@ def _called(function: Callable[..., Any], question: bytes) -> tuple[Any, ...]:
 
 
 def at_once(result: Any) -> Any:
-    """The result; what an iterator yields, as a list."""
+    """The result; the values of an iterator as a list."""
     if isinstance(result, Iterator) and not isinstance(result, Awaitable):
         return list(result)
     return result
 
 
 def _raised(error: BaseException) -> tuple[Any, ...]:
-    return "raised", f"raised {type(error).__name__}: {error}", _line_of(error), isinstance(error, ValueError)
+    """The answer for a call that failed: the message, the line, and True for a ValueError."""
+    message = f"raised {type(error).__name__}: {error}"
+    return "raised", message, _line_of(error), isinstance(error, ValueError)
 
 
 def _line_of(error: BaseException) -> str:

@@ -19,11 +19,14 @@ def load_environment(
 
     Raises ValueError that says what is wrong: with the name, with the arguments, or with what the environment needs.
     """
-    package, colon, name = source.partition(":")
-    if package != "verifiers" or not (colon and name):
+    package, _, name = source.partition(":")
+    if package != "verifiers" or not name:
         raise ValueError(f"environment must be verifiers:NAME, not {source!r}")
     try:
-        arguments = json.loads(args) if isinstance(args, str) else dict(args or {})
+        if isinstance(args, str):
+            arguments = json.loads(args)
+        else:
+            arguments = dict(args or {})
     except (ValueError, RecursionError) as error:
         raise ValueError(f"environment_args must be a JSON object, not {args!r:.200}: {error}") from error
     if not isinstance(arguments, dict):

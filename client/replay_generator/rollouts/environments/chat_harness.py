@@ -1,8 +1,8 @@
 """ChatHarness: lets a policy answer the messages of a `verifiers` task, without tools and without another process.
 
-The harnesses that come with `verifiers` are programs, and each rollout starts one. For tasks without tools this one
-does the same in the generator's own process. `verifiers` finds a harness by the name of a module, so name it in one:
-in that of the taskset, or in one beside it.
+The harnesses that come with `verifiers` are programs, and each rollout starts a process. For tasks without tools,
+ChatHarness does the same in the process of the generator. `verifiers` finds a harness by the name of a module. So
+import ChatHarness in the module of the taskset, or in one beside it:
 
     from replay_generator.rollouts.environments.chat_harness import ChatHarness
 
@@ -41,7 +41,9 @@ class ChatHarness(vf.Harness[ChatHarnessConfig]):  # type: ignore[misc]
         data: Any,
     ) -> Any:
         system, prompt = self.resolve_prompt(data)
-        messages = [{"role": "system", "content": system}] if system else []
+        messages = []
+        if system:
+            messages.append({"role": "system", "content": system})
         if isinstance(prompt, str):
             messages.append({"role": "user", "content": prompt})
         else:
@@ -49,9 +51,13 @@ class ChatHarness(vf.Harness[ChatHarnessConfig]):  # type: ignore[misc]
         async with httpx.AsyncClient(
             timeout=None, verify=False, trust_env=False, headers={"Authorization": f"Bearer {secret}"}
         ) as client:
-            # What `verifiers` answers is in the trace too, and so is the reason for which it refuses.
-            done = await client.post(f"{endpoint}/chat/completions", json={"model": ctx.model, "messages": messages})
-        return vf.ProgramResult(exit_code=int(done.is_error), stdout="", stderr=done.text if done.is_error else "")
+            # The answer is not read here: `verifiers` has it in the trace, and also the reason of a refusal.
+            response = await client.post(
+                f"{endpoint}/chat/completions", json={"model": ctx.model, "messages": messages}
+            )
+        if response.is_error:
+            return vf.ProgramResult(exit_code=1, stdout="", stderr=response.text)
+        return vf.ProgramResult(exit_code=0, stdout="", stderr="")
 
 
 __all__ = ["ChatHarness"]

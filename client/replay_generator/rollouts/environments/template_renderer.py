@@ -1,8 +1,9 @@
 """TemplateRenderer: makes token ids of chats for models that the package `renderers` does not know by name.
 
-Its own renderer for these gives the messages to the chat template as they come. It also renders a whole chat again for
-each turn, and so tokenizes again what the policy wrote. This one renders by `chat.render`, as all prompts are rendered.
-It keeps the ids of all turns so far, and renders only what comes after them.
+The package has a renderer for such models too. That one gives the messages to the chat template as they come. It also
+renders a whole chat again for each turn, and so tokenizes again what the policy wrote. TemplateRenderer renders by
+`chat.render`, as all prompts are rendered. It keeps the ids of all turns so far, and renders only what comes after
+them.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ class TemplateRenderer(DefaultRenderer):  # type: ignore[misc]
     ) -> RenderedTokens:
         """The tokens of a chat, and the message that each token belongs to.
 
-        `renderers` finds that out by rendering the first messages alone. Their end may differ from that of the whole.
+        `renderers` finds these messages by rendering the beginnings of the chat. A beginning may have more tokens than
+        the whole, so the list of messages is cut to the length of the chat.
         """
         rendered = super().render(messages, tools=tools, add_generation_prompt=add_generation_prompt)
         rendered.message_indices = rendered.message_indices[: len(rendered.token_ids)]
@@ -41,8 +43,9 @@ class TemplateRenderer(DefaultRenderer):  # type: ignore[misc]
         self, messages: list[Any], *, tools: list[Any] | None = None, add_generation_prompt: bool = False
     ) -> list[int]:
         if add_generation_prompt:
-            return rendered_ids(self._tokenizer, self._text(messages, tools))
-        # These tokens only tell where a message ends. Many templates refuse a beginning of a chat.
+            text = self._text(messages, tools)
+            return rendered_ids(self._tokenizer, text)
+        # These tokens only tell where a message ends. Many templates refuse the beginning of a chat.
         try:
             ids: list[int] = super()._apply(clean(messages), tools=tools)
         except ChatError:
@@ -69,14 +72,16 @@ class TemplateRenderer(DefaultRenderer):  # type: ignore[misc]
         _, mark, after = rendered.partition(_MARK)
         if not mark:
             return None
-        if (last := previous_completion_ids[-1]) in self.get_stop_token_ids():
+        last = previous_completion_ids[-1]
+        if last in self.get_stop_token_ids():
             # The template ends the turn of the policy as the policy has ended it.
             after = after.removeprefix(self._tokenizer.decode([last]))
         before = [*previous_prompt_ids, *previous_completion_ids]
         added = rendered_ids(self._tokenizer, after)
+        last_message = len(new_messages) - 1
         return RenderedTokens(
             token_ids=[*before, *added],
-            message_indices=[-1] * len(before) + [len(new_messages) - 1] * len(added),
+            message_indices=[-1] * len(before) + [last_message] * len(added),
             message_roles=[str(message["role"]) for message in new_messages],
         )
 

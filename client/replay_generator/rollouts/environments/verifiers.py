@@ -4,19 +4,20 @@
     its episode ──chat──▶ `verifiers`, which makes token ids of it ──ids──▶ SessionServer, a Session ──▶ RolloutPolicy
          └──traces──▶ branches ──▶ sequences of the session; rewards ──▶ the reward
 
-An episode of `verifiers` has a trace for each agent. A trace is a tree of messages, each with the tokens that it added,
-and every way from the root to a leaf is a branch: what some request of the policy saw. Each branch of an agent that is
-trained becomes a sequence (sessions/exchanges.py), found by its tokens.
+An episode of `verifiers` has a trace for each agent. A trace is a tree of messages, each with the tokens that it added.
+Every way from the root to a leaf is a branch: the conversation that some request to the policy had. Each branch of an
+agent that is trained becomes a sequence (sessions/exchanges.py), which is found by its tokens.
 
 `verifiers` asks by the part of vLLM's `/inference/v1/generate` that its TrainClient uses: token ids in, token ids and
-log-probabilities out. Versions and extras do not fit through that interface, so what is trained on is the session's.
+log-probabilities out. That interface has no room for versions and extras, so the session's own completions are trained
+on.
 """
 
 from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack
 from functools import partial
 from typing import Any
@@ -56,36 +57,40 @@ _TRACE = "X-Session-ID"
 
 
 class EpisodeSession(Session):
-    """The session of an episode, which remembers the traces that asked for anything."""
+    """The session of an episode. It remembers the traces that asked the policy for anything."""
 
     def __init__(self, task: Task, policy: RolloutPolicy, config: GeneratorConfig) -> None:
         super().__init__(
-            task, policy, Parsers(), most_turns=config.max_session_turns, most_bytes=config.max_session_bytes
+            task,
+            policy,
+            Parsers(),
+            most_turns=config.max_session_turns,
+            most_bytes=config.max_session_bytes,
         )
         self.trace_ids: set[str] = set()
 
 
 class VerifiersEnvironment(SessionServer):
-    """Its tasks as prompts, and a server of sessions that is the hook that plays an episode for each rollout."""
+    """A rollout hook that plays an episode for each rollout. Its `prompts` are the tasks of the environment."""
 
     def __init__(self, name: str, args: Mapping[str, Any] | None = None, config: GeneratorConfig | None = None) -> None:
-        """`name`: of the taskset, as `verifiers` finds it. `args`: the fields of its EnvConfig, and beside them
-        `renderer`, the fields of a RendererConfig. `config`: of the generator, which bounds each rollout. Raises
+        """`name`: the name by which `verifiers` finds the taskset. `args`: the fields of its EnvConfig, and beside them
+        `renderer`, the fields of a RendererConfig. `config`: that of the generator, which bounds each rollout. Raises
         ValueError."""
         super().__init__(posted=((_PATH, Chat(), _generate),))
         self._config = config or GeneratorConfig()
-        raw = {key: value for key, value in dict(args or {}).items() if key != "renderer"}
-        self._renderer = (args or {}).get("renderer") or {}
+        env_fields = dict(args or {})
+        self._renderer = env_fields.pop("renderer", None) or {}
         self._name = name
-        taskset = raw.get("taskset") or {}
+        taskset = env_fields.get("taskset") or {}
         try:
             if not isinstance(taskset, Mapping):
                 raise ValueError(f"taskset must be an object, not {taskset!r}")
             if not isinstance(self._renderer, Mapping):
                 raise ValueError(f"renderer must be an object, not {self._renderer!r}")
-            vf.TrainClientConfig(renderer=self._renderer_of(""))
-            config = resolve_env_config({**raw, "taskset": {**taskset, "id": name}})
-            self._env: Any = load_environment(config)
+            vf.TrainClientConfig(renderer=self._renderer_of(""))  # raises an error for fields that cannot be used
+            env_fields["taskset"] = {**taskset, "id": name}
+            self._env: Any = load_environment(resolve_env_config(env_fields))
         except ModuleNotFoundError as error:
             raise ValueError(f"environment 'verifiers:{name}': {_missing(error)}") from error
         except ValueError as error:
@@ -95,9 +100,9 @@ class VerifiersEnvironment(SessionServer):
         self._held = AsyncExitStack()
 
     def prompts(self, seed: int = 0) -> Iterator[Prompt]:
-        """A prompt for each task, shuffled anew for each epoch; in the order of the tasks if these have no end.
+        """A prompt for each task, shuffled anew for each epoch. Tasks without an end come in their own order.
 
-        Raises ValueError if there are none.
+        Raises ValueError if there are no tasks.
         """
         taskset = self._env.taskset
         if not taskset.bounded:
@@ -127,7 +132,7 @@ class VerifiersEnvironment(SessionServer):
         await self._held.aclose()
 
     async def __call__(self, task: Task, policy: RolloutPolicy) -> Rollout:
-        """Plays one episode. Raises RolloutError if it failed, with the reason that it gives."""
+        """Plays one episode. Raises RolloutError if it failed, with the reason that the episode gives."""
         session = EpisodeSession(task, policy, self._config)
         async with self.playing(session) as address:
             (slot,) = self._env.slots(task.row["task"])
@@ -137,28 +142,29 @@ class VerifiersEnvironment(SessionServer):
         return _rollout(episode, session)
 
     def _context(self, task: Task, base_url: str) -> Any:
-        """Which model the agents of an episode ask, where, and how."""
-        sampling, model = task.sampling, task.tokenizer.name_or_path
-        arguments = dict(task.chat_template_kwargs)
+        """The model that the agents of an episode ask, its address, and its sampling."""
+        model = task.tokenizer.name_or_path
+        client = vf.TrainClientConfig(
+            base_url=base_url,
+            api_key_var="REPLAY_NO_KEY",
+            renderer=self._renderer_of(model),
+            renderer_model_name=model,
+        )
+        template_kwargs = dict(task.chat_template_kwargs)
         if self._asks_for_date(task.tokenizer, model):
             # The day alone: `verifiers` keeps a renderer for each set of arguments.
-            arguments[DAY] = task.began.date().isoformat()
-        template = {"chat_template_kwargs": arguments} if arguments else {}
-        return vf.ModelContext(
-            model=MODEL,
-            client=vf.TrainClientConfig(
-                base_url=base_url,
-                api_key_var="REPLAY_NO_KEY",
-                renderer=self._renderer_of(model),
-                renderer_model_name=model,
-            ),
-            sampling=vf.SamplingConfig(
-                temperature=sampling.temperature, top_p=sampling.top_p, max_tokens=sampling.max_tokens, **template
-            ),
-        )
+            template_kwargs[DAY] = task.began.date().isoformat()
+        sampling: dict[str, Any] = {
+            "temperature": task.sampling.temperature,
+            "top_p": task.sampling.top_p,
+            "max_tokens": task.sampling.max_tokens,
+        }
+        if template_kwargs:
+            sampling["chat_template_kwargs"] = template_kwargs
+        return vf.ModelContext(model=MODEL, client=client, sampling=vf.SamplingConfig(**sampling))
 
     def _asks_for_date(self, tokenizer: Any, model: str) -> bool:
-        """Whether our renderer is at work, and the chat template asks for today's date."""
+        """True if the chat template asks for today's date, and TemplateRenderer renders it."""
         renderer = self._renderer_of(model) or {}
         if renderer.get("import_path") != _TEMPLATE_RENDERER:
             return False
@@ -176,9 +182,11 @@ class VerifiersEnvironment(SessionServer):
 async def _generate(dialect: Dialect, session: Session, request: web.Request, raw: bytes) -> web.StreamResponse:
     """Answers a request of vLLM's `/inference/v1/generate`."""
     assert isinstance(session, EpisodeSession)
-    ask = await worked(len(raw), partial(parsed, _PATH, raw, session.task.max_length, partial(_ask_of, len(raw))))
+    size = len(raw)
+    ask = await worked(size, partial(parsed, _PATH, raw, session.task.max_length, partial(_ask_of, size)))
     session.trace_ids.add(request.headers.get(_TRACE, ""))
-    return web.json_response(_answer(await session.draw(ask)))
+    completion = await session.draw(ask)
+    return web.json_response(_answer(completion))
 
 
 def _ask_of(size: int, body: dict[str, Any]) -> Ask:
@@ -200,9 +208,10 @@ def _answer(completion: Completion) -> dict[str, Any]:
     """The body of an answer with this completion."""
     logprobs = []
     for token, logprob in zip(completion.token_ids, completion.logprobs, strict=True):
-        # Only finite numbers may pass. What is trained on is the completion itself, whose unknown ones stay so.
-        known = logprob if math.isfinite(logprob) else 0.0
-        logprobs.append({"token": f"token_id:{token}", "logprob": known})
+        if not math.isfinite(logprob):
+            # JSON has finite numbers only. The session's completion, which is trained on, still has NaN here.
+            logprob = 0.0
+        logprobs.append({"token": f"token_id:{token}", "logprob": logprob})
     choice = {
         "index": 0,
         "token_ids": completion.token_ids,
@@ -213,14 +222,14 @@ def _answer(completion: Completion) -> dict[str, Any]:
 
 
 def _prompt(task: Any) -> Prompt:
-    """A task as a prompt. Its text is for people and reward functions: what the policy reads, the episode decides."""
+    """A task as a prompt. Its text is for people and reward functions: the episode decides what the policy reads."""
     text = task.data.prompt_text or task.data.name or "(the user of the environment begins)"
     row = {**task.data.model_dump(mode="json"), "prompt": text, "task": task}
     return Prompt(prompt_id=task.key, content=text, row=row)
 
 
 def _rollout(episode: Any, session: EpisodeSession) -> Rollout:
-    """What the engine drew in the episode, with its reward."""
+    """The rollout of an episode, with its reward. Raises RolloutError if there is nothing to train on."""
     traces = [trace for trace in episode.traces if trace.agent.trainable and trace.id in session.trace_ids]
     ends: list[Exchange] = []
     for trace in traces:
@@ -229,6 +238,17 @@ def _rollout(episode: Any, session: EpisodeSession) -> Rollout:
     sequences = session.exchanges.sequences(session.task.sampling, ends)
     if not sequences:
         raise RolloutError("no agent of the environment that is trained asked the policy for anything")
+    return Rollout(
+        sequences,
+        reward=_reward_of(traces),
+        finish_reason=_finish_reason(traces[-1]),
+        info={"episode": episode},
+        metrics=_metrics_of(traces, session),
+    )
+
+
+def _reward_of(traces: Sequence[Any]) -> float | None:
+    """The reward of an episode; None: the environment gave none. Raises RolloutError if its agents got several."""
     rewards = [trace.reward for trace in traces]
     if len(set(rewards)) > 1:
         listed = ", ".join(f"{trace.agent.name} {trace.reward:g}" for trace in traces)
@@ -236,25 +256,33 @@ def _rollout(episode: Any, session: EpisodeSession) -> Rollout:
             f"a rollout has one reward, and the agents of the environment got different ones ({listed}): make all but "
             "one not trainable, or give them the same"
         )
+    if not any(trace.rewards for trace in traces):
+        return None
+    reward: float = rewards[0]
+    return reward
+
+
+def _metrics_of(traces: Sequence[Any], session: EpisodeSession) -> dict[str, float]:
+    """The means over the traces of the parts of the reward and of the metrics, by name."""
     values: dict[str, list[float]] = {"refusals": [float(session.refusals)]}
     for trace in traces:
-        parts = {name: reward.value for name, reward in trace.rewards.items() if reward is not None}
-        parts |= {name: value for name, value in trace.metrics.items() if value is not None}
+        parts = {}
+        for name, reward in trace.rewards.items():
+            if reward is not None:
+                parts[name] = reward.value
+        for name, metric in trace.metrics.items():
+            if metric is not None:
+                parts[name] = metric
         for name, value in parts.items():
             values.setdefault(name, []).append(float(value))
-    return Rollout(
-        sequences,
-        reward=rewards[0] if any(trace.rewards for trace in traces) else None,
-        finish_reason=_finish_reason(traces[-1]),
-        info={"episode": episode},
-        metrics={name: float(np.mean(numbers)) for name, numbers in values.items()},
-    )
+    return {name: float(np.mean(numbers)) for name, numbers in values.items()}
 
 
 def _branches(trace: Any) -> Iterator[list[int]]:
     """The tokens of each branch that is trained on, up to the last turn of the policy: nobody read what follows."""
     for branch in trace.branches:
-        tokens, end = list[int](), 0
+        tokens: list[int] = []
+        end = 0
         for node in branch.nodes:
             tokens += node.token_ids
             if any(node.mask):
@@ -264,28 +292,33 @@ def _branches(trace: Any) -> Iterator[list[int]]:
 
 
 def _finish_reason(trace: Any) -> str:
-    """In the words of the generator; "": as the policy ended its last turn."""
+    """The finish reason in the words of the generator; "": that of the last turn of the policy."""
     if trace.is_timeout:
         return "timeout"
     if trace.stop_condition == "max_turns":
         return "turns"
-    return "length" if trace.is_truncated else ""
+    if trace.is_truncated:
+        return "length"
+    return ""
 
 
 def _why(episode: Any) -> str:
-    """Why an episode failed, in one line."""
-    errors = [*episode.errors, *(error for trace in episode.traces if not trace.ok for error in trace.errors)]
+    """The reason why an episode failed, in one line."""
+    errors = [*episode.errors]
+    for trace in episode.traces:
+        if not trace.ok:
+            errors += trace.errors
     if not errors:
         return "the environment says that the episode is not complete, and gives no reason"
     return f"the episode failed with {errors[-1].type}: {_in_one_line(errors[-1].message):.500}"
 
 
 def _missing(error: ModuleNotFoundError) -> str:
-    """Whether the environment itself is not there, or something that it imports."""
+    """The module that is missing: the environment itself, or one that it imports."""
     cause = error.__cause__
     if isinstance(cause, ModuleNotFoundError) and f"import {cause.name!r}" not in str(error):
         return f"it needs the module {cause.name!r}, which is not installed"
-    return f"{error}"
+    return str(error)
 
 
 def _in_one_line(error: object) -> str:

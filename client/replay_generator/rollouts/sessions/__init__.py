@@ -9,9 +9,11 @@ from replay_generator.rollouts.rollout import RolloutHook
 def load_sessions(
     agent: str | None, sessions: str | None, config: GeneratorConfig, *, needs_reward: bool
 ) -> RolloutHook:
-    """The hook of an agent: a command or package.module:function, or those that come to `sessions`, host:port.
+    """The hook of an agent, or of the agents that come to an address.
 
-    `needs_reward`: no reward function scores what they play. Raises ValueError or OSError for what cannot be used.
+    `agent`: a command, or package.module:function; None: agents come to `sessions`, host:port. `needs_reward`: True if
+    no reward function scores their rollouts. Raises ValueError or OSError for an agent or an address that cannot be
+    used.
     """
     from replay_generator.rollouts.sessions.agents import SessionHook, load_agent
     from replay_generator.rollouts.sessions.remote import RemoteHook

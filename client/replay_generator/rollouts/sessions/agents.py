@@ -1,10 +1,10 @@
-"""SessionHook: rollouts of agents that nobody rewrote. An agent asks an address, and ends with a reward.
+"""SessionHook: plays rollouts with agents as they are. An agent asks an address for turns, and ends with a reward.
 
     task ──▶ Session ──its address──▶ the agent: a function, a command, or one elsewhere (remote.py)
                                                   │
     Rollout ◀── what was drawn through it ◀──result─┘
 
-A command and one elsewhere are functions too, of this package: they return what the agent ended with.
+For a command, and for an agent elsewhere, the function is one of this package. It returns the result of the agent.
 """
 
 from __future__ import annotations
@@ -40,14 +40,15 @@ from replay_generator.user_code.results import numbers_of
 logger = logging.getLogger(__name__)
 
 MOST_SHOWN = 2000
-"""Characters of the end of a command's output that the failure of its rollout shows."""
+"""The most characters of the end of a command's output that the failure of its rollout shows."""
 GRACE = 10.0
-"""Seconds in which a supervisor must end its agent. One that the agent has stopped does not."""
+"""Seconds in which a supervisor must end its agent. A supervisor that the agent has stopped (SIGSTOP) cannot."""
 _KEPT = 1 << 16
-"""Bytes of the end of a command's output that are kept, of stdout and of stderr."""
+"""Bytes of the end of a command's output that are kept, of stdout and of stderr each."""
 
 
 def _no_text(value: Any) -> Any:
+    """The value. Raises ValueError for a text, which pydantic would read as a number."""
     if isinstance(value, str | bytes):
         raise ValueError(f"must be a number, not {value!r}")
     return value
@@ -58,11 +59,11 @@ _Number = Annotated[float, Field(allow_inf_nan=False, strict=False), BeforeValid
 
 @dataclass(frozen=True)
 class Address:
-    """Where the agent of one rollout asks the policy. Whoever knows it may ask, so it is a secret."""
+    """The address at which the agent of one rollout asks the policy. Everybody who knows it may ask: it is a secret."""
 
     url: str
     key: str
-    """What clients give as their API key. It protects nothing, but they want one."""
+    """The API key for clients. It protects nothing, but clients want one."""
 
     @property
     def openai(self) -> dict[str, Any]:
@@ -77,10 +78,10 @@ class Address:
 
 @settings()
 class Result:
-    """What an agent ends with. Raises ValueError for values of other types."""
+    """The result of an agent. Raises ValueError for values of other types."""
 
     reward: _Number | None = None
-    """None: reward functions alone give it."""
+    """The reward of the agent; None: reward functions alone decide."""
     metrics: Mapping[str, _Number] = field(default_factory=dict)
     """See Rollout."""
     info: Mapping[str, Any] = field(default_factory=dict)
@@ -88,8 +89,10 @@ class Result:
 
 
 def result_of(end: Any, *, needs_reward: bool) -> Result:
-    """The result of an agent that ended with an object of its fields, or with the reward alone. Raises ValueError."""
-    fields = end if isinstance(end, Mapping) else {"reward": end}
+    """The result of an agent. `end`: an object with the fields of Result, or the reward alone. Raises ValueError."""
+    fields: Mapping[str, Any] = {"reward": end}
+    if isinstance(end, Mapping):
+        fields = end
     result: Result = user_code.call_here(Result, **fields)
     numbers_of(result.reward, result.metrics)
     if result.reward is None and needs_reward:
@@ -105,21 +108,23 @@ Agent = Callable[[Task, Address], Awaitable[Any]]
         ...
         return {"reward": 1.0, "metrics": {"turns": 3.0}}
 
-`task.row` is the row of the prompt, and `task.messages` are its messages. It returns the reward, the fields of a
-Result, or None, which leaves the reward to reward functions. If it raises, its rollout has failed."""
+`task.row` is the row of the prompt, and `task.messages` are its messages. The agent returns the reward, the fields of a
+Result, or None, which leaves the reward to reward functions. If it raises an exception, its rollout has failed."""
 
 
 class SessionHook(SessionServer):
     """A server of sessions that is the rollout hook of an agent: each rollout is a session, which the agent plays."""
 
     plays_agents = True
-    """Some rollouts of agents always fail: `GeneratorConfig.on_prompt_error`."""
+    """True: groups that fail are skipped, since some rollouts of agents always fail (`on_prompt_error`)."""
 
     def __init__(self, agent: Agent, config: GeneratorConfig, *, needs_reward: bool, **address: Any) -> None:
-        """`needs_reward`: whether the agent must give a reward, because no reward function scores the transcript.
-        `address`: as of SessionServer. Raises ValueError for a parser that vLLM does not know."""
+        """`needs_reward`: True if the agent must give a reward, because no reward function scores the transcript.
+        `address`: arguments of SessionServer. Raises ValueError for a parser that vLLM does not know."""
         super().__init__(**address)
-        self._agent, self._config, self._needs_reward = agent, config, needs_reward
+        self._agent = agent
+        self._config = config
+        self._needs_reward = needs_reward
         self._parsers = Parsers(config.tool_parser, config.reasoning_parser)
 
     async def __call__(self, task: Task, policy: RolloutPolicy) -> Rollout:
@@ -157,11 +162,11 @@ def load_agent(name: str) -> Agent:
 
 
 class Command:
-    """An agent that is a process for each rollout, and finds its address in its environment.
+    """An agent that is a command. Each rollout is a process, which finds its address in its environment.
 
-    Its input is the row of the prompt, as a line of JSON. The last line of its output may be an object with `reward`
-    and `metrics`. Reward functions find the end of its output in `rollout.info["output"]`. It ends with all its
-    descendants (supervisor.py), and fails with any exit code but 0.
+    The input of the process is the row of the prompt, as a line of JSON. The last line of its output may be an object
+    with `reward` and `metrics`. Reward functions find the end of its output in `rollout.info["output"]`. All its
+    descendants end with it (supervisor.py). With any exit code but 0 its rollout has failed.
     """
 
     def __init__(self, command: str) -> None:
@@ -171,13 +176,15 @@ class Command:
             raise ValueError(f"agent {command!r}: there is no such command")
 
     async def __call__(self, task: Task, address: Address) -> Any:
-        stdout, stderr = bytearray(), bytearray()
+        stdout = bytearray()
+        stderr = bytearray()
         words = supervisor.supervised(self._words)
         variables = _variables(address, os.environ)
         with TemporaryFile() as row:
-            row.write(json.dumps(dict(task.row), default=str).encode() + b"\n")
+            line = json.dumps(dict(task.row), default=str)
+            row.write(line.encode() + b"\n")
             row.seek(0)
-            # Not by asyncio: uvloop forks, which takes long in a process with much memory, and annoys gRPC.
+            # Not by asyncio: uvloop forks, which takes long in a process with much memory, and disturbs gRPC.
             process = Popen(words, stdin=row, stdout=PIPE, stderr=PIPE, env=variables, start_new_session=True)
         try:
             await asyncio.gather(_keep_end(process.stdout, stdout), _keep_end(process.stderr, stderr))
@@ -188,7 +195,9 @@ class Command:
             code = await in_daemon_thread(partial(_end, process))
         if code:
             raise RolloutError(f"the agent ended with exit code {code}, its output with: {_shown(stdout, stderr)}")
-        return _last_object(bytes(stdout)) | {"info": {"output": _shown(stdout, stderr)}}
+        result = _last_object(bytes(stdout))
+        result["info"] = {"output": _shown(stdout, stderr)}
+        return result
 
 
 _ELSEWHERE = re.compile(
@@ -196,13 +205,13 @@ _ELSEWHERE = re.compile(
     r"|ORG|ORG_ID|ORGANIZATION|PROJECT|PROJECT_ID)(_PATH|_FILE)?|AZURE_(OPENAI|API)_\w+|CLAUDE_CODE_USE_\w+"
     r"|AWS_BEARER_TOKEN_BEDROCK"
 )
-"""Variables by which a client asks, and pays, another provider than the address of its rollout."""
+"""Variables with which a client would ask, and pay, another provider than the address of its rollout."""
 _OURS = re.compile(r"REPLAY_\w+|(HF|HUGGING_?FACE)_\w*TOKEN(_PATH)?")
-"""Variables of the generator that are no business of an agent: its settings, and its token of the hub."""
+"""Variables of the generator that no agent may see: its settings, and its token of the hub."""
 
 
 def _variables(address: Address, own: Mapping[str, str]) -> dict[str, str]:
-    """The environment of an agent. `own`: that of the generator. Clients of all kinds find the address in it."""
+    """The environment of an agent, in which clients of all kinds find the address. `own`: that of the generator."""
     variables = {}
     for name, value in own.items():
         if _ELSEWHERE.fullmatch(name) is None and _OURS.fullmatch(name) is None:
@@ -214,20 +223,21 @@ def _variables(address: Address, own: Mapping[str, str]) -> dict[str, str]:
     for name in ("OPENAI_API_KEY", "ANTHROPIC_API_KEY", "CODEX_API_KEY"):
         variables[name] = address.key
     # No proxy leads to this process. Some clients read the one name, some the other.
-    host = urlsplit(address.url).hostname or ""
-    direct = []
+    direct_hosts = []
     for name in ("no_proxy", "NO_PROXY"):
-        for each in own.get(name, "").split(","):
-            if each.strip() and each.strip() not in direct:
-                direct.append(each.strip())
+        for part in own.get(name, "").split(","):
+            host = part.strip()
+            if host and host not in direct_hosts:
+                direct_hosts.append(host)
+    direct_hosts.append(urlsplit(address.url).hostname or "")
     for name in ("no_proxy", "NO_PROXY"):
-        variables[name] = ",".join([*direct, host])
+        variables[name] = ",".join(direct_hosts)
     return variables
 
 
 def _end(process: Popen[bytes]) -> int:
     """Ends a supervisor with all that it supervises. Returns its exit code."""
-    process.terminate()  # unless it has ended, which is when the pipes do
+    process.terminate()  # it does nothing if the supervisor has ended already
     try:
         return process.wait(GRACE)
     except TimeoutExpired:
@@ -239,7 +249,7 @@ def _end(process: Popen[bytes]) -> int:
 
 
 async def _keep_end(pipe: Any, end: bytearray) -> None:
-    """Reads all that comes through a pipe, and keeps its end."""
+    """Reads all bytes of a pipe into `end`, which keeps only the last _KEPT of them."""
     stream = asyncio.StreamReader()
     protocol = asyncio.StreamReaderProtocol(stream)
     transport, _ = await asyncio.get_running_loop().connect_read_pipe(lambda: protocol, pipe)
@@ -252,14 +262,24 @@ async def _keep_end(pipe: Any, end: bytearray) -> None:
 
 
 def _shown(*ends: bytearray) -> str:
-    texts = (bytes(end).decode(errors="replace").strip() for end in ends)
-    return "\n".join(filter(None, texts))[-MOST_SHOWN:] or "nothing"
+    """The ends of the outputs of a command, as one text."""
+    texts = []
+    for end in ends:
+        text = bytes(end).decode(errors="replace").strip()
+        if text:
+            texts.append(text)
+    return "\n".join(texts)[-MOST_SHOWN:] or "nothing"
 
 
 def _last_object(stdout: bytes) -> dict[str, Any]:
-    """The object with a reward or metrics in the last line; empty: that is another line."""
+    """The object with a reward or metrics in the last line; empty: the last line is no such object."""
+    last_line = stdout.rstrip().rpartition(b"\n")[2]
     try:
-        value = json.loads(stdout.rstrip().rpartition(b"\n")[2])
+        value = json.loads(last_line)
     except (ValueError, RecursionError):
         return {}
-    return value if isinstance(value, dict) and {"reward", "metrics"} & value.keys() else {}
+    if not isinstance(value, dict):
+        return {}
+    if "reward" not in value and "metrics" not in value:
+        return {}
+    return value

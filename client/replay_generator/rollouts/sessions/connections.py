@@ -2,8 +2,8 @@
 
     a connection ──▶ TLS ──▶ a request, whole within SECONDS_PER_REQUEST ──▶ its answer, however long ──▶ the next
 
-* Where as many are open as may be, a new one takes the place of the oldest that waits for nothing: of one with half a
-  request, else of an idle one. If all wait for answers, the new one waits.
+* If as many connections are open as may be, a new one takes the place of the oldest with half a request, or else of an
+  idle one. If all connections wait for answers, the new one waits too.
 * A connection that waits for an answer is never cut.
 """
 
@@ -27,11 +27,11 @@ logger = logging.getLogger(__name__)
 _BACKLOG = 1024
 """Connections that the kernel keeps until they are accepted."""
 _PAUSE = 0.1
-"""Seconds after an error of the machine, such as that it has no more file descriptors."""
+"""Seconds until the next attempt after an error of the machine, for example for want of file descriptors."""
 
 
 class _Connection(asyncio.Protocol):
-    """One connection: aiohttp's protocol, and when it has to be ready."""
+    """One connection: it passes all bytes on to aiohttp's protocol, and ends a client that is too slow."""
 
     def __init__(
         self,
@@ -39,54 +39,61 @@ class _Connection(asyncio.Protocol):
         begun: Callable[[_Connection, asyncio.Transport], None],
         lost: Callable[[_Connection, asyncio.Transport | None], None],
     ) -> None:
-        """`begun` and `lost` are called when bytes may come, and when none comes any more."""
+        """`begun` is called when bytes may come, and `lost` when no more bytes come."""
         self._inner = inner
         self._begun = begun
         self._lost = lost
         self._loop = asyncio.get_running_loop()
         self._late: asyncio.TimerHandle | None = None
         self.since = self._loop.time()
-        """When it came, or when the newest of its requests began."""
+        """The time at which the connection was opened, or at which its newest request began."""
         self._transport: asyncio.Transport | None = None
         self.opening: asyncio.Task[None] | None = None
-        """While TLS is agreed on."""
+        """The task that agrees on TLS; None: that is done."""
         self.is_answered = False
-        """The server has a whole request, and makes its answer."""
+        """True while the server has a whole request, and makes its answer."""
         self.is_idle = False
-        """The client has its answer, and has sent no byte since."""
-        self._came = False
-        """The client has sent bytes behind the request that is being answered."""
+        """True while the client has its answer, and has sent no byte since."""
+        self._has_next = False
+        """True if the client has sent bytes behind the request that is being answered."""
         self.wait(connection_bounds.SECONDS_PER_REQUEST)
 
     def wait(self, seconds: float | None) -> None:
         """Ends the connection after so many seconds, unless this is called again. None: never."""
         if self._late is not None:
             self._late.cancel()
-        self._late = None if seconds is None else self._loop.call_later(seconds, self.abort)
+            self._late = None
+        if seconds is not None:
+            self._late = self._loop.call_later(seconds, self.abort)
 
     def begin(self) -> None:
-        """The head of a request is there."""
+        """Notes that a request has begun to come."""
         if self.is_idle:
             self.is_idle = False
             self.since = self._loop.time()
             self.wait(connection_bounds.SECONDS_PER_REQUEST)
 
     def answer(self) -> None:
-        """A request is there as a whole."""
+        """Notes that a whole request is there."""
         self.is_answered = True
         self.is_idle = False
-        self._came = False
+        self._has_next = False
         self.wait(None)
 
     def answered(self) -> None:
-        """Its answer is made, and has to be taken."""
-        if self.is_answered:
-            self.is_answered = False
-            self.is_idle = not self._came
-            self.wait(connection_bounds.SECONDS_IDLE if self.is_idle else connection_bounds.SECONDS_PER_REQUEST)
+        """Notes that the answer of the request is made. The client has to send the next request now."""
+        if not self.is_answered:
+            return
+        self.is_answered = False
+        if self._has_next:
+            self.is_idle = False
+            self.wait(connection_bounds.SECONDS_PER_REQUEST)
+        else:
+            self.is_idle = True
+            self.wait(connection_bounds.SECONDS_IDLE)
 
     def abort(self) -> None:
-        """Ends the connection without a word."""
+        """Ends the connection without an answer."""
         self.wait(None)
         if self._transport is not None:
             self._transport.abort()
@@ -100,7 +107,7 @@ class _Connection(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         if self.is_answered:
-            self._came = True
+            self._has_next = True
         else:
             self.begin()
         self._inner.data_received(data)
@@ -128,24 +135,25 @@ class Connections:
         self._ssl = ssl_context
         self._most = connection_bounds.most_connections()
         self._open: dict[_Connection, None] = {}
-        """The oldest first."""
+        """The open connections, the oldest first. The values mean nothing: a set would not keep the order."""
         self._by_transport: dict[asyncio.BaseTransport, _Connection] = {}
         self._changed = asyncio.Event()
-        """Set when one is lost or idle."""
+        """Set when a connection is lost or becomes idle."""
         self._is_full_said = False
         self._tasks: set[asyncio.Task[None]] = set()
         self._listeners: list[socket.socket] = []
 
     async def listen(self, host: str, port: int) -> tuple[str, int]:
-        """Returns host and port. Raises OSError if the address cannot be had."""
+        """Listens at an address. Returns its host and port. Raises OSError if the address is not available."""
         loop = asyncio.get_running_loop()
-        kind = socket.SOCK_STREAM
-        found = await loop.getaddrinfo(host, port, type=kind, flags=socket.AI_PASSIVE)
+        found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
         try:
             for family, _, _, _, address in dict.fromkeys(found):
                 where: Any = address
-                if self._listeners and port == 0:  # the same port for all families
-                    where = (where[0], self._listeners[0].getsockname()[1], *where[2:])
+                if self._listeners and port == 0:
+                    # All families get the port that the kernel has chosen for the first.
+                    chosen_port = self._listeners[0].getsockname()[1]
+                    where = (where[0], chosen_port, *where[2:])
                 self._listeners.append(_listener(family, where))
         except BaseException:
             self._close_listeners()
@@ -166,24 +174,25 @@ class Connections:
     @asynccontextmanager
     async def answering(self, request: web.Request) -> AsyncIterator[None]:
         """Surrounds one request from its head to its answer."""
-        transport = request.transport
-        connection = None if transport is None else self._by_transport.get(transport)
+        connection = None
+        if request.transport is not None:
+            connection = self._by_transport.get(request.transport)
         if connection is None:  # the client has gone
             yield
             return
         connection.begin()
-        is_made = False
+        is_answer_made = False
 
-        def whole() -> None:
+        def on_whole_request() -> None:
             connection.answer()
-            if is_made:  # nobody read the body
+            if is_answer_made:  # nobody read the body
                 connection.answered()
 
-        request.content.on_eof(whole)
+        request.content.on_eof(on_whole_request)
         try:
             yield
         finally:
-            is_made = True
+            is_answer_made = True
             connection.answered()
             self._changed.set()
 
@@ -214,7 +223,9 @@ class Connections:
 
     async def _serve(self, connection: _Connection, accepted: socket.socket) -> None:
         """Agrees on TLS. From then on aiohttp's protocol gets the bytes."""
-        timeout = connection_bounds.SECONDS_PER_REQUEST if self._ssl is not None else None
+        timeout = None
+        if self._ssl is not None:
+            timeout = connection_bounds.SECONDS_PER_REQUEST
         transport = None
         try:
             transport, _ = await asyncio.get_running_loop().connect_accepted_socket(
@@ -248,18 +259,30 @@ class Connections:
                     len(self._open),
                 )
             self._changed.clear()
-            now = asyncio.get_running_loop().time()
-            halves = [each for each in self._open if not each.is_answered and not each.is_idle]
-            halves.sort(key=lambda each: each.since)
-            idle = [each for each in self._open if each.is_idle]
-            safe = None if not halves else halves[0].since + connection_bounds.SECONDS_SAFE - now
-            if safe is not None and safe <= 0:
-                halves[0].abort()
-            elif idle:
-                idle[0].abort()
+            seconds = self._close_one()
             with suppress(TimeoutError):
-                async with asyncio.timeout(None if safe is None or safe <= 0 else safe):
+                async with asyncio.timeout(seconds):
                     await self._changed.wait()
+
+    def _close_one(self) -> float | None:
+        """Closes a connection that waits for nothing, if there is one.
+
+        Returns the seconds after which the oldest connection with half a request may be closed; None: there is none, or
+        it was closed now.
+        """
+        half_done = [connection for connection in self._open if not connection.is_answered and not connection.is_idle]
+        idle = [connection for connection in self._open if connection.is_idle]
+        seconds_safe: float | None = None
+        if half_done:
+            oldest = min(half_done, key=lambda connection: connection.since)
+            now = asyncio.get_running_loop().time()
+            seconds_safe = oldest.since + connection_bounds.SECONDS_SAFE - now
+            if seconds_safe <= 0:
+                oldest.abort()
+                return None
+        if idle:
+            idle[0].abort()
+        return seconds_safe
 
 
 def _listener(family: int, where: Any) -> socket.socket:

@@ -1,13 +1,13 @@
-"""Conversation: messages as the chat template renders them, and what stands between two turns of the policy.
+"""Conversation: messages as the chat template renders them, and the tokens between two turns of the policy.
 
-What the policy wrote stays as the ids that it drew. Only what stands between two of its turns is made of text: the
-template renders the conversation with a mark in the place of each turn of the policy, and what follows the last mark
+What the policy wrote stays as the ids that it drew. Only the tokens between two of its turns are made of text: the
+template renders the conversation with a mark in the place of each turn of the policy, and the text behind the last mark
 is tokenized by itself.
 
-Some templates render earlier turns differently later, for example without their thoughts. Whoever uses the model by
-such a template lets it read something else than what it would be trained on. So each rendering, with the marks and
-with the words of the policy, has to begin with the one before. White space in the words may differ: templates trim it,
-and the tokens are those of the policy anyway.
+Some templates render earlier turns differently later, for example without their thoughts. With such a template the
+model reads something else in use than in training. So each rendering has to begin with the rendering before. This is
+checked with the marks, and with the words of the policy. White space in the words may differ: templates trim it, and
+the tokens are those of the policy anyway.
 """
 
 from __future__ import annotations
@@ -20,55 +20,63 @@ from replay_generator.engines import text_of
 from replay_generator.prompts.chat import ChatError, Message, render, rendered_ids
 from replay_generator.rollouts.rollout import RolloutError, Task
 
-_THINKS, _THOUGHT = "<think>", "</think>"
+_THINKS = "<think>"
+_THOUGHT = "</think>"
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Conversation:
-    """Messages that end where the policy has to write. It does not change; `go_on` makes the next one.
+    """Messages that end where the policy has to write. A conversation does not change; `go_on` makes the next one.
 
-    Each has only what is new in it, so that a conversation of many turns takes no more memory than its text does.
+    A conversation holds only what is new in it, so that many turns take no more memory than their text does.
     """
 
     task: Task
     tools: Sequence[Any]
     before: Conversation | None
-    """The one that it goes on after; None: it is the first."""
+    """The conversation that this one goes on after; None: this is the first."""
     new_messages: tuple[Message, ...]
-    """Its messages behind those of `before`, with what the policy wrote."""
+    """The messages behind those of `before`, with the words of the policy."""
     new_marked: tuple[Message, ...]
-    """The same with a mark in the place of the turn of the policy."""
+    """The same messages, with a mark in the place of the turn of the policy."""
     new_rendered: str
     """The text that the template adds for `new_marked`, behind the text of `before`."""
     size: int
-    """The number of its messages, with those of `before`."""
+    """The number of messages, with those of `before`."""
     words: str = ""
     """Words of the assistant in the prompt, which the next turn of the policy goes on with."""
 
     @property
     def _path(self) -> list[Conversation]:
-        """Those from the first to itself."""
-        found = []
+        """The conversations from the first one to this one."""
+        path = []
         conversation: Conversation | None = self
         while conversation is not None:
-            found.append(conversation)
+            path.append(conversation)
             conversation = conversation.before
-        return found[::-1]
+        path.reverse()
+        return path
 
     @property
     def messages(self) -> list[Message]:
-        """All messages, with what the policy wrote."""
-        return [message for each in self._path for message in each.new_messages]
+        """All messages, with the words of the policy."""
+        messages: list[Message] = []
+        for conversation in self._path:
+            messages += conversation.new_messages
+        return messages
 
     @property
     def marked(self) -> list[Message]:
-        """The same with a mark in the place of each turn of the policy."""
-        return [message for each in self._path for message in each.new_marked]
+        """All messages, with a mark in the place of each turn of the policy."""
+        marked: list[Message] = []
+        for conversation in self._path:
+            marked += conversation.new_marked
+        return marked
 
     @property
     def rendered(self) -> str:
-        """What the template makes of `marked`. All later renderings must begin with it."""
-        return "".join(each.new_rendered for each in self._path)
+        """The text that the template makes of `marked`. All later renderings must begin with it."""
+        return "".join(conversation.new_rendered for conversation in self._path)
 
     @classmethod
     def begin(
@@ -76,8 +84,9 @@ class Conversation:
     ) -> tuple[Conversation, list[int]]:
         """A conversation in which the policy has written nothing yet, and its tokens.
 
-        If the last message is one of the assistant, the first turn of the policy goes on with its words; `ended`: it
-        stands, and the policy takes another turn behind it. Raises RolloutError if there can be no conversation.
+        If the last message is one of the assistant, the first turn of the policy goes on with its words. With `ended`
+        that message is complete, and the policy takes another turn behind it. Raises RolloutError if there can be no
+        conversation.
         """
         if not getattr(task.tokenizer, "chat_template", None):
             raise RolloutError("a conversation needs a model whose tokenizer has a chat template")
@@ -100,36 +109,32 @@ class Conversation:
 
     def go_on(self, text: str, last_token: int, following: Sequence[Message]) -> tuple[Conversation, list[int]]:
         """The conversation after a turn of the policy and the `following` messages, and the tokens between this turn
-        and the next. `text`: the turn as text; `last_token`: its last. Without messages the policy takes one more turn.
+        and the next.
 
-        Raises RolloutError if the template would let the policy read something else than what it wrote.
+        `text`: the turn as text; `last_token`: the last token of the turn. Without messages the policy takes one more
+        turn. Raises RolloutError if the template would let the policy read something else than what it wrote.
         """
         text = f"{self.words}{text}"
-        place = f"{self.size}-{id(self)}"
         before = self.messages
         before_marked = self.marked
-        # No text has these marks by chance, and no template changes them. Some move thoughts, so they have a mark too.
-        mark = f"[turn-{place}]"
-        if _THOUGHT in text:
-            mark = f"{_THINKS * (_THINKS in text)}\n[thought-{place}]\n{_THOUGHT}\n\n{mark}".lstrip("\n")
+        mark = self._mark_of(text)
         turn = {"role": "assistant", "content": mark}
-        if following and following[0]["role"] == "tool" and self.before is None:  # the first turn
-            answer = {**following[0], "content": f"[answer-{place}]"}
-            if answer["content"] not in _render(self.task, (*before_marked, turn, answer), self.tools):
-                raise RolloutError(
-                    "the chat template leaves out the answer of a tool: use one that knows the role tool"
-                )
+        if following and following[0]["role"] == "tool" and self.before is None:
+            # One check, in the first turn, tells for all turns.
+            self._check_tool_answer([*before_marked, turn], following[0])
         rendered = _render(self.task, (*before_marked, turn, *following), self.tools, ended=True)
-        begins = self.rendered + mark
-        if not rendered.startswith(begins):
+        rendered_before = self.rendered
+        expected_start = rendered_before + mark
+        if not rendered.startswith(expected_start):
             raise RolloutError(
                 "the chat template renders earlier turns differently after an answer of a tool, so the policy would "
                 "read what it never wrote: use a template that keeps all turns as they are"
             )
         new_messages = ({"role": "assistant", "content": text}, *following)
         whole = (*before, *new_messages)
-        read = _without_space(_render(self.task, before, self.tools, ended=True) + text)
-        if not _without_space(_render(self.task, whole, self.tools, ended=True)).startswith(read):
+        text_so_far = _render(self.task, before, self.tools, ended=True) + text
+        whole_text = _render(self.task, whole, self.tools, ended=True)
+        if not _without_space(whole_text).startswith(_without_space(text_so_far)):
             raise RolloutError(
                 "the chat template leaves out or changes what the policy wrote in an earlier turn, for example its "
                 "thoughts: use a template that keeps all turns as they are, or a hook of your own that begins a new "
@@ -137,18 +142,40 @@ class Conversation:
             )
         # The template ends the turn of the policy as the policy has ended it.
         ending = text_of(self.task.tokenizer, [last_token])
-        between = self._tokens(rendered.removeprefix(begins).removeprefix(ending))
+        between = self._tokens(rendered.removeprefix(expected_start).removeprefix(ending))
         conversation = Conversation(
             task=self.task,
             tools=self.tools,
             before=self,
             new_messages=new_messages,
             new_marked=(turn, *following),
-            new_rendered=rendered[len(begins) - len(mark) :],
+            new_rendered=rendered[len(rendered_before) :],
             size=len(whole),
         )
         assert conversation.size == self.size + len(new_messages), (conversation.size, self.size, len(new_messages))
         return conversation, between
+
+    def _mark_of(self, text: str) -> str:
+        """The mark in the place of a turn with this text.
+
+        No text has such a mark by chance, and no template changes it. Some templates move thoughts, so a turn with
+        thoughts has a mark for these too.
+        """
+        place = f"{self.size}-{id(self)}"
+        mark = f"[turn-{place}]"
+        if _THOUGHT not in text:
+            return mark
+        thought = f"[thought-{place}]\n{_THOUGHT}\n\n{mark}"
+        if _THINKS in text:
+            return f"{_THINKS}\n{thought}"
+        return thought
+
+    def _check_tool_answer(self, messages: Sequence[Message], answer: Message) -> None:
+        """Raises RolloutError if the template leaves out the answer of a tool behind these messages."""
+        mark = f"[answer-{self.size}-{id(self)}]"
+        marked_answer = {**answer, "content": mark}
+        if mark not in _render(self.task, (*messages, marked_answer), self.tools):
+            raise RolloutError("the chat template leaves out the answer of a tool: use one that knows the role tool")
 
     def _tokens(self, text: str) -> list[int]:
         return rendered_ids(self.task.tokenizer, text)

@@ -2,10 +2,11 @@
 
     /sessions/ID/v1/… ──▶ the dialect of the path ──Ask──▶ the session ──Answer──▶ a body, or events
 
-* What a path ends with decides. Clients differ in what they write before it: nothing, /v1, or /v1 twice.
-* An answer is sent when its turn has been drawn whole. Until then a stream gets comments, so that it stays open.
-* A failure has a status and a body in the words of the protocol; in a stream that has begun it is an event, the last.
-* A client that hangs up ends nothing: it may ask again, and gets the answer. Only a session that closes ends turns.
+* The end of a path decides what is done. Clients differ in what they write before it: nothing, /v1, or /v1 twice.
+* An answer is sent when its whole turn has been drawn. Until then a stream gets comments, so that it stays open.
+* A failure has a status and a body in the words of the protocol. In a stream that has begun, it is the last event.
+* A client that hangs up does not end its turn: it may ask again, and gets the answer. Only closing the session ends
+  turns.
 """
 
 from __future__ import annotations
@@ -44,22 +45,26 @@ _REFUSALS = web.AppKey("refusals", Refusals)
 T = TypeVar("T")
 Dialect = Chat | Responses | Messages
 _MOST = 32
-"""Requests of one session that are answered at once. Further ones wait."""
+"""The most requests of one session that are answered at the same time. Further requests wait."""
 MOST_WAITING = 1024
-"""Requests of one session that wait."""
+"""The most requests of one session that wait."""
 MOST_WAITING_BYTES = 64 << 20
-"""Of their bodies."""
+"""The most bytes of the bodies of the requests that wait."""
 _MOST_VALUES = 1 << 18
-"""Values in a request, beside a token each. Python makes so many in some hundredths of a second, at a stretch."""
+"""The most values in a request, beside one for each token of a prompt. Python makes so many in some hundredths of a
+second, in which no other thread runs."""
 _MOST_NESTED = 256
-"""Lists and objects in each other in a request. What reads and writes them further does it by recursion."""
+"""The most lists and objects in each other in a request. Templates and `json` read and write them by recursion."""
 _EMPTY = Answer("", "", "", (), "stop", None, 0, 0)
 _QUIET_S = 10.0
 """After so many seconds without an answer a stream gets a comment."""
 
 
 class _AtDebug(logging.LoggerAdapter[logging.Logger]):
-    """What aiohttp says of bytes that are no request. Anybody can send them, as often as they like."""
+    """A logger for aiohttp that notes bytes that are no request at level DEBUG.
+
+    Anybody can send such bytes, as often as they like.
+    """
 
     def exception(self, msg: object, *args: object, **options: Any) -> None:
         self.debug(msg, *args, **{"exc_info": True, **options})
@@ -67,7 +72,7 @@ class _AtDebug(logging.LoggerAdapter[logging.Logger]):
 
 @web.middleware
 async def _faults(request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]) -> Any:
-    """Says in the log what fails here for another reason than the request."""
+    """Counts refusals, and says in the log if a request fails by an error of this server."""
     try:
         return await handler(request)
     except web.HTTPException as error:
@@ -89,17 +94,17 @@ class _Line:
 
     def __init__(self, *, is_taken: bool) -> None:
         self.is_taken = is_taken
-        """Whether an agent has come for the session."""
+        """True once an agent has come for the session."""
         self.under_way = 0
-        """Requests that are answered, or wait."""
+        """The number of requests that are answered, or wait."""
         self.asked_at = time.monotonic()
-        """When a request came or was answered last, or an agent took the session."""
+        """The time at which a request was answered last, or an agent took the session."""
         self._turns = asyncio.Semaphore(_MOST)
         self._waiting = 0
         self._waiting_bytes = 0
 
     def take(self) -> None:
-        """An agent has come for the session."""
+        """Notes that an agent has come for the session."""
         self.is_taken = True
         self.asked_at = time.monotonic()
 
@@ -132,10 +137,10 @@ class _Line:
 
 
 class SessionServer(Watch):
-    """A server of HTTP. Whoever knows the address of a session may ask it."""
+    """A server of HTTP. Everybody who knows the address of a session may ask it."""
 
     agents_come = False
-    """Whether a session waits until an agent comes for it (`take`)."""
+    """True if a session waits until an agent comes for it (`take`)."""
 
     def __init__(
         self,
@@ -146,19 +151,21 @@ class SessionServer(Watch):
         largest: int = 8 << 20,
         posted: Sequence[PostedPath] = (),
     ) -> None:
-        """`port` 0: any that is free. `largest`: bytes of a request. A million tokens have fewer. `posted`: paths of a
-        session that are served besides those of OpenAI and Anthropic."""
+        """`port` 0: any free port. `largest`: the most bytes of a request; a million tokens have fewer. `posted`: paths
+        of a session that are served besides those of OpenAI and Anthropic."""
         self._posted = (*posted, *_POSTED)
         self.app = web.Application(client_max_size=largest, middlewares=[self._answering, _faults])
-        """Others may add routes before it is entered."""
+        """The application. A subclass may add routes before the server is entered."""
         self.app[_REFUSALS] = Refusals()
         self.base_url = ""
-        """Once it is entered, with scheme, host and port."""
-        self._at, self._ssl = (host, port), ssl_context
+        """Scheme, host and port, once the server is entered."""
+        self._host = host
+        self._port = port
+        self._ssl = ssl_context
         self._sessions: dict[str, tuple[Session, _Line]] = {}
-        strangers = _AtDebug(logger, {})
+        """The open sessions and their requests, by the id of the session."""
         self._connections: Connections | None = None
-        self._runner = web.AppRunner(self.app, access_log=None, shutdown_timeout=1.0, logger=strangers)
+        self._runner = web.AppRunner(self.app, access_log=None, shutdown_timeout=1.0, logger=_AtDebug(logger, {}))
 
     async def __aenter__(self) -> SessionServer:
         self.app.router.add_route("*", "/sessions/{id}{rest:/.*|}", self._serve)
@@ -168,7 +175,7 @@ class SessionServer(Watch):
         assert server is not None
         self._connections = Connections(server, self._ssl)
         try:
-            host, port = await self._connections.listen(*self._at)
+            host, port = await self._connections.listen(self._host, self._port)
         except BaseException:
             await self._runner.cleanup()
             raise
@@ -193,17 +200,20 @@ class SessionServer(Watch):
 
     @property
     def description(self) -> dict[str, str]:
-        """What the server is to be told of the sessions: how many are open, and for what each waits.
+        """The state of the sessions, for the replay server: the number of open sessions, and for what they wait.
 
-        `nobody`: for an agent to come, `policy`: for an answer of the policy, `agent`: for its agent to ask or to end;
-        `silent`: the most seconds for which such an agent has asked nothing, in tens.
+        `nobody` wait for an agent to come, `policy` for an answer of the policy, and `agent` for their agent to ask or
+        to end. `silent`: the most seconds for which such an agent has asked nothing, in tens.
         """
         lines = [line for _, line in self._sessions.values()]
         taken = [line for line in lines if line.is_taken]
         silent = [line for line in taken if not line.under_way]
-        facts: dict[str, Any] = {"open": len(lines), "nobody": len(lines) - len(taken)}
-        facts["policy"] = len(taken) - len(silent)
-        facts["agent"] = len(silent)
+        facts: dict[str, Any] = {
+            "open": len(lines),
+            "nobody": len(lines) - len(taken),
+            "policy": len(taken) - len(silent),
+            "agent": len(silent),
+        }
         if silent:
             seconds = time.monotonic() - min(line.asked_at for line in silent)
             facts["silent"] = 10 * int(seconds / 10)
@@ -211,12 +221,14 @@ class SessionServer(Watch):
 
     def open(self, session: Session) -> str:
         """Serves a session from now on. Returns its address: Anthropic's base URL. OpenAI's has "/v1" behind it."""
-        self._sessions[session.id] = session, _Line(is_taken=not self.agents_come)
+        line = _Line(is_taken=not self.agents_come)
+        self._sessions[session.id] = (session, line)
         return f"{self.base_url}/sessions/{session.id}"
 
     def take(self, session_id: str) -> None:
-        """An agent has come for a session that is open."""
-        self._sessions[session_id][1].take()
+        """Notes that an agent has come for an open session."""
+        _, line = self._sessions[session_id]
+        line.take()
 
     def close(self, session: Session) -> None:
         """Serves a session no more."""
@@ -257,37 +269,44 @@ class SessionServer(Watch):
                     raise Refusal("the client has hung up while its request waited", status=410)
                 return await work(dialect, session, request, raw)
         except Exception as error:
-            refusal = _refusal(request, error, session if request.method == "POST" else None)
+            # The session remembers only refusals of requests for the policy.
+            asked_session = session if request.method == "POST" else None
+            refusal = _refusal(request, error, asked_session)
             headers = {"Retry-After": "1"} if refusal.status == 429 else None
             return web.json_response(dialect.error(refusal), status=refusal.status, headers=headers)
 
 
 Work = Callable[[Dialect, Session, web.Request, bytes], Awaitable[web.StreamResponse]]
-"""Answers a request with this body. Raises Refusal."""
+"""A function that answers a request with this body. Raises Refusal."""
 PostedPath = tuple[str, Dialect, Work]
-"""The end of a path, the dialect in whose words its requests are refused, and what is done at it."""
+"""The end of a path, the dialect in whose words its requests are refused, and the function that answers them."""
 
 
 async def _answer(dialect: Dialect, session: Session, request: web.Request, raw: bytes) -> web.StreamResponse:
+    """Answers with a turn of the policy, as a body or as a stream."""
     key = request.headers.get("Idempotency-Key", "")
     repeated = bool(key) or request.headers.get("x-stainless-retry-count", "0") != "0"
     ask, body = await _ask(dialect, session, raw)
     size = len(raw)
-    about = b"\n".join([dialect.path.encode(), key.encode(errors="surrogatepass"), b""])
-    digest = await worked(size, partial(_digest_of, about, raw))
+    head = b"\n".join([dialect.path.encode(), key.encode(errors="surrogatepass"), b""])
+    digest = await worked(size, partial(_digest_of, head, raw))
     drawing = asyncio.ensure_future(session.ask(ask, digest, repeated))
     streams = bool(body.get("stream"))
-    response = web.StreamResponse(headers={"Content-Type": "text/event-stream" if streams else "application/json"})
-    while not (await asyncio.wait({drawing}, timeout=_QUIET_S))[0]:
+    content_type = "text/event-stream" if streams else "application/json"
+    response = web.StreamResponse(headers={"Content-Type": content_type})
+    await asyncio.wait({drawing}, timeout=_QUIET_S)
+    while not drawing.done():
         if streams:
             await _written(request, response, b": waiting\n\n")
+        await asyncio.wait({drawing}, timeout=_QUIET_S)
     try:
         answer = await drawing
         data = await worked(size, lambda: _answered(dialect, answer, body))
     except Exception as error:
         if not response.prepared:
             raise
-        await _written(request, response, _event(dialect.error(_refusal(request, error, session))), is_all=True)
+        refusal = _refusal(request, error, session)
+        await _written(request, response, _event(dialect.error(refusal)), is_all=True)
     else:
         if await _written(request, response, data, is_all=True):
             session.delivered(answer)
@@ -308,21 +327,28 @@ async def _model(dialect: Dialect, session: Session, request: web.Request, raw: 
 
 
 def _card(session: Session, name: str) -> dict[str, Any]:
-    """What is told of the policy, by whichever name the client knows it."""
-    about = {"id": name, "object": "model", "created": 0, "owned_by": "replay"}
-    return about | {"max_model_len": session.task.max_length - 1}  # the policy writes at least one more
+    """The description of the policy as a model. `name`: the name by which the client asks for it."""
+    return {
+        "id": name,
+        "object": "model",
+        "created": 0,
+        "owned_by": "replay",
+        "max_model_len": session.task.max_length - 1,  # the policy writes at least one more
+    }
 
 
 async def _unknown(dialect: Dialect, session: Session, request: web.Request, raw: bytes) -> web.StreamResponse:
+    """Refuses a request for a path that is not served."""
     if request.headers.get("Upgrade", "").lower() == "websocket":
         # Codex asks by a web socket first. At this status it posts at once, at any other after seven seconds.
         raise Refusal("no path is served by web sockets: send a request by POST", status=426)
-    paths = ", ".join(each.path for each in (Chat, Completions, Responses, Messages))
+    paths = ", ".join(dialect.path for dialect in (Chat, Completions, Responses, Messages))
     path = request.match_info["rest"] or "/"
     raise Refusal(f"{request.method} {path} is not served; there are {paths}", status=404, field="path")
 
 
-_CHAT, _MESSAGES = Chat(), Messages()
+_CHAT = Chat()
+_MESSAGES = Messages()
 _POSTED: tuple[PostedPath, ...] = (
     ("/chat/completions", _CHAT, _answer),
     ("/completions", Completions(), _answer),
@@ -330,11 +356,11 @@ _POSTED: tuple[PostedPath, ...] = (
     ("/messages/count_tokens", _MESSAGES, _count),
     ("/messages", _MESSAGES, _answer),
 )
-"""What is done at the paths with these ends; the first decides."""
+"""The paths of OpenAI and Anthropic. The first whose end is that of a path decides."""
 
 
 def _work_of(request: web.Request, posted: Sequence[PostedPath]) -> tuple[Dialect, Work]:
-    """What a request is for, and in whose words it is answered."""
+    """The dialect of a request, and the function that answers it."""
     path = request.path.rstrip("/")
     if request.method == "POST":
         for end, dialect, work in posted:
@@ -355,7 +381,7 @@ def _digest_of(*parts: bytes) -> bytes:
 
 
 async def _ask(dialect: Dialect, session: Session, raw: bytes) -> tuple[Ask, dict[str, Any]]:
-    """What a request asks, and its body. Raises Refusal."""
+    """The request as an Ask, and its body. Raises Refusal."""
     return await worked(len(raw), lambda: _parsed(dialect, session.answers, session.task.max_length, raw))
 
 
@@ -363,8 +389,12 @@ def _parsed(dialect: Dialect, answers: Sequence[Answer], max_length: int, raw: b
     """As `_ask`. It runs in a thread where the request is large."""
 
     def read(body: dict[str, Any]) -> tuple[Ask, dict[str, Any]]:
-        ask = dialect.ask(body, answers) if isinstance(dialect, Responses) else dialect.ask(body)
-        _answered(dialect, _EMPTY, body)  # what cannot be written is refused before it is drawn
+        if isinstance(dialect, Responses):
+            ask = dialect.ask(body, answers)
+        else:
+            ask = dialect.ask(body)
+        # A request whose answer cannot be written is refused before the answer is drawn.
+        _answered(dialect, _EMPTY, body)
         return replace(ask, size=len(raw)), body
 
     return parsed(dialect.path, raw, max_length, read)
@@ -388,7 +418,7 @@ def parsed(path: str, raw: bytes, max_length: int, read: Callable[[dict[str, Any
         return read(body)
     except Refusal:
         raise
-    except Exception as error:  # whatever comes of a body that is not whole, or not of the form of its path
+    except Exception as error:  # the body is not whole, or not of the form of its path
         why = f"this is no request for {path}: {type(error).__name__}: {error}"
         raise Refusal(why, field=f"body of {path}") from error
 
@@ -397,15 +427,16 @@ _TEXT = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"', re.DOTALL)
 
 
 def _values(raw: bytes) -> int:
-    """At least as many as the values of a JSON text: its lists, objects and commas.
+    """An upper bound for the number of values of a JSON text: its lists, objects and commas.
 
-    The parser holds all threads until it has read the last one. This looks at one text after the other.
+    The parser of JSON holds all threads until it has read the last value. This function looks at one string after the
+    other.
     """
     count = _structure(raw)
     if count <= _MOST_VALUES:
         return count
-    for text in _TEXT.finditer(raw):  # those in texts do not count
-        count -= _structure(text[0])
+    for string in _TEXT.finditer(raw):  # brackets and commas inside of strings do not count
+        count -= _structure(string[0])
     return count
 
 
@@ -414,8 +445,10 @@ def _structure(raw: bytes) -> int:
 
 
 async def read_body(request: web.Request) -> bytes:
-    """The whole body, which the request does not keep. Raises Refusal for one that is too large, or is not what its
-    headers say."""
+    """The whole body of a request. Raises Refusal for one that is too large, or that is not what its headers say.
+
+    Unlike `request.read`, this leaves no copy of the body in the request.
+    """
     body = bytearray()
     try:
         async for piece in request.content.iter_any():
@@ -437,18 +470,22 @@ async def read_body(request: web.Request) -> bytes:
 def _answered(dialect: Dialect, answer: Answer, body: dict[str, Any]) -> bytes:
     """The body of an answer, or its events if the request asks for a stream."""
     if body.get("stream"):
-        return b"".join(map(_event, dialect.events(answer, body)))
+        return b"".join(_event(data) for data in dialect.events(answer, body))
     return json.dumps(dialect.answer(answer, body)).encode()
 
 
 def _event(data: dict[str, Any] | str) -> bytes:
     """A server-sent event. Protocols that name their events have the name in the data too."""
-    name = f"event: {data['type']}\n" if isinstance(data, dict) and "type" in data else ""
-    return f"{name}data: {data if isinstance(data, str) else json.dumps(data)}\n\n".encode()
+    if isinstance(data, str):
+        return f"data: {data}\n\n".encode()
+    encoded = json.dumps(data)
+    if "type" in data:
+        return f"event: {data['type']}\ndata: {encoded}\n\n".encode()
+    return f"data: {encoded}\n\n".encode()
 
 
 def _refusal(request: web.Request, error: Exception, session: Session | None) -> Refusal:
-    """The words for a client. `session`: it remembers why a request of its agent was refused; None: nobody does."""
+    """The refusal that a client gets for an error. `session`: the session that remembers it; None: no session does."""
     if not isinstance(error, Refusal):
         logger.error("a request of an agent failed with %s: %s", type(error).__name__, error)
         error = Refusal(f"the policy failed with {type(error).__name__}: {error}", status=500)
@@ -460,10 +497,10 @@ def _refusal(request: web.Request, error: Exception, session: Session | None) ->
 
 
 async def _written(request: web.Request, response: web.StreamResponse, data: bytes, *, is_all: bool = False) -> bool:
-    """Writes to a client. Returns whether it was still there when all of it was written."""
+    """Writes to a client. Returns True if the client was still there when all data was written."""
     try:
         if request.transport is not None:
-            request.transport.set_write_buffer_limits(0)  # otherwise the last of it may wait in a buffer
+            request.transport.set_write_buffer_limits(0)  # otherwise the end of the data may wait in a buffer
         async with asyncio.timeout(connection_bounds.SECONDS_IDLE):
             await response.prepare(request)
             await response.write(data)

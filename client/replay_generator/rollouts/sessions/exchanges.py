@@ -1,21 +1,24 @@
-"""Exchanges: what an agent asked and the policy drew, as a tree, and the sequences of a rollout that come of it.
+"""Exchanges: the requests of an agent and the completions of the policy, as a tree of which sequences are made.
 
-A client sends the whole conversation each time. The exchange that its messages begin with is found by them
-(matching.py has the rule), and what is asked now goes on after the tokens of that one, as they were drawn. One that
-goes on at the end of a branch makes the branch longer. One that goes on where another already does, as sub-agents do
-that share a beginning, begins a branch of its own. A conversation that begins with no exchange, for example because the
-agent has edited or compacted it, begins a tree of its own.
+A client sends the whole conversation each time. Its messages lead to the exchange that they begin with (matching.py has
+the rule), and the new request goes on after the tokens of that exchange, as they were drawn.
+
+* A request that goes on at the end of a branch makes the branch longer.
+* A request that goes on where another one already does begins a branch of its own. Sub-agents that share a beginning do
+  so.
+* A conversation that begins with no exchange, for example because the agent has edited or compacted it, begins a tree
+  of its own.
 
 An exchange has only its own tokens, so that a session of many turns takes no more memory than its tokens do.
 
 Each branch becomes a sequence. A turn that several branches share is trained on in the first of them, and is context in
-the others. A turn that no client has read, because it hung up and never asked again, belongs to none, and neither does
-one of a model by whose name nothing is trained.
+the others. A turn that no client has read belongs to no sequence: the client hung up and never asked again. Neither
+does a turn of a model of `untrained_models`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -32,7 +35,7 @@ from replay_protos.words import counted
 _EARLIER = "earlier"
 """The role of a turn of the policy that another sequence of the rollout is trained on."""
 _UNTRAINED = "untrained"
-"""The role of a turn of the policy that none is trained on."""
+"""The role of a turn of the policy that no sequence is trained on."""
 
 
 @dataclass(eq=False)
@@ -40,32 +43,33 @@ class Exchange:
     """Tokens that the policy was given, and the completion that it drew after them."""
 
     before: Exchange | None
-    """The one whose tokens it goes on after; None: it is the first of its tree."""
+    """The exchange after whose tokens this one goes on; None: this is the first of its tree."""
     new_ids: list[int]
-    """Tokens behind those of `before`."""
+    """The tokens behind those of `before`, up to the completion."""
     role: str = "prompt"
+    """The side that gave these tokens."""
     words: str = ""
-    """Who gave these tokens, and as which text."""
+    """These tokens as a text."""
     conversation: Conversation | None = None
-    """As the policy read it; None: it was asked with tokens or with a text."""
+    """The conversation as the policy read it; None: the client sent tokens or a text."""
     completion: Completion | None = None
-    """None: it is not drawn yet."""
+    """The completion; None: it is not drawn yet."""
     sampling: SamplingConfig | None = None
-    """How it was drawn."""
+    """The sampling of the completion."""
     text: str = ""
-    """Of one that was asked with a text: that, and what was drawn after it."""
+    """The text that the client sent, and the completion behind it; "": the client sent no text."""
     read: bool = False
-    """Whether the client has the whole answer."""
+    """True once the client has the whole answer."""
     is_trained: bool = True
-    """Whether its completion is trained on. Otherwise it is context of those that go on after it."""
+    """True if the completion is trained on. Otherwise it is context of the exchanges that go on after it."""
     followed: bool = False
-    """Whether somebody goes on after it."""
+    """True once another exchange goes on after this one."""
     answer: Answer | None = None
-    """What the client was answered."""
+    """The answer that the client got."""
     digest: bytes = b""
-    """Of the conversation with its answer."""
+    """The digest of the conversation with its answer."""
     size: int = field(init=False)
-    """How many tokens it has, from the first of the tree on; with those of the completion, once it is drawn."""
+    """The number of tokens from the first of the tree on; with those of the completion, once it is drawn."""
 
     def __post_init__(self) -> None:
         self.size = len(self.new_ids)
@@ -84,105 +88,123 @@ class Exchange:
 
     @property
     def path(self) -> list[Exchange]:
-        """Those from the first of its tree to itself."""
-        found = []
+        """The exchanges from the first of the tree to this one."""
+        path = []
         exchange: Exchange | None = self
         while exchange is not None:
-            found.append(exchange)
+            path.append(exchange)
             exchange = exchange.before
-        return found[::-1]
+        path.reverse()
+        return path
 
     def begins(self, token_ids: Sequence[int]) -> bool:
-        """Whether tokens begin with all of its own."""
+        """True if `token_ids` begins with all tokens of this exchange."""
         end = self.size
         exchange: Exchange | None = self
-        while exchange is not None:
-            for part in (exchange.completion.token_ids if exchange.completion else (), exchange.new_ids):
-                if list(token_ids[end - len(part) : end]) != list(part):
+        while exchange is not None:  # from the last tokens to the first
+            completion_ids = exchange.completion.token_ids if exchange.completion else []
+            for part in (completion_ids, exchange.new_ids):
+                start = end - len(part)
+                if list(token_ids[start:end]) != list(part):
                     return False
-                end -= len(part)
+                end = start
             exchange = exchange.before
         return True
 
 
 @dataclass(frozen=True)
 class Beginning:
-    """What of the messages of a request is known."""
+    """The known beginning of the messages of a request."""
 
     messages: Sequence[Message]
-    """All of the request, in the order in which the policy reads them."""
+    """All messages of the request, in the order in which the policy reads them."""
     before: Exchange | None
-    """The last exchange that they begin with; None: they begin with none."""
+    """The last exchange that the messages begin with; None: they begin with none."""
     count: int
-    """How many of them are its own, with its answer."""
+    """The number of messages up to `before`, with its answer. The others are new."""
     digests: Sequence[bytes]
-    """Of the conversations that end with each of the others; the last one is that of the whole request."""
+    """The digest up to `before`, and that up to each of the new messages. The last one is that of the whole request."""
 
 
 class Exchanges:
-    """Those of one rollout, in the order in which they were drawn."""
+    """The exchanges of one rollout, in the order in which they were drawn."""
 
     def __init__(self) -> None:
         self._drawn: list[Exchange] = []
         self._by_conversation: dict[bytes, list[Exchange]] = {}
-        """By the digest of a conversation: the exchanges that answered it, the oldest first."""
+        """The exchanges that answered a conversation, the oldest first, by its digest."""
         self._beginnings: set[bytes] = set()
-        """Digests of all conversations that another one, which was answered, begins with."""
+        """The digests of all beginnings of conversations that were answered."""
         self._call_ids: dict[str, Exchange] = {}
-        """By the id of a call: the exchange that wrote it."""
+        """The exchange that wrote a call, by the id of the call."""
 
     def add(self, exchange: Exchange, completion: Completion, sampling: SamplingConfig) -> None:
-        exchange.completion, exchange.sampling = completion, sampling
+        exchange.completion = completion
+        exchange.sampling = sampling
         exchange.size += len(completion.token_ids)
         self._drawn.append(exchange)
 
     def answered(self, exchange: Exchange, beginning: Beginning, answer: Answer) -> None:
-        """A request that begins with these messages and the answer goes on after this exchange."""
+        """Remembers the answer to a request with these messages. From then on `after_messages` finds the exchange."""
+        digest = beginning.digests[-1]
         exchange.answer = answer
-        exchange.digest = followed_by(beginning.digests[-1], {"answer": answer.id})
-        self._by_conversation.setdefault(beginning.digests[-1], []).append(exchange)
+        exchange.digest = followed_by(digest, {"answer": answer.id})
+        self._by_conversation.setdefault(digest, []).append(exchange)
         self._beginnings.update(beginning.digests)
         for call in answer.calls:
             self._call_ids[call.id] = exchange
 
     def after_messages(self, tools: Sequence[Any], messages: Sequence[Message]) -> Beginning:
-        """What these messages begin with.
+        """The known beginning of these messages.
 
-        Of several exchanges that answered alike, the one whose calls have the ids; of these the one with the thoughts;
-        then one that was read, and of these the oldest that nobody goes on after.
+        Of several exchanges with equal answers it has the best one by `_rank`, and of equally good ones the oldest.
         """
         messages = in_order(messages, self._call_ids)
         start = begun(tools)
-        reached: set[bytes] = {start}
+        reached: set[bytes] = {start}  # the digests of all known conversations that end here
         best: Exchange | None = None
         count = 0
         for number, message in enumerate(messages, start=1):
             following = {followed_by(digest, message) for digest in reached} & self._beginnings
             differs = ""
             if message["role"] == "assistant":
-                for exchange in [each for digest in reached for each in self._by_conversation.get(digest, ())]:
+                for exchange in self._answers_to(reached):
                     assert exchange.answer is not None
                     differs = difference(exchange.answer, message)
                     if differs:
                         continue
                     following.add(exchange.digest)
-                    if count < number or _rank(exchange, message) < _rank(best, message):
-                        best, count = exchange, number
+                    is_first = count < number
+                    if is_first or _rank(exchange, message) < _rank(best, message):
+                        best = exchange
+                        count = number
             if not following:
                 self._say_what_differs(messages, number, differs)
                 break
             reached = following
-        digests = [best.digest if best is not None else start]
+        digests = [start if best is None else best.digest]
         for message in messages[count:]:
             digests.append(followed_by(digests[-1], message))
         return Beginning(messages, best, count, digests)
 
+    def _answers_to(self, digests: Iterable[bytes]) -> list[Exchange]:
+        """The exchanges that answered the conversations with these digests."""
+        exchanges: list[Exchange] = []
+        for digest in digests:
+            exchanges += self._by_conversation.get(digest, ())
+        return exchanges
+
     def _say_what_differs(self, messages: Sequence[Message], number: int, differs: str) -> None:
-        """Says from which message on a conversation with turns of the assistant goes on after none of ours."""
-        if not self._by_conversation or all(message["role"] != "assistant" for message in messages[number - 1 :]):
+        """Says in the log from which message on a conversation goes on after none of the exchanges."""
+        if not self._by_conversation:
             return
-        role = messages[number - 1]["role"]
-        what = f" in {differs}" if differs else ""
+        unknown = messages[number - 1 :]
+        if all(message["role"] != "assistant" for message in unknown):
+            return  # no turn of the policy could be found in them
+        role = unknown[0]["role"]
+        what = ""
+        if differs:
+            what = f" in {differs}"
         say_once(
             f"a conversation begins a new sequence: message {number}, of the {role}, is another one than before{what}",
             f"differs {role} {differs}",
@@ -190,71 +212,104 @@ class Exchanges:
 
     def after_tokens(self, token_ids: Sequence[int]) -> Exchange | None:
         """The longest exchange that these tokens go on after."""
-        begun = (each for each in self._drawn if each.size <= len(token_ids) and each.begins(token_ids))
-        return max(begun, key=lambda each: each.size, default=None)
+        longest: Exchange | None = None
+        for exchange in self._drawn:
+            if exchange.size > len(token_ids) or not exchange.begins(token_ids):
+                continue
+            if longest is None or exchange.size > longest.size:
+                longest = exchange
+        return longest
 
     def after_text(self, text: str) -> Exchange | None:
         """The longest exchange that this text goes on after."""
-        begun = (each for each in self._drawn if each.text and text.startswith(each.text))
-        return max(begun, key=lambda each: len(each.text), default=None)
+        longest: Exchange | None = None
+        for exchange in self._drawn:
+            if not exchange.text or not text.startswith(exchange.text):
+                continue
+            if longest is None or len(exchange.text) > len(longest.text):
+                longest = exchange
+        return longest
 
     def that_drew(self, token_ids: Sequence[int], besides: Sequence[Exchange]) -> Exchange:
-        """The exchange whose last token is that of these. Of several: one that is not among `besides`. Raises
-        RolloutError if there is none."""
-        found = [each for each in self._drawn if each.size == len(token_ids) and each.begins(token_ids)]
+        """The exchange that has exactly these tokens. Of several: the first that is not among `besides`.
+
+        Raises RolloutError if there is none.
+        """
+        size = len(token_ids)
+        found = [exchange for exchange in self._drawn if exchange.size == size and exchange.begins(token_ids)]
         if not found:
-            tokens = counted(len(token_ids), "token")
-            raise RolloutError(f"the environment has {tokens} that the engine did not draw like this")
-        return next((each for each in found if each not in besides), found[0])
+            raise RolloutError(f"the environment has {counted(size, 'token')} that the engine did not draw like this")
+        for exchange in found:
+            if exchange not in besides:
+                return exchange
+        return found[0]
 
     @property
     def has_read(self) -> bool:
-        """Whether the client has read any answer."""
+        """True if the client has read any answer."""
         return any(exchange.read for exchange in self._drawn)
 
     def sequences(self, assumed: SamplingConfig, last: Sequence[Exchange] | None = None) -> list[RolloutSequence]:
-        """A sequence for each branch. `assumed`: what the trainer assumes of the sampling. `last`: only the branches
-        that end with these; None: all that a client has read.
+        """A sequence for each branch. `assumed`: the sampling that the trainer assumes. `last`: the exchanges at the
+        ends of the branches; None: all branches that a client has read.
 
         Raises RolloutError for a turn that was drawn in another way.
         """
         if last is None:
-            kept: set[int] = set()
-            for exchange in self._drawn:
-                if exchange.read and exchange.is_trained:
-                    kept.update(map(id, exchange.path))
-            inner = {id(each.before) for each in self._drawn if id(each) in kept}
-            last = [each for each in self._drawn if id(each) in kept - inner]
-        taught: set[Exchange] = set()
-        return [_sequence(each.path, taught, vars(assumed)) for each in last if each not in taught]
+            last = self._last_read()
+        trained: set[Exchange] = set()
+        sequences = []
+        for exchange in last:
+            if exchange not in trained:
+                sequences.append(_sequence(exchange.path, trained, vars(assumed)))
+        return sequences
+
+    def _last_read(self) -> list[Exchange]:
+        """The last exchanges of all branches that a client has read and that are trained on."""
+        on_path: set[Exchange] = set()
+        for exchange in self._drawn:
+            if exchange.read and exchange.is_trained:
+                on_path.update(exchange.path)
+        inner = {exchange.before for exchange in on_path}
+        return [exchange for exchange in self._drawn if exchange in on_path and exchange not in inner]
 
 
-def _sequence(path: Sequence[Exchange], taught: set[Exchange], assumed: Mapping[str, Any]) -> RolloutSequence:
-    """The sequence of a branch. Adds to `taught` what is trained on in it."""
+def _sequence(path: Sequence[Exchange], trained: set[Exchange], assumed: Mapping[str, Any]) -> RolloutSequence:
+    """The sequence of a branch. It is trained on the turns that are not in `trained` yet, and adds them there."""
     sequence = RolloutSequence(path[0].new_ids, text=path[0].words)
     for exchange in path:
         assert exchange.completion is not None
         assert exchange.sampling is not None
         if exchange is not path[0]:
             sequence.append_observation(exchange.new_ids, role=exchange.role, text=exchange.words)
-        if exchange in taught or not exchange.is_trained:
+        if exchange in trained or not exchange.is_trained:
             role = _EARLIER if exchange.is_trained else _UNTRAINED
             sequence.append_observation(exchange.completion.token_ids, role=role, text=exchange.completion.text)
             continue
-        if other := other_sampling(vars(exchange.sampling), assumed):
+        other = other_sampling(vars(exchange.sampling), assumed)
+        if other:
             name, drew, wanted = other
             raise RolloutError(
                 f"the environment drew with {name} {drew}, and the trainer assumes that of the generator, {wanted}: "
                 "give the generator that one, or take it out of the environment's `sampling`"
             )
         sequence.append_completion(exchange.completion)
-        taught.add(exchange)
+        trained.add(exchange)
     return sequence
 
 
 def _rank(exchange: Exchange | None, message: Message) -> tuple[bool, ...]:
-    """Which of several exchanges a message is of: the one with the least."""
+    """The order in which exchanges come into question for a message; the least is best.
+
+    First one whose calls have the ids of the message; then one with its thoughts; then one that was read; then one that
+    nobody goes on after.
+    """
     assert exchange is not None
     assert exchange.answer is not None
     answer = exchange.answer
-    return not has_ids(answer, message), not has_thoughts(answer, message), not exchange.read, exchange.followed
+    return (
+        not has_ids(answer, message),
+        not has_thoughts(answer, message),
+        not exchange.read,
+        exchange.followed,
+    )

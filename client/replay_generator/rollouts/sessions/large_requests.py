@@ -1,6 +1,6 @@
-"""Large requests: work on them in threads, a few at once, so that the event loop goes on for all others.
+"""Large requests: works on them in threads, a few at a time, so that the event loop goes on for all other requests.
 
-More threads would take the interpreter from the loop. What is small is done at once: a thread costs more.
+More threads would take the interpreter from the loop. A small request is worked on at once: a thread costs more.
 """
 
 from __future__ import annotations
@@ -16,11 +16,12 @@ T = TypeVar("T")
 SMALL = 20_000
 """Bytes or characters that are parsed, rendered and tokenized in some milliseconds."""
 _AT_ONCE = 2
+"""The most threads that work on requests at the same time."""
 _turns: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = WeakKeyDictionary()
 
 
 async def worked(size: int, work: Callable[[], T]) -> T:
-    """The result of `work` on something of this many bytes. Who came first is served first."""
+    """The result of `work` on a request of `size` bytes. Large requests wait for their turn, in order."""
     if size < SMALL:
         return work()
     turns = _turns.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(_AT_ONCE))

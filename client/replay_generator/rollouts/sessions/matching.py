@@ -2,12 +2,12 @@
 
 A message is ours if the conversation before it is that of an exchange (exchanges.py), and
 
-* its text and its calls are those of the answer exactly, or
-* the ids of its calls are those of the answer. Then numbers may be spelt otherwise, as JavaScript does it (100.0 as
-  100), and the text may be missing.
+* its text and its calls are exactly those of the answer, or
+* the ids of its calls are those of the answer. Then its numbers may be written in another way, as JavaScript writes
+  100.0 as 100, and the text may be missing.
 
-Its thoughts may be missing, and are never others. Whatever differs besides makes it a message of somebody else: the
-policy would read what the agent did not send.
+Its thoughts may be missing, but may not differ. A message with any other difference is not ours: if it were replaced by
+our turn, the policy would read what the agent did not send.
 """
 
 from __future__ import annotations
@@ -25,53 +25,58 @@ _Call = tuple[str, str, Any]
 
 
 def difference(answer: Answer, message: Message) -> str:
-    """What makes a message of the assistant another one than an answer; "": nothing, it is ours."""
-    wrote, calls = _calls_of(answer), _calls(message)
-    is_ours = has_ids(answer, message)
-    thoughts = str(message.get("reasoning_content") or "")
-    if thoughts.strip() and thoughts.strip() != answer.reasoning.strip():
+    """The part in which a message of the assistant differs from an answer; "": the message is our turn."""
+    answer_calls = _calls_of(answer)
+    calls = _calls(message)
+    has_same_ids = has_ids(answer, message)
+    thoughts = str(message.get("reasoning_content") or "").strip()
+    if thoughts and thoughts != answer.reasoning.strip():
         return "its thoughts"
     text = message.get("content") or ""
-    if text != answer.text and not (is_ours and not text):
+    may_miss = has_same_ids and not text
+    if text != answer.text and not may_miss:
         return "its text"
-    if [name for _, name, _ in calls] != [name for _, name, _ in wrote]:
+    if [name for _, name, _ in calls] != [name for _, name, _ in answer_calls]:
         return "its calls"
-    for (_, name, arguments), (_, _, own) in zip(calls, wrote, strict=True):
-        if not _same(arguments, own, exactly=not is_ours):
+    for (_, name, arguments), (_, _, answer_arguments) in zip(calls, answer_calls, strict=True):
+        if not _same(arguments, answer_arguments, exactly=not has_same_ids):
             return f"the arguments of its call of {name!r:.80}"
     return ""
 
 
 def has_ids(answer: Answer, message: Message) -> bool:
-    """Whether a message has calls, all of them with the ids of the answer's."""
-    calls = _calls(message)
-    return bool(calls) and [id for id, _, _ in calls] == [call.id for call in answer.calls]
+    """True if a message has calls, and their ids are those of the answer's calls."""
+    ids = [id for id, _, _ in _calls(message)]
+    return bool(ids) and ids == [call.id for call in answer.calls]
 
 
 def has_thoughts(answer: Answer, message: Message) -> bool:
-    """Whether a message has the thoughts of an answer."""
+    """True if a message has thoughts, and they are those of the answer."""
     thoughts = str(message.get("reasoning_content") or "").strip()
     return bool(thoughts) and thoughts == answer.reasoning.strip()
 
 
 def in_order(messages: Sequence[Message], known: Mapping[str, Any]) -> list[Message]:
-    """The messages, the results of parallel calls in the order of the calls. `known`: the ids of calls of ours.
+    """The messages, with the results of parallel calls in the order of the calls. `known`: the ids of our calls.
 
-    That is so for the messages directly behind our turn, if their ids are exactly those of its calls, each once.
+    Results are put in order if they stand directly behind our turn, and their ids are exactly those of its calls, each
+    once.
     """
     ordered = list(messages)
-    for at, message in enumerate(messages):
+    for index, message in enumerate(messages):
         if message["role"] != "assistant":
             continue
         ids = [id for id, _, _ in _calls(message)]
         if len(ids) < 2 or not all(id in known for id in ids):
             continue
-        results = messages[at + 1 : at + 1 + len(ids)]
-        if any(each["role"] != "tool" for each in results):
+        start = index + 1
+        end = start + len(ids)
+        results = messages[start:end]
+        if any(result["role"] != "tool" for result in results):
             continue
-        by_id = {each.get("tool_call_id"): each for each in results}
+        by_id = {result.get("tool_call_id"): result for result in results}
         if len(results) == len(ids) == len(set(ids)) and set(by_id) == set(ids):
-            ordered[at + 1 : at + 1 + len(ids)] = [by_id[id] for id in ids]
+            ordered[start:end] = [by_id[id] for id in ids]
     return ordered
 
 
@@ -81,7 +86,10 @@ def begun(tools: Sequence[Any]) -> bytes:
 
 
 def followed_by(digest: bytes, message: Message) -> bytes:
-    """The digest of a conversation with another message, to the byte. `digest`: of the conversation before it."""
+    """The digest of a conversation with one more message. Equal digests mean the same bytes.
+
+    `digest`: that of the conversation before the message.
+    """
     encoded = json.dumps(message, sort_keys=True).encode()
     return hashlib.sha256(digest + encoded).digest()
 
@@ -92,16 +100,18 @@ def _calls(message: Message) -> list[_Call]:
 
 
 def _calls_of(answer: Answer) -> list[_Call]:
-    """Those of an answer, as the dialects tell calls that a client repeats."""
-    found = []
+    """The calls of an answer, in the form in which dialects give the calls that a client repeats."""
+    calls = []
     for call in answer.calls:
         arguments: Any = object_of(call.arguments)
-        found.append((call.id, call.name, call.arguments if arguments is None else arguments))
-    return found
+        if arguments is None:
+            arguments = call.arguments
+        calls.append((call.id, call.name, arguments))
+    return calls
 
 
 def _same(one: Any, other: Any, *, exactly: bool) -> bool:
-    """Whether two values of JSON are equal. `exactly`: 100 and 100.0 are two numbers."""
+    """True if two values of JSON are equal. `exactly`: 100 and 100.0 differ."""
     pairs = [(one, other)]
     while pairs:
         one, other = pairs.pop()

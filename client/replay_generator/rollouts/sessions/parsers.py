@@ -1,7 +1,7 @@
-"""Parsers: which part of a turn are thoughts, which are calls of tools, and which is text, by vLLM's own parsers.
+"""Parsers: divides a turn into thoughts, calls of tools, and text, by vLLM's own parsers.
 
 Each family of models writes calls and thoughts in a format of its own. vLLM has a parser for each, by the names that
-`vllm serve --tool-call-parser` and `--reasoning-parser` take; whoever serves the model later uses the same.
+`vllm serve --tool-call-parser` and `--reasoning-parser` take. So the trained model is served with the same parsers.
 """
 
 from __future__ import annotations
@@ -18,17 +18,18 @@ from replay_generator.rollouts.sessions.turns import Refusal, WrittenCall, whole
 logger = logging.getLogger(__name__)
 
 _HARMONY = ("openai", "openai_gptoss")
-"""Names of vLLM that stand for a parser of gpt-oss, which vLLM takes by the model and not by the name."""
+"""The names of vLLM's parsers of gpt-oss. vLLM chooses these by the model, and not by the name."""
 
 
 class Parsers:
     """The parsers of one model, for all its sessions."""
 
     def __init__(self, tool_parser: str | None = None, reasoning_parser: str | None = None) -> None:
-        """Raises ValueError for a name that vLLM does not know, and if vLLM is not installed. Without names every turn
-        is text."""
+        """Without names every turn is text. Raises ValueError for a name that vLLM does not know, and if vLLM is not
+        installed."""
         self.knows_tools = tool_parser is not None
         self._kind: Any = None
+        """The class of vLLM's parser; None: every turn is text."""
         if not (tool_parser or reasoning_parser):
             return
         try:
@@ -38,25 +39,16 @@ class Parsers:
             from vllm.tool_parsers import ToolParserManager
         except ImportError as missing:
             raise ValueError(f"tool_parser and reasoning_parser name parsers of vLLM 0.32: {missing}") from missing
-        for option, name, known in (
-            ("tool_parser", tool_parser, ToolParserManager.list_registered()),
-            ("reasoning_parser", reasoning_parser, ReasoningParserManager.list_registered()),
-        ):
-            if name is not None and name not in known:
-                raise ValueError(f"{option} {name!r} is none of vLLM's: {', '.join(known)}")
-            if name in _HARMONY:
-                raise ValueError(
-                    f"{option} {name!r} is not served: the turns of gpt-oss are messages of Harmony, which no chat "
-                    "template goes on after: train an agent of another model"
-                )
+        _check_parser("tool_parser", tool_parser, ToolParserManager.list_registered())
+        _check_parser("reasoning_parser", reasoning_parser, ReasoningParserManager.list_registered())
         self._request = ChatCompletionRequest
         self._kind = ParserManager.get_parser(tool_parser, reasoning_parser, True)
 
     def ready(
         self, tokenizer: Any, prompt_ids: Sequence[int], tools: Sequence[Mapping[str, Any]], template: Mapping[str, Any]
     ) -> TurnParser:
-        """The parser of a turn that is not drawn yet. `prompt_ids`: what the policy reads; `template`: arguments of the
-        chat template. Raises Refusal if the tokenizer lacks what the parser needs."""
+        """The parser of a turn that is not drawn yet. `prompt_ids`: the tokens that the policy reads; `template`:
+        arguments of the chat template. Raises Refusal if the tokenizer lacks what the parser needs."""
         if self._kind is None:
             return TurnParser(tokenizer)
         try:
@@ -79,48 +71,63 @@ class Parsers:
         return TurnParser(tokenizer, parser, request, bool(tools), adjusted.skip_special_tokens)
 
 
+def _check_parser(option: str, name: str | None, known: Sequence[str]) -> None:
+    """Raises ValueError for a parser that cannot be used. `known`: the names of vLLM's parsers."""
+    if name is not None and name not in known:
+        raise ValueError(f"{option} {name!r} is none of vLLM's: {', '.join(known)}")
+    if name in _HARMONY:
+        raise ValueError(
+            f"{option} {name!r} is not served: the turns of gpt-oss are messages of Harmony, which no chat "
+            "template goes on after: train an agent of another model"
+        )
+
+
 @dataclass(frozen=True)
 class TurnParser:
     """The parser of one turn."""
 
     tokenizer: Any
     parser: Any = None
-    """Of vLLM; None: every turn is text."""
+    """vLLM's parser; None: every turn is text."""
     request: Any = None
     has_tools: bool = False
     skips_special_tokens: bool = True
-    """False: some formats consist of them."""
+    """False: the parser wants a text with its special tokens, because its format consists of them."""
 
     def parse(
         self, completion: Completion, stopped_by: str | None, *, objects_only: bool = False
     ) -> tuple[str, str, list[WrittenCall]]:
         """The thoughts, the text and the calls of a turn up to the text that stopped it. `objects_only`: see Ask.
 
-        A policy may write anything. A turn at which the parser fails is a text, as it is written.
+        A policy may write anything. If the parser fails, the whole turn is a text, as it was written.
         """
         if self.parser is None:
             return "", _up_to(stopped_by, completion.text), []
-        text, ids = completion.text, completion.token_ids
-        if not self.skips_special_tokens:
-            if completion.finish_reason == "stop" and ids[-1] in self.tokenizer.all_special_ids:
-                text = text_of(self.tokenizer, ids[:-1], skip_special_tokens=False)
-            else:
-                text = text_of(self.tokenizer, ids, skip_special_tokens=False)
-        text = _up_to(stopped_by, text)
+        text = _up_to(stopped_by, self._text_of(completion))
+        ids = completion.token_ids
         if self.has_tools:
             try:
-                thoughts, content, written = _parsed(self.parser, text, self.request, ids, with_calls=True)
+                thoughts, content, calls = _parsed(self.parser, text, self.request, ids, with_calls=True)
             except Exception as error:  # of the parser of some model
                 logger.debug("a turn of the policy is a text: its parser fails: %s: %s", type(error).__name__, error)
             else:
-                if not objects_only or all(call.object is not None for call in written):
-                    return thoughts, content, written
+                if not objects_only or all(call.object is not None for call in calls):
+                    return thoughts, content, calls
         try:
             thoughts, content, _ = _parsed(self.parser, text, self.request, ids, with_calls=False)
         except Exception as error:
             logger.debug("a turn of the policy is a text: its parser fails: %s: %s", type(error).__name__, error)
             return "", whole_text(text), []
         return thoughts, content, []
+
+    def _text_of(self, completion: Completion) -> str:
+        """The text of a completion in the form that the parser wants."""
+        if self.skips_special_tokens:
+            return completion.text
+        ids = completion.token_ids
+        if completion.finish_reason == "stop" and ids[-1] in self.tokenizer.all_special_ids:
+            ids = ids[:-1]  # the token that ends the turn is no part of its text
+        return text_of(self.tokenizer, ids, skip_special_tokens=False)
 
 
 def _parsed(
@@ -136,4 +143,6 @@ def _parsed(
 
 
 def _up_to(end: str | None, text: str) -> str:
-    return text if end is None else text.partition(end)[0]
+    if end is None:
+        return text
+    return text.partition(end)[0]

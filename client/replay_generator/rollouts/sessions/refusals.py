@@ -1,4 +1,4 @@
-"""Refusals: counts the requests of agents that the address of the sessions refused lately, by their status."""
+"""Refusals: counts by status the requests of agents that the server of sessions refused lately."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ from typing import Any
 from replay_generator.notices import beginning_of
 
 REFUSED_SECONDS = 600.0
-"""Refusals are counted for so long."""
+"""A refusal counts for this time."""
 USUAL = frozenset((410, 426, 503))
-"""Part of the work: a request that comes too late, one by a web socket, and one for a rollout when none waits."""
+"""Statuses that are part of the work: a request that comes too late, one by a web socket, and one for a rollout when no
+rollout waits."""
 _MOST = 10_000
-"""Refusals that are counted at most."""
+"""The most refusals that are counted."""
 _MOST_REASON = 400
-"""Characters of a reason, as JSON."""
+"""The most characters of a reason, as JSON."""
 
 
 class Refusals:
@@ -25,21 +26,26 @@ class Refusals:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._last: deque[tuple[float, int]] = deque(maxlen=_MOST)
-        """When, and the status."""
+        """The time and the status of each refusal, the oldest first."""
         self._reason = ""
+        """The reason of the last refusal."""
 
     def count(self, status: int, reason: str) -> None:
-        """Count a request that was answered with this status."""
+        """Counts a request that was answered with this status, if it is a refusal and not a usual one."""
         if status < 400 or status in USUAL:
             return
         self._last.append((self._clock(), status))
         self._reason = beginning_of(reason, _MOST_REASON)
 
     def facts(self) -> dict[str, Any]:
-        """How many there were by status, and why the last one was refused; empty: there was none."""
-        while self._last and self._clock() - self._last[0][0] > REFUSED_SECONDS:
+        """The number of refusals by status, and the reason of the last one; empty: there was none."""
+        while self._last:
+            time_of_oldest, _ = self._last[0]
+            if self._clock() - time_of_oldest <= REFUSED_SECONDS:
+                break
             self._last.popleft()
         if not self._last:
             return {}
         by_status = Counter(status for _, status in self._last)
-        return {"refused": {str(status): by_status[status] for status in sorted(by_status)}, "reason": self._reason}
+        refused = {str(status): by_status[status] for status in sorted(by_status)}
+        return {"refused": refused, "reason": self._reason}

@@ -4,12 +4,12 @@
                                  503 with Retry-After if no rollout waits for an agent, after some seconds
     POST /sessions/ID/end    {"reward": NUMBER, "metrics": {NAME: NUMBER}} or {"failed": "why"}
 
-* That no rollout waits is an error of HTTP, and no empty answer: many clients try this one again by themselves.
-* Both need the token. The address of a session needs only its secret, so an agent cannot give itself a reward.
-* An end is answered when its rollout is safe: when it is stored, where partial groups are stored. 410: no group
-  will have it. One that comes again is answered as the first time.
-* The time of a rollout begins when an agent takes it. However long none comes, the rollout waits.
-* After the deadline there is no such session any more, and its rollout is offered anew, as another one.
+* If no rollout waits, the answer is an error of HTTP, and no empty answer: many clients try again by themselves then.
+* Both requests need the token. The address of a session needs only its secret, so an agent cannot give itself a reward.
+* An end is answered when its rollout is safe: if partial groups are stored, when the rollout is stored. 410: no group
+  will have the rollout. An end that comes again gets the same answer.
+* The time of a rollout begins when an agent takes it. Until an agent comes, the rollout waits without a limit.
+* After the deadline the session is gone, and its rollout is offered anew, as another session.
 """
 
 from __future__ import annotations
@@ -40,25 +40,31 @@ logger = logging.getLogger(__name__)
 PATIENCE = 4.0
 """Seconds that a client waits for a rollout. Some clients give up after five."""
 NOBODY = 60.0
-"""Seconds without an agent that are worth a line."""
+"""Seconds without an agent after which the log has a warning."""
 _MOST_SAID = 2000
-"""Characters of a failure, as an agent tells it and as it is told."""
+"""The most characters of a failure that an agent reports, or that an agent gets."""
 _HOST = re.compile(r"(?:\[[0-9a-f:.]+\]|[a-z0-9_.-]+)(?::([0-9]{1,5}))?", re.IGNORECASE)
 """A name or an address, and perhaps a port."""
 _MOST_ENDED = 4096
-"""Ends that are remembered, in case they come again."""
+"""The most ends that are remembered, in case they come again."""
+
+
+def _new_future() -> asyncio.Future[Any]:
+    return asyncio.get_running_loop().create_future()
 
 
 @dataclass(eq=False)
 class _OfferedRollout:
-    """A rollout that an agent may play, and what that ended with."""
+    """A rollout that an agent may play, and its end."""
 
     task: Task
     address: Address
     taken: asyncio.Event = field(default_factory=asyncio.Event)
-    ended: asyncio.Future[Any] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
-    settled: asyncio.Future[str] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
-    """When the end may be answered: "", or why no group will have the rollout."""
+    """Set when an agent takes the rollout."""
+    ended: asyncio.Future[Any] = field(default_factory=_new_future)
+    """The end that the agent sends."""
+    settled: asyncio.Future[str] = field(default_factory=_new_future)
+    """Done when the end may be answered: "", or the reason why no group will have the rollout."""
 
     def settle(self, why_lost: str) -> None:
         if not self.settled.done():
@@ -71,42 +77,63 @@ class RemoteHook(SessionHook):
     agents_come = True
 
     def __init__(self, address: str, config: GeneratorConfig, *, needs_reward: bool) -> None:
-        """`needs_reward`: as of SessionHook. Raises ValueError for an address, a token file or a certificate that
-        cannot be used, and for an address that other machines reach without a token."""
-        cert, key = config.sessions_tls_cert, config.sessions_tls_key
-        self._listen = ListenAddress("sessions", address, config.sessions_token_file, cert, key, "sessions_token_file")
-        (host, port), tls = self._listen.socket_address, self._listen.tls()
-        super().__init__(self._play, config, needs_reward=needs_reward, host=host, port=port, ssl_context=tls)
+        """`needs_reward`: see SessionHook. Raises ValueError for an address, a token file or a certificate that cannot
+        be used, and for an address that other machines reach without a token."""
+        self._listen = ListenAddress(
+            "sessions",
+            address,
+            config.sessions_token_file,
+            config.sessions_tls_cert,
+            config.sessions_tls_key,
+            "sessions_token_file",
+        )
+        host, port = self._listen.socket_address
+        super().__init__(
+            self._play,
+            config,
+            needs_reward=needs_reward,
+            host=host,
+            port=port,
+            ssl_context=self._listen.tls(),
+        )
         self.app.router.add_post("/sessions", self._offer)
         self.app.router.add_post("/sessions/{id}/end", self._end)
         self._free: asyncio.Queue[_OfferedRollout] = asyncio.Queue()
-        self._came = -math.inf  # when an agent was here last, by the clock of the event loop
-        self._is_missed = False
+        """The rollouts that wait for an agent. Some of them may have been given up."""
+        self._seen_at = -math.inf
+        """The time at which an agent sent a request last, on the clock of the event loop."""
+        self._is_missed_said = False
         self._taken: dict[str, _OfferedRollout] = {}
+        """The rollouts that agents play, by the id of the session."""
         self._ended: dict[int, asyncio.Future[str]] = {}
-        """What is said of an end, by its digest, the oldest first."""
+        """The answers to ends, by the hash of the end, the oldest first."""
         self._settling: dict[int, _OfferedRollout] = {}
-        """By the id of a task: the rollout that an agent has ended."""
+        """The rollouts that agents have ended and that are not settled yet, by the id of their task."""
 
     async def __call__(self, task: Task, policy: RolloutPolicy) -> Rollout:
         while True:
-            with suppress(TimeoutError):  # of session_timeout: another agent may play the rollout anew
+            # After session_timeout another agent may play the rollout anew.
+            with suppress(TimeoutError):
                 return await self._played(task, policy)
             logger.warning("prompt %r: an agent elsewhere did not end rollout %d in time", task.prompt_id, task.index)
 
     async def _played(self, task: Task, policy: RolloutPolicy) -> Rollout:
-        """One attempt, whose end is answered when its rollout is safe, or has failed."""
+        """Plays one attempt. Its end is answered when the rollout is safe, or has failed."""
         try:
             rollout = await super().__call__(task, policy)
         except BaseException as error:
             offered = self._settling.pop(id(task), None)
             if offered is not None:
-                offered.settle("" if isinstance(error, RolloutError) else "the generator has given up the rollout")
+                why_lost = "the generator has given up the rollout"
+                if isinstance(error, RolloutError):
+                    why_lost = ""  # the rollout has failed, and the generator knows it
+                offered.settle(why_lost)
             raise
         rollout.on_settled = self._settling.pop(id(task)).settle
         return rollout
 
     async def _play(self, task: Task, address: Address) -> Any:
+        """Offers a rollout to agents. Returns the end that one of them sends."""
         offered = _OfferedRollout(task, address)
         self._free.put_nowait(offered)
         try:
@@ -122,7 +149,8 @@ class RemoteHook(SessionHook):
             self._taken.pop(address.key, None)
         self._settling[id(task)] = offered
         if "failed" in end:
-            raise RolloutError(f"the agent elsewhere failed: {whole_text(str(end['failed'])[:_MOST_SAID])}")
+            failure = str(end["failed"])[:_MOST_SAID]
+            raise RolloutError(f"the agent elsewhere failed: {whole_text(failure)}")
         return end
 
     async def _wait_for_agent(self, offered: _OfferedRollout) -> None:
@@ -135,9 +163,9 @@ class RemoteHook(SessionHook):
                     await offered.taken.wait()
                     return
             beat()  # the generator does not hang
-            away = loop.time() - max(began, self._came)
-            if not self._is_missed and not self._taken and away >= NOBODY:
-                self._is_missed = True
+            away = loop.time() - max(began, self._seen_at)
+            if not self._is_missed_said and not self._taken and away >= NOBODY:
+                self._is_missed_said = True
                 logger.warning(
                     "no agent has come to %s for %.0f s, and rollouts wait: start agents that POST to %s/sessions. The "
                     "generator waits for them (said once)",
@@ -147,12 +175,14 @@ class RemoteHook(SessionHook):
                 )
 
     async def _offer(self, request: web.Request) -> web.Response:
+        """Answers with a rollout, once one waits for an agent."""
         self._check(request)
         origin = _origin_of(request)
         try:
             async with asyncio.timeout(PATIENCE):
-                while (offered := await self._free.get()).ended.done():
-                    pass  # the generator has given it up
+                offered = await self._free.get()
+                while offered.ended.done():  # the generator has given it up
+                    offered = await self._free.get()
         except TimeoutError:
             why = "no rollout waits for an agent now"
             raise web.HTTPServiceUnavailable(text=why, headers={"Retry-After": "1"}) from None
@@ -175,34 +205,44 @@ class RemoteHook(SessionHook):
         return web.json_response(offer, dumps=partial(json.dumps, default=str))
 
     async def _end(self, request: web.Request) -> web.Response:
+        """Ends a rollout. Answers when the rollout is settled."""
         self._check(request)
-        name, body = request.match_info["id"], await read_body(request)
-        if (mark := hash((name, body))) not in self._ended:
+        name = request.match_info["id"]
+        body = await read_body(request)
+        digest = hash((name, body))
+        if digest not in self._ended:
             if name not in self._taken:
                 raise web.HTTPNotFound(text="no such session: it has ended or expired, or its generator has ended")
-            try:
-                if not isinstance(end := json.loads(body), dict):
-                    raise ValueError(f"an end is an object with `reward` or `failed`, not {end!r:.80}")
-                if "failed" not in end:
-                    result = result_of(end, needs_reward=self._needs_reward)
-                    encode_info(result.info)  # or the rollout could not be stored
-            except (ValueError, TypeError, RecursionError, OverflowError) as error:
-                raise Refusal(f"this is no end of a rollout: {error}") from error
+            end = self._parsed_end(body)
             offered = self._taken.pop(name)
             offered.ended.set_result(end)
-            self._ended[mark] = offered.settled
+            self._ended[digest] = offered.settled
             if len(self._ended) > _MOST_ENDED:
-                del self._ended[next(iter(self._ended))]
-        why_lost = await asyncio.shield(self._ended[mark])
+                oldest = next(iter(self._ended))
+                del self._ended[oldest]
+        why_lost = await asyncio.shield(self._ended[digest])
         if why_lost:
             raise web.HTTPGone(text=utf8(why_lost[:_MOST_SAID]))
         return web.json_response({"ended": name})
+
+    def _parsed_end(self, body: bytes) -> dict[str, Any]:
+        """The end of a rollout. Raises Refusal for a body that is no end of a rollout."""
+        try:
+            end = json.loads(body)
+            if not isinstance(end, dict):
+                raise ValueError(f"an end is an object with `reward` or `failed`, not {end!r:.80}")
+            if "failed" not in end:
+                result = result_of(end, needs_reward=self._needs_reward)
+                encode_info(result.info)  # otherwise the rollout could not be stored
+        except (ValueError, TypeError, RecursionError, OverflowError) as error:
+            raise Refusal(f"this is no end of a rollout: {error}") from error
+        return end
 
     def _check(self, request: web.Request) -> None:
         """Raises an error of HTTP unless the request has the token that is in the file now."""
         if not self._listen.authorized(request.headers.get("Authorization", "")):
             raise web.HTTPUnauthorized(text="the request needs the token of sessions_token_file, as a Bearer")
-        self._came = asyncio.get_running_loop().time()
+        self._seen_at = asyncio.get_running_loop().time()
 
 
 def _origin_of(request: web.Request) -> str:
@@ -212,6 +252,7 @@ def _origin_of(request: web.Request) -> str:
     """
     host = request.headers.get("Host", "")
     found = _HOST.fullmatch(host)
-    if found is None or int(found[1] or 80) not in range(1, 1 << 16):
+    is_usable = found is not None and int(found[1] or 80) in range(1, 1 << 16)
+    if not is_usable:
         raise Refusal(f"the header Host is {host!r:.80}: send the name of this server, as in example.org:8100")
     return f"{request.scheme}://{host}"

@@ -34,13 +34,13 @@ from replay_protos.words import counted
 
 T = TypeVar("T")
 _LONGEST = 128
-"""Characters of a token. Few vocabularies have a longer one."""
+"""Characters of a long token. Few vocabularies have a longer one."""
 _TOKEN = 64
 """Bytes that a token takes, with its log-probability and its version."""
 
 
 class Session:
-    """What one rollout asks the policy for. Its `id` is a secret: whoever knows it may ask."""
+    """The conversations of one rollout with the policy. Its `id` is a secret: everybody who knows it may ask."""
 
     def __init__(
         self,
@@ -58,37 +58,40 @@ class Session:
         self.task = task
         self.exchanges = Exchanges()
         self.context_full = False
-        """Whether a request left no room for another token."""
+        """True once a request left no room for another token."""
         self.answers: list[Answer] = []
-        """What the agent was answered, in order."""
+        """The answers that the agent got, in order."""
         self.last_refusal: str | None = None
         self.refusals = 0
-        """Requests that were refused; without those that were too long for the model."""
+        """The number of requests that were refused; without those that were too long for the model."""
         self.fault: CompletionError | None = None
-        """What no policy can have drawn, and the engine returned. The rollout has failed."""
-        self._policy, self._parsers = policy, parsers
+        """The error of a completion that no policy can have drawn. With it the rollout has failed."""
+        self._policy = policy
+        self._parsers = parsers
         self._most_turns = most_turns
         self._most_bytes = most_bytes
         self._untrained_models = untrained_models
         self._turns = 0
-        """Those that were drawn, and those under way."""
+        """The number of turns that were drawn, or are being drawn."""
         self._bytes = 0
-        """Of the texts and tokens of these turns."""
+        """The bytes of the texts and tokens of these turns."""
         self._turns_by_request: dict[bytes, asyncio.Task[Answer]] = {}
-        """By the digest of a request: the newest turn that it asked for, unless this failed."""
+        """The newest turn of each request, by the digest of the request. Turns that failed are not here."""
         self._answered: dict[str, Exchange] = {}
-        """By the id of an answer."""
+        """The exchanges that were answered, by the id of the answer."""
         self._slips: dict[WrittenCall, str] = {}
-        """By a call whose arguments are no object: the text of its turn."""
+        """The texts of turns with a call whose arguments are no object, by this call."""
         self._under_way: set[asyncio.Task[Any]] = set()
         self._closed = False
 
     async def ask(self, ask: Ask, digest: bytes, repeated: bool = False) -> Answer:
-        """The next turn. `digest`: of the request; one that is `repeated` gets the answer of the first.
+        """The next turn. `digest`: that of the request; a request that is `repeated` gets the answer of the first.
 
         A caller that is cancelled does not end the drawing. Raises Refusal, and any error of the engine.
         """
-        turn = self._turns_by_request.get(digest) if repeated else None
+        turn = None
+        if repeated:
+            turn = self._turns_by_request.get(digest)
         if turn is None:
             turn = self._begin(self._turn(ask))
             self._turns_by_request[digest] = turn
@@ -96,19 +99,20 @@ class Session:
         return await _result(turn)
 
     async def count(self, ask: Ask) -> int:
-        """How many tokens the policy would read. Raises Refusal."""
+        """The number of tokens that the policy would read. Raises Refusal."""
         exchange, _ = await self._exchange(ask)
         return exchange.size
 
     def delivered(self, answer: Answer) -> None:
-        """The client has the whole answer."""
+        """Notes that the client has the whole answer."""
         self._answered[answer.id].read = True
 
     def refused(self, refusal: Refusal) -> None:
-        """A request of the agent was refused. An agent may swallow that, so the log and the rollout say it."""
-        if refusal.status in (410, 429):  # it comes too late, or it may come again
+        """Notes that a request was refused. An agent may hide that, so the log and the rollout say it."""
+        if refusal.status in (410, 429):  # the request came too late, or may come again
             return
-        self.last_refusal = str(refusal)  # the refusal itself has the request in its traceback
+        # Only the text: the refusal itself has the request in its traceback.
+        self.last_refusal = str(refusal)
         if refusal.code != "context_length_exceeded":
             self.refusals += 1
             say_once(f"a request of an agent is refused: {refusal}", f"refused {refusal.kind}")
@@ -120,7 +124,8 @@ class Session:
         """
         exchange, _ = await self._exchange(ask)
         limit = ask.max_tokens or self.task.sampling.max_tokens
-        return await _result(self._begin(self._drawn_within_bounds(ask, exchange, limit, ask.sampling)))
+        drawing = self._begin(self._drawn_within_bounds(ask, exchange, limit, ask.sampling))
+        return await _result(drawing)
 
     def rollout(
         self,
@@ -129,38 +134,53 @@ class Session:
         metrics: Mapping[str, float] | None = None,
         info: Mapping[str, Any] | None = None,
     ) -> Rollout:
-        """What the agent has played, with its reward; see Rollout. Raises RolloutError if it is nothing, and
-        CompletionError if the engine returned what no policy can have drawn."""
+        """The rollout of the agent, with its reward; see Rollout.
+
+        Raises RolloutError if the agent has played nothing, and CompletionError if the engine returned a completion
+        that no policy can have drawn.
+        """
         if self.fault is not None:
             raise self.fault
         sequences = self.exchanges.sequences(self.task.sampling)
-        if not sequences and self.exchanges.has_read:
-            raise RolloutError("the agent has read no answer but those of untrained_models")
-        if not sequences and self.answers:
-            raise RolloutError("the agent has read no answer: it hung up before each was sent")
-        if not sequences and self.last_refusal is not None:
-            raise RolloutError("the agent was answered nothing")
         if not sequences:
-            raise RolloutError(
-                "the agent asked the policy for nothing: its address is in OPENAI_BASE_URL and ANTHROPIC_BASE_URL"
-            )
-        finish_reason = "length" if self.context_full else ""
-        counted = {"refusals": float(self.refusals), **(metrics or {})}
-        return Rollout(sequences, reward, finish_reason, dict(info or {}), counted)
+            raise RolloutError(self._why_nothing())
+        return Rollout(
+            sequences,
+            reward,
+            finish_reason="length" if self.context_full else "",
+            info=dict(info or {}),
+            metrics={"refusals": float(self.refusals), **(metrics or {})},
+        )
+
+    def _why_nothing(self) -> str:
+        """The reason why there is no sequence."""
+        if self.exchanges.has_read:
+            return "the agent has read no answer but those of untrained_models"
+        if self.answers:
+            return "the agent has read no answer: it hung up before each was sent"
+        if self.last_refusal is not None:
+            return "the agent was answered nothing"
+        return "the agent asked the policy for nothing: its address is in OPENAI_BASE_URL and ANTHROPIC_BASE_URL"
 
     async def close(self) -> None:
         """Ends the requests under way, and refuses further ones."""
         self._closed = True
-        for task in (under_way := list(self._under_way)):
+        under_way = list(self._under_way)
+        for task in under_way:
             task.cancel()
         await asyncio.gather(*under_way, return_exceptions=True)
 
     def _forget_failed(self, digest: bytes, turn: asyncio.Task[Answer]) -> None:
-        """A request that failed is drawn anew when it comes again. Its error has the whole request in its traceback."""
-        if (turn.cancelled() or turn.exception() is not None) and self._turns_by_request.get(digest) is turn:
+        """Forgets a turn that failed, so that its request is drawn anew when it comes again.
+
+        The error must not stay either: it has the whole request in its traceback.
+        """
+        has_failed = turn.cancelled() or turn.exception() is not None
+        if has_failed and self._turns_by_request.get(digest) is turn:
             del self._turns_by_request[digest]
 
     def _begin(self, turn: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+        """Starts a task that `close` ends."""
         task = asyncio.create_task(turn)
         self._under_way.add(task)
         task.add_done_callback(self._under_way.discard)
@@ -171,29 +191,21 @@ class Session:
     # ------------------------------------------------------------------------------------------------ a turn
 
     async def _turn(self, ask: Ask) -> Answer:
-        own = vars(self.task.sampling)
-        if other := other_sampling({**own, **ask.sampling}, own):
-            name, wanted, has = other
-            raise Refusal(
-                f"{name} {wanted} is not that of the generator, {has}, which the trainer assumes: leave it out",
-                field=name,
-            )
-        if ask.tools and not self._parsers.knows_tools:
-            raise Refusal(
-                "the request has tools: start the generator with --tool-parser, the name of the parser", field="tools"
-            )
+        """Draws a turn, and reads it as an answer. Raises Refusal."""
+        self._check_servable(ask)
         exchange, beginning = await self._exchange(ask)
         exchange.is_trained = ask.model not in self._untrained_models
-        size = exchange.size
-        if size >= self.task.max_length:
-            raise self._full(counted(size, "token"))
-        limit = min(ask.max_tokens or self.task.sampling.max_tokens, self.task.sampling.max_tokens)
+        prompt_size = exchange.size
+        if prompt_size >= self.task.max_length:
+            raise self._full(counted(prompt_size, "token"))
         task = self.task
+        limit = min(ask.max_tokens or task.sampling.max_tokens, task.sampling.max_tokens)
 
         def ready() -> TurnParser:
             return self._parsers.ready(task.tokenizer, exchange.token_ids, ask.tools, task.chat_template_kwargs)
 
-        parser = await worked(ask.size + size, ready)
+        # Before the turn is drawn: a request that no parser can serve is refused without it.
+        parser = await worked(ask.size + prompt_size, ready)
         completion = await self._drawn_within_bounds(ask, exchange, limit)
         stopped_by = _first(ask.stop, completion.text)
 
@@ -204,45 +216,74 @@ class Session:
         for call in calls:
             if call.object is None:
                 self._slips[call] = completion.text
-        exchange.text = f"{ask.prompt}{completion.text}" if isinstance(ask.prompt, str) else ""
-        drawn, name = len(completion.token_ids), secrets.token_hex(12)
-        self._answered[name] = exchange
-        answer = Answer(name, text, thoughts, calls, completion.finish_reason, stopped_by, size, drawn)
+        exchange.text = ""
+        if isinstance(ask.prompt, str):
+            exchange.text = f"{ask.prompt}{completion.text}"
+        answer = Answer(
+            id=secrets.token_hex(12),
+            text=text,
+            reasoning=thoughts,
+            calls=calls,
+            finish_reason=completion.finish_reason,
+            stopped_by=stopped_by,
+            prompt_tokens=prompt_size,
+            completion_tokens=len(completion.token_ids),
+        )
+        self._answered[answer.id] = exchange
         self.answers.append(answer)
         if beginning is not None:
             self.exchanges.answered(exchange, beginning, answer)
         return answer
+
+    def _check_servable(self, ask: Ask) -> None:
+        """Raises Refusal for a sampling that the trainer does not assume, and for tools that no parser reads."""
+        own = vars(self.task.sampling)
+        other = other_sampling({**own, **ask.sampling}, own)
+        if other:
+            name, wanted, has = other
+            raise Refusal(
+                f"{name} {wanted} is not that of the generator, {has}, which the trainer assumes: leave it out",
+                field=name,
+            )
+        if ask.tools and not self._parsers.knows_tools:
+            raise Refusal(
+                "the request has tools: start the generator with --tool-parser, the name of the parser", field="tools"
+            )
 
     async def _drawn_within_bounds(
         self, ask: Ask, exchange: Exchange, limit: int, sampling: Mapping[str, Any] = MappingProxyType({})
     ) -> Completion:
         """Draws a turn, if the session may have one more. `sampling`: in the place of the generator's own. Raises
         Refusal."""
-        begun = len(exchange.words) if exchange.before is not None else max(ask.size, len(exchange.words))
-        new = begun + _TOKEN * (len(exchange.new_ids) + limit)
-        for name, has, more, most in (
-            ("max_session_turns", self._turns, 1, self._most_turns),
-            ("max_session_bytes", self._bytes, new, self._most_bytes),
-        ):
-            if has + more > most:
-                self.context_full = True
-                raise Refusal(
-                    f"the rollout has {has}, and this turn needs {more}: the generator's {name} is {most}: end the "
-                    "rollout",
-                    field=name,
-                )
+        text_bytes = len(exchange.words)
+        if exchange.before is None:
+            text_bytes = max(ask.size, text_bytes)
+        # The turn gets room for all tokens that it may draw. What it does not need is released below.
+        turn_bytes = text_bytes + _TOKEN * (len(exchange.new_ids) + limit)
+        self._check_bound("max_session_turns", self._turns, 1, self._most_turns)
+        self._check_bound("max_session_bytes", self._bytes, turn_bytes, self._most_bytes)
         self._turns += 1
-        self._bytes += new
+        self._bytes += turn_bytes
         try:
             completion = await self._draw(exchange, {**sampling, "max_tokens": limit}, ask.stop)
         except BaseException:
             self._turns -= 1
-            self._bytes -= new
+            self._bytes -= turn_bytes
             raise
         self._bytes -= _TOKEN * (limit - len(completion.token_ids))
         assert self._bytes >= 0, self._bytes
         assert 0 < self._turns <= self._most_turns, (self._turns, self._most_turns)
         return completion
+
+    def _check_bound(self, name: str, used: int, more: int, most: int) -> None:
+        """Raises Refusal if a turn does not fit into a bound of the session. `name`: the setting of the bound."""
+        if used + more > most:
+            self.context_full = True
+            raise Refusal(
+                f"the rollout has {used}, and this turn needs {more}: the generator's {name} is {most}: end the "
+                "rollout",
+                field=name,
+            )
 
     def _full(self, what: str) -> Refusal:
         """The refusal of a request that leaves no room for another token."""
@@ -253,78 +294,92 @@ class Session:
         )
 
     async def _exchange(self, ask: Ask) -> tuple[Exchange, Beginning | None]:
-        """The exchange of a request, before its completion, and what is known of its messages; None: it has none.
-        Raises Refusal."""
-        if ask.prompt is not None and not isinstance(ask.prompt, str) and len(ask.prompt) >= self.task.max_length:
-            raise self._full(counted(len(ask.prompt), "token"))
+        """The exchange of a request, before its completion, and the known beginning of its messages; None: the request
+        has no messages. Raises Refusal."""
+        prompt = ask.prompt
+        if prompt is not None and not isinstance(prompt, str) and len(prompt) >= self.task.max_length:
+            raise self._full(counted(len(prompt), "token"))
         size = ask.size or characters_of(ask)
         return await worked(size, lambda: self._exchange_of(ask))
 
     def _exchange_of(self, ask: Ask) -> tuple[Exchange, Beginning | None]:
-        """As `_exchange`. It runs in a thread where the request is large."""
-        characters = characters_of(ask)
-        if characters > _LONGEST * self.task.max_length:
-            longest = max(_LONGEST, max(map(len, self.task.tokenizer.get_vocab())))
-            if characters > longest * self.task.max_length:  # no vocabulary makes so few tokens of them
-                raise self._full(counted(characters, "character"))
+        """As `_exchange`. It runs in a thread if the request is large."""
+        self._check_characters(ask)
         try:
             if isinstance(ask.prompt, str):
                 return self._of_text(ask.prompt), None
-            if ask.prompt is None:
-                beginning = self.exchanges.after_messages(ask.tools, ask.messages)
-                return self._of_messages(ask.tools, beginning), beginning
-            ids = list(ask.prompt)
-            before = self.exchanges.after_tokens(ids)
-            if before is None:
-                return Exchange(None, ids), None
-            return Exchange(before, ids[before.size :], "user"), None
+            if ask.prompt is not None:
+                return self._of_tokens(list(ask.prompt)), None
+            beginning = self.exchanges.after_messages(ask.tools, ask.messages)
+            return self._of_messages(ask.tools, beginning), beginning
         except RolloutError as error:
             raise Refusal(str(error)) from error
 
+    def _check_characters(self, ask: Ask) -> None:
+        """Raises Refusal for a text that must have too many tokens, before anything tokenizes it."""
+        characters = characters_of(ask)
+        if characters <= _LONGEST * self.task.max_length:
+            return
+        longest_token = max(len(token) for token in self.task.tokenizer.get_vocab())
+        if characters > max(_LONGEST, longest_token) * self.task.max_length:
+            raise self._full(counted(characters, "character"))
+
     def _of_text(self, text: str) -> Exchange:
         tokenizer = self.task.tokenizer
-        if not (before := self.exchanges.after_text(text)):
+        before = self.exchanges.after_text(text)
+        if before is None:
             return Exchange(None, text_ids(tokenizer, text), words=text)
-        # Where the policy ended its turn, the client may have written this as text.
-        new = text.removeprefix(before.text).removeprefix(text_of(tokenizer, before.token_ids[-1:]))
-        return Exchange(before, rendered_ids(tokenizer, new), "user", new)
+        # The client may have written the token that ended the turn of the policy as text.
+        ending = text_of(tokenizer, before.token_ids[-1:])
+        new = text.removeprefix(before.text).removeprefix(ending)
+        return Exchange(before, rendered_ids(tokenizer, new), role="user", words=new)
+
+    def _of_tokens(self, token_ids: list[int]) -> Exchange:
+        before = self.exchanges.after_tokens(token_ids)
+        if before is None:
+            return Exchange(None, token_ids)
+        return Exchange(before, token_ids[before.size :], role="user")
 
     def _of_messages(self, tools: Sequence[Any], beginning: Beginning) -> Exchange:
         before = beginning.before
         messages = [self._without_slips(message) for message in beginning.messages]
         new = messages[beginning.count :]
         if before and before.conversation and before.completion:
-            go_on, drawn = before.conversation.go_on, before.completion
-            last = (drawn.token_ids or before.new_ids)[-1]
+            turn_ids = before.completion.token_ids or before.new_ids
             before.followed = True
             try:
-                conversation, new_ids = go_on(drawn.text, last, new)
-                role = new[-1]["role"] if new else "user"
-                return Exchange(before, new_ids, role, _words(new), conversation)
+                conversation, new_ids = before.conversation.go_on(before.completion.text, turn_ids[-1], new)
             except RolloutError as error:
                 say_once(f"a conversation goes on in a sequence of its own: {error}")
+            else:
+                role = new[-1]["role"] if new else "user"
+                return Exchange(before, new_ids, role=role, words=_words(new), conversation=conversation)
         ended = before is not None and not new
         if messages[-1]["role"] == "assistant" and not ended:
             raise RolloutError("the conversation ends with words of the assistant: end it with a message of the user")
-
         conversation, new_ids = Conversation.begin(self.task, messages, tools, ended=ended)
         return Exchange(None, new_ids, words=_words(messages), conversation=conversation)
 
     def _without_slips(self, message: Message) -> Message:
-        """The message; a turn of ours with a call that has no object as arguments as the text that the policy wrote.
+        """The message, or the text of our turn if one of its calls has arguments that are no object.
 
-        No template can be told such a call.
+        No chat template has a form for such a call, so the policy reads its turn as the text that it wrote.
         """
         for call in message.get("tool_calls") or ():
             function = call["function"]
-            if isinstance(function["arguments"], str):
-                text = self._slips.get(WrittenCall(call["id"], function["name"], function["arguments"]))
-                if text is not None:
-                    return {"role": "assistant", "content": text}
+            if not isinstance(function["arguments"], str):
+                continue
+            written = WrittenCall(call["id"], function["name"], function["arguments"])
+            text = self._slips.get(written)
+            if text is not None:
+                return {"role": "assistant", "content": text}
         return message
 
     async def _draw(self, exchange: Exchange, sampling: Mapping[str, Any], stop: Sequence[str]) -> Completion:
-        """Draws the completion of an exchange. The text of `stop` that comes first ends it. Raises Refusal."""
+        """Draws the completion of an exchange, and adds it. The text of `stop` that comes first ends it.
+
+        Raises Refusal.
+        """
         if self.fault is not None:
             raise _faulty(self.fault)
         config = replace(self.task.sampling, **sampling)
@@ -335,26 +390,33 @@ class Session:
         except CompletionError as error:
             self.fault = error
             raise _faulty(error) from error
-        if text := _first(stop, completion.text):
-            ids = completion.token_ids
-
-            def begins(size: int) -> str:
-                return text_of(self.task.tokenizer, ids[:size], skip_special_tokens=True)
-
-            size = bisect_left(range(len(ids)), True, key=lambda n: text in begins(n + 1))
-            completion = completion.cut(size + 1, begins(size + 1))
+        text = _first(stop, completion.text)
+        if text:
+            completion = self._cut_behind(text, completion)
         self.exchanges.add(exchange, completion, config)
         return completion
 
+    def _cut_behind(self, text: str, completion: Completion) -> Completion:
+        """The completion up to the token with which this text is complete."""
+        ids = completion.token_ids
+
+        def read(last: int) -> str:
+            return text_of(self.task.tokenizer, ids[: last + 1], skip_special_tokens=True)
+
+        # Texts of more tokens are longer. So the first that has `text` is found by bisection.
+        last = bisect_left(range(len(ids)), True, key=lambda index: text in read(index))
+        return completion.cut(last + 1, read(last))
+
 
 def _faulty(fault: CompletionError) -> Refusal:
-    """Clients try 422 not again: the rollout has failed, whatever they do."""
+    """The refusal after a fault. Clients do not repeat a request after 422: the rollout has failed anyway."""
     return Refusal(f"the rollout has failed: {fault}", status=422, field="completion")
 
 
 def _first(texts: Sequence[str], output: str) -> str | None:
-    """The one that comes first in what was said."""
-    return min((text for text in texts if text in output), key=output.find, default=None)
+    """The text that comes first in `output`; None: no text is in it."""
+    found = [text for text in texts if text in output]
+    return min(found, key=output.find, default=None)
 
 
 def _words(messages: Sequence[Message]) -> str:
@@ -362,7 +424,7 @@ def _words(messages: Sequence[Message]) -> str:
 
 
 async def _result(task: asyncio.Task[T]) -> T:
-    """Of a task that goes on if its caller is cancelled. Raises Refusal if the session has ended it."""
+    """The result of a task, which goes on if the caller is cancelled. Raises Refusal if the session has ended it."""
     await asyncio.wait({task})
     if task.cancelled():
         raise Refusal("the session has ended", status=410)

@@ -1,4 +1,4 @@
-"""What a client of a session asks, and what it is answered, in the words that all protocols share.
+"""Turns: the request of a client of a session, and the answer, in the words that all protocols share.
 
     a request of OpenAI or Anthropic ──dialect──▶ Ask ──Session──▶ Answer ──dialect──▶ a body, or events
 
@@ -13,20 +13,20 @@ from dataclasses import dataclass, field
 from typing import Any
 
 MOST_NESTED = 64
-"""Objects and lists within each other in the arguments of a call. Clients read them by recursion."""
+"""The most objects and lists within each other in the arguments of a call. Clients read them by recursion."""
 
 
 MOST_SENTENCE = 2000
-"""Characters of a refusal. Some repeat words of the request."""
+"""The most characters of a refusal. Some refusals repeat words of the request."""
 
 
 class Refusal(Exception):
-    """A request that is not served, in a sentence for whoever wrote the client."""
+    """A request that is not served. The message is a sentence for the author of the client."""
 
     def __init__(self, message: str, *, status: int = 400, code: str | None = None, field: str | None = None) -> None:
-        """`status`: of HTTP. Clients try 429 and those from 500 again by themselves. `code`: OpenAI's word for the kind
-        of refusal, such as "context_length_exceeded"; None: there is none. `field`: of the request, the reason; None:
-        it is another one."""
+        """`status`: the status of HTTP. After 429, and after 500 and above, clients send the request again by
+        themselves. `code`: OpenAI's word for the kind of refusal, such as "context_length_exceeded"; None: there is
+        none. `field`: the field of the request that is the reason; None: there is another reason."""
         message = whole_text(message)[:MOST_SENTENCE]
         super().__init__(message)
         self.status = status
@@ -44,21 +44,22 @@ class Ask:
     `tool_calls`, whose `function` has `name` and `arguments`: an object, or the text that the policy wrote in the place
     of one. One of a tool has `tool_call_id`."""
     prompt: str | Sequence[int] | None = None
-    """In the place of messages: a text, or token ids."""
+    """A text, or token ids, in the place of messages."""
     tools: Sequence[Mapping[str, Any]] = ()
     """Each is `{"type": "function", "function": {"name", "description", "parameters"}}`."""
     max_tokens: int | None = None
-    """Of the turn; None: as many as the generator's own limit."""
+    """The most tokens of the turn; None: the generator's own limit."""
     stop: Sequence[str] = ()
     """Texts that end the turn; they are not part of the answer."""
     sampling: Mapping[str, Any] = field(default_factory=dict)
-    """What the client says of `temperature`, `top_p`, `top_k` and `min_p`, where it says anything."""
+    """The values of `temperature`, `top_p`, `top_k` and `min_p` that the client sends."""
     model: str = ""
     """The name by which the client asks for the policy; "": it gives none."""
     size: int = 0
-    """Bytes of the request; 0: it came by no network."""
+    """Bytes of the request; 0: it did not come through a network."""
     objects_only: bool = False
-    """Whether the protocol takes only objects as arguments of calls. A turn with others is answered as a text."""
+    """True if the protocol takes only objects as arguments of calls. A turn with other arguments is answered as a
+    text."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +73,7 @@ class WrittenCall:
 
     @property
     def object(self) -> dict[str, Any] | None:
-        """The arguments as an object that all clients can read; None: they are none."""
+        """The arguments as an object that all clients can read; None: they are no such object."""
         return object_of(self.arguments)
 
 
@@ -81,39 +82,43 @@ class Answer:
     """One turn of the policy."""
 
     id: str
-    """Of its own, of letters and digits."""
+    """A unique id of letters and digits."""
     text: str
-    """Without thoughts, calls and special tokens."""
+    """The text of the turn, without thoughts, calls and special tokens."""
     reasoning: str
-    """Its thoughts; "": none, or no parser of thoughts was named."""
+    """The thoughts of the turn; "": it has none, or no parser of thoughts was named."""
     calls: Sequence[WrittenCall]
     finish_reason: str
-    """"stop": the policy ended it, or wrote a text of `Ask.stop`; "length": it was cut off."""
+    """"stop": the policy ended the turn, or wrote a text of `Ask.stop`; "length": the turn was cut off."""
     stopped_by: str | None
-    """The text of `Ask.stop` that ended it; None: none did."""
+    """The text of `Ask.stop` that ended the turn; None: no text did."""
     prompt_tokens: int
     completion_tokens: int
 
 
 def object_of(arguments: str) -> dict[str, Any] | None:
-    """The object whose JSON a text is; of an empty text an empty one. None: it is no JSON that all clients can read.
+    """The object whose JSON a text is; an empty object for an empty text. None: some client cannot read it.
 
-    Some cannot read NaN, numbers beyond those of floating point, half a surrogate, and more than MOST_NESTED levels.
+    Some clients cannot read NaN, numbers beyond those of floating point, half of a surrogate pair, and more than
+    MOST_NESTED levels.
     """
     try:
-        found = json.loads(arguments or "{}")
-        if not isinstance(found, dict) or is_deep(found, MOST_NESTED):
+        value = json.loads(arguments or "{}")
+        if not isinstance(value, dict):
             return None
-        json.dumps(found, allow_nan=False, ensure_ascii=False).encode()
+        if is_deep(value, MOST_NESTED):
+            return None
+        # Raises for NaN, for infinity, and for half of a surrogate pair.
+        json.dumps(value, allow_nan=False, ensure_ascii=False).encode()
     except (ValueError, RecursionError):
         return None
-    return found
+    return value
 
 
 def characters_of(ask: Ask) -> int:
-    """Characters of a request that the policy reads, whatever the template: contents, tools, and a prompt of text.
+    """The number of characters of a request that the policy reads with any template: contents, tools, and a prompt.
 
-    A template may leave out thoughts and calls of earlier turns.
+    Thoughts and calls of earlier turns do not count: a template may leave them out.
     """
     if isinstance(ask.prompt, str):
         return len(ask.prompt)
@@ -133,19 +138,19 @@ def characters_of(ask: Ask) -> int:
 
 
 def is_deep(value: Any, levels: int) -> bool:
-    """Whether lists and objects stand in that many others, or in more."""
-    level = [value]
+    """True if some list or object stands inside of at least `levels` others."""
+    values = [value]
     for _ in range(levels):
-        inner: list[Any] = []
-        for each in level:
-            if isinstance(each, dict):
-                inner += each.values()
-            elif isinstance(each, list):
-                inner += each
-        level = inner
-    return any(isinstance(each, dict | list) for each in level)
+        inner_values: list[Any] = []
+        for outer in values:
+            if isinstance(outer, dict):
+                inner_values += outer.values()
+            elif isinstance(outer, list):
+                inner_values += outer
+        values = inner_values
+    return any(isinstance(inner, dict | list) for inner in values)
 
 
 def whole_text(text: str) -> str:
-    """The text with U+FFFD in the place of each half of a surrogate pair, which nobody can send."""
+    """The text with U+FFFD in the place of each single half of a surrogate pair, which UTF-8 cannot encode."""
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")

@@ -1,7 +1,8 @@
-"""What all dialects read and write in the same way: fields that are refused, texts, calls, tools, errors.
+"""Fields: the parts of a body that all dialects read and write in the same way.
 
-Equal conversations give equal messages, whichever way a client repeats an answer: no content, an empty one, or parts;
-arguments as JSON or as an object. A body of another form raises whatever it comes to, and the endpoint refuses it.
+These are fields that are refused, texts, calls, tools, and errors. Equal conversations give equal messages, whichever
+way a client repeats an answer: no content, an empty one, or parts; arguments as JSON or as an object. Reading a body of
+another form may raise any error. The endpoint then refuses the request.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ FREE = "leave it out and ask in words, since nothing forces a form on what the p
 WHOLE = "send the whole conversation instead, since nothing is stored"
 LOGPROBS_STORED = "leave it out, since the generator keeps the log-probabilities itself"
 MOST = 4096
-"""Messages, tools, and texts of `stop` in a request."""
+"""The most messages, tools, and texts of `stop` in a request, each counted by itself."""
 REFUSED = {
     "leave it out, and ask once more for another turn": "n best_of",
     DRAWN: "presence_penalty frequency_penalty repetition_penalty length_penalty logit_bias min_tokens "
@@ -35,17 +36,17 @@ REFUSED = {
     "send tools and tool_choice instead": "functions function_call",
     "leave it out, since the policy writes text": "modalities",
 }
-"""Fields without which an answer, or its log-probabilities, would be another, by what their client can do.
+"""Fields that would change an answer or its log-probabilities, by the remedy that their client is told.
 
-All others are ignored: they change no token."""
+All other fields are ignored: they change no token."""
 _NEUTRAL: tuple[Any, ...] = (False, [], {}, ["text"], {"type": "text"})
-"""Values that ask for nothing. 0 is False."""
+"""Values that ask for nothing. 0 is among them, since it equals False."""
 _ONE = ("n", "best_of", "repetition_penalty", "length_penalty")
-"""Fields that ask for nothing where they are 1. True is 1."""
+"""Fields for which only 1 asks for nothing. True is allowed too, since it equals 1."""
 _EVEN_ZERO = ("prompt_logprobs", "truncate_prompt_tokens")
-"""Fields that ask for something with 0 too."""
+"""Fields for which every value asks for something, even 0."""
 _TRUE = ("skip_special_tokens", "add_generation_prompt")
-"""Fields that ask for nothing where they are true."""
+"""Fields for which only true asks for nothing."""
 _TOOLS = ("web_search_options", "mcp_servers", "container")
 """Fields with tools that the provider runs."""
 _NO_TOOL = ("none", {"type": "none"})
@@ -64,13 +65,32 @@ def few(name: str, value: Any) -> Any:
 
 
 def check(body: Mapping[str, Any], name: str, remedy: str, neutral: Iterable[Any] = _NEUTRAL) -> None:
-    """Raises Refusal if a field asks for anything."""
-    if (value := body.get(name)) is not None and value not in neutral:
+    """Raises Refusal if a field asks for anything. `neutral`: the values that ask for nothing."""
+    value = body.get(name)
+    if value is not None and value not in neutral:
         raise refused(name, value, remedy)
 
 
 def ask_of(body: Mapping[str, Any], **conversation: Any) -> Ask:
-    """The request with this conversation. Raises Refusal for what cannot be served honestly."""
+    """The request with this conversation. Raises Refusal for a field that cannot be served honestly."""
+    _check_all(body)
+    few("messages", conversation.get("messages"))
+    if not conversation.get("messages", True):
+        raise Refusal("the request has no message: send one that the policy is to answer", field="messages")
+    max_tokens = _max_tokens_of(body)
+    stop = _stop_of(body)
+    sampling = {}
+    for name in ("temperature", "top_p", "top_k", "min_p"):
+        if body.get(name) is not None:
+            sampling[name] = body[name]
+    model = body.get("model")
+    if not isinstance(model, str):
+        model = ""
+    return Ask(**conversation, max_tokens=max_tokens, stop=stop, sampling=sampling, model=model)
+
+
+def _check_all(body: Mapping[str, Any]) -> None:
+    """Raises Refusal if any of the REFUSED fields asks for something."""
     for remedy, names in REFUSED.items():
         for name in names.split():
             neutral = _NEUTRAL
@@ -84,52 +104,62 @@ def ask_of(body: Mapping[str, Any], **conversation: Any) -> Ask:
     for name in _TOOLS:
         if body.get(name):
             _left_out(name)
-    few("messages", conversation.get("messages"))
-    if not conversation.get("messages", True):
-        raise Refusal("the request has no message: send one that the policy is to answer", field="messages")
-    ways = ("max_completion_tokens", "max_output_tokens", "max_tokens")
-    limits = {name: body[name] for name in ways if body.get(name) is not None}
-    for name, limit in limits.items():
-        if type(limit) is not int or limit < 1:
-            raise refused(name, limit, "send a whole number of at least 1")
+
+
+def _max_tokens_of(body: Mapping[str, Any]) -> int | None:
+    """The most tokens of a turn; None: the request does not say. Raises Refusal for what is no such number."""
+    max_tokens: int | None = None
+    for name in ("max_completion_tokens", "max_output_tokens", "max_tokens"):
+        value = body.get(name)
+        if value is None:
+            continue
+        if type(value) is not int or value < 1:
+            raise refused(name, value, "send a whole number of at least 1")
+        if max_tokens is None:  # the first of these fields counts
+            max_tokens = value
+    return max_tokens
+
+
+def _stop_of(body: Mapping[str, Any]) -> tuple[str, ...]:
+    """The texts that end a turn. Raises Refusal for a value that is no text, and for an empty one."""
     stop = few("texts of stop", body.get("stop") or body.get("stop_sequences") or ())
-    stop = (stop,) if isinstance(stop, str) else tuple(stop)
-    if not all(isinstance(text, str) and text for text in stop):
-        raise refused("stop", stop, "send texts of at least one character")
-    sampling = {name: body[name] for name in ("temperature", "top_p", "top_k", "min_p") if body.get(name) is not None}
-    model = body.get("model")
-    return Ask(
-        **conversation,
-        max_tokens=next(iter(limits.values()), None),
-        stop=stop,
-        sampling=sampling,
-        model=model if isinstance(model, str) else "",
-    )
+    texts = (stop,) if isinstance(stop, str) else tuple(stop)
+    if not all(isinstance(text, str) and text for text in texts):
+        raise refused("stop", texts, "send texts of at least one character")
+    return texts
 
 
 def kind_of(part: Mapping[str, Any], *served: str | None) -> Any:
-    """The `type` of a part of a request, one of those that are served."""
-    if (kind := part.get("type")) not in served:
+    """The `type` of a part of a request. Raises Refusal for a type that is not among `served`."""
+    kind = part.get("type")
+    if kind not in served:
         raise refused("type", kind, f"send {' or '.join(filter(None, served))} here")
     return kind
 
 
 def text_of(content: Any) -> str:
-    """A text, or the texts of parts, joined as they are; "" for None."""
-    if content is None or isinstance(content, str):
-        return content or ""
-    return "".join(part["text"] for part in content if kind_of(part, "text", "input_text", "output_text"))
+    """A text, or the texts of parts, joined as they are; "" for None. Raises Refusal for a part that is no text."""
+    if content is None:
+        return ""
+    if isinstance(content, str):
+        return content
+    texts = []
+    for part in content:
+        kind_of(part, "text", "input_text", "output_text")
+        texts.append(part["text"])
+    return "".join(texts)
 
 
 def input_message(message: Mapping[str, Any]) -> dict[str, Any]:
     """A message of the user, or of the system."""
-    if (role := message["role"]) not in _ROLES:
+    role = message["role"]
+    if role not in _ROLES:
         raise refused("role", role, f"send {', '.join(_ROLES)}, or one of those that answer")
     return {"role": _ROLES[role], "content": text_of(message["content"])}
 
 
 def answered(id: Any, content: Any) -> dict[str, Any]:
-    """A message of a tool. `id`: of the call. Raises Refusal if it is no text."""
+    """A message of a tool. `id`: that of the call. Raises Refusal if the id is no text."""
     return {"role": "tool", "tool_call_id": _id_of(id), "content": text_of(content)}
 
 
@@ -143,8 +173,12 @@ def assistant_message(text: str | None, thoughts: str | None = "", calls: Sequen
     """A message of the policy. Raises Refusal for thoughts that are no text."""
     if not isinstance(thoughts, str | None):
         raise refused("reasoning_content", thoughts, "send the thoughts as the text that they were answered with")
-    message = {"role": "assistant", "content": text, "reasoning_content": thoughts, "tool_calls": calls}
-    return {name: value for name, value in message.items() if value or name == "content"}
+    message: dict[str, Any] = {"role": "assistant", "content": text}
+    if thoughts:
+        message["reasoning_content"] = thoughts
+    if calls:
+        message["tool_calls"] = calls
+    return message
 
 
 def call_of(id: Any, function: Mapping[str, Any]) -> dict[str, Any]:
@@ -162,17 +196,18 @@ def call_of(id: Any, function: Mapping[str, Any]) -> dict[str, Any]:
         raise refused("arguments", value, "send those of a call as they were answered")
     arguments = value
     if isinstance(value, str):
-        found = object_of(value)
-        arguments = value if found is None else found
+        value_object = object_of(value)
+        if value_object is not None:
+            arguments = value_object
     return {"id": _id_of(id), "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
 def tools_of(body: Mapping[str, Any], *kinds: str | None) -> list[dict[str, Any]]:
-    """The tools of a request; none if it says that none may be called.
+    """The tools of a request; none if it says that no tool may be called.
 
-    Nobody can promise that arguments keep to their schema (`strict`), or that the policy calls one at a time: it writes
-    what it writes. The template gets tools in the form that `vllm serve` gives it. Tools of other kinds than `kinds`
-    are left out: no template can tell them to the policy.
+    Nobody can promise that arguments keep to their schema (`strict`), or that the policy calls one tool at a time: the
+    policy writes what it draws. The template gets tools in the form that `vllm serve` gives it. Tools of other kinds
+    than `kinds` are left out: no template can tell them to the policy.
     """
     choice = body.get("tool_choice")
     if isinstance(choice, Mapping):
@@ -196,7 +231,9 @@ def tools_of(body: Mapping[str, Any], *kinds: str | None) -> list[dict[str, Any]
             if value is not None:
                 function[name] = value
         tools.append({"type": "function", "function": function})
-    return [] if choice in _NO_TOOL else tools
+    if choice in _NO_TOOL:  # after the loop: tools of a wrong form are refused all the same
+        return []
+    return tools
 
 
 def _left_out(what: str) -> None:
@@ -204,7 +241,12 @@ def _left_out(what: str) -> None:
 
 
 def error_of(refusal: Refusal) -> dict[str, Any]:
-    """An error as OpenAI has it. Anthropic reads its type and its message."""
+    """An error in OpenAI's form. Anthropic's clients read its type and its message."""
     kinds = {404: "not_found_error", 413: "request_too_large", 422: "api_error", 429: "rate_limit_error"}
-    kind = kinds.get(refusal.status, "invalid_request_error" if refusal.status < 500 else "api_error")
+    if refusal.status in kinds:
+        kind = kinds[refusal.status]
+    elif refusal.status < 500:
+        kind = "invalid_request_error"
+    else:
+        kind = "api_error"
     return {"message": str(refusal), "type": kind, "param": None, "code": refusal.code}

@@ -1,4 +1,4 @@
-"""Messages: Anthropic's `/v1/messages`, and what `/v1/messages/count_tokens` counts."""
+"""Messages: Anthropic's `/v1/messages` and `/v1/messages/count_tokens`."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ from typing import Any
 from replay_generator.rollouts.sessions.dialects import fields
 from replay_generator.rollouts.sessions.turns import Answer, Ask, Refusal
 
-_SAID, _TOLD = ("thinking", "text", "tool_use"), ("tool_result", "text")
-"""The blocks of the policy, and those of its user."""
+_POLICY_BLOCKS = ("thinking", "text", "tool_use")
+"""The kinds of blocks in a message of the policy."""
+_USER_BLOCKS = ("tool_result", "text")
+"""The kinds of blocks in a message of the user."""
 
 
 class Messages:
@@ -19,76 +21,115 @@ class Messages:
 
     def ask(self, body: dict[str, Any]) -> Ask:
         fields.check(body.get("output_config") or {}, "format", fields.FREE)
-        system_content = _without_billing(body.get("system") or "")
-        system = [{"role": "system", "content": system_content}] if system_content else []
-        received = (*system, *fields.few("messages", body["messages"]))
-        messages = [message for each in received for message in _messages(each)]
+        system = _without_billing(body.get("system") or "")
+        received = [*fields.few("messages", body["messages"])]
+        if system:
+            received.insert(0, {"role": "system", "content": system})
+        messages: list[dict[str, Any]] = []
+        for message in received:
+            messages += _messages(message)
         tools = fields.tools_of(body, "custom", None)
         return fields.ask_of(body, messages=messages, tools=tools, objects_only=True)
 
     def answer(self, answer: Answer, body: dict[str, Any]) -> dict[str, Any]:
-        reason = "tool_use" if answer.calls else "stop_sequence" if answer.stopped_by else "end_turn"
         return {
             "id": f"msg_{answer.id}",
             "type": "message",
             "role": "assistant",
             "model": body.get("model") or fields.MODEL,
             "content": [block for block, _, _ in _blocks(answer)],
-            "stop_reason": "max_tokens" if answer.finish_reason == "length" else reason,
+            "stop_reason": _stop_reason(answer),
             "stop_sequence": answer.stopped_by,
             "usage": {"input_tokens": answer.prompt_tokens, "output_tokens": answer.completion_tokens},
         }
 
     def events(self, answer: Answer, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
         message = self.answer(answer, body)
-        end = {name: message[name] for name in ("stop_reason", "stop_sequence")}
-        begun = {**message, **dict.fromkeys(end), "content": [], "usage": {**message["usage"], "output_tokens": 0}}
-        yield {"type": "message_start", "message": begun}
-        for n, (block, empty, delta) in enumerate(_blocks(answer)):
-            yield {"type": "content_block_start", "index": n, "content_block": {**block, **empty}}
-            yield {"type": "content_block_delta", "index": n, "delta": delta}
-            yield {"type": "content_block_stop", "index": n}
+        start = {
+            **message,
+            "stop_reason": None,
+            "stop_sequence": None,
+            "content": [],
+            "usage": {**message["usage"], "output_tokens": 0},
+        }
+        yield {"type": "message_start", "message": start}
+        for index, (block, empty_fields, delta) in enumerate(_blocks(answer)):
+            yield {"type": "content_block_start", "index": index, "content_block": {**block, **empty_fields}}
+            yield {"type": "content_block_delta", "index": index, "delta": delta}
+            yield {"type": "content_block_stop", "index": index}
+        end = {"stop_reason": message["stop_reason"], "stop_sequence": message["stop_sequence"]}
         yield {"type": "message_delta", "delta": end, "usage": message["usage"]}
         yield {"type": "message_stop"}
 
     def error(self, refusal: Refusal) -> dict[str, Any]:
         error = fields.error_of(refusal)
-        if refusal.code == "context_length_exceeded":  # by these words clients know that they have to compact
+        if refusal.code == "context_length_exceeded":
+            # By these words clients know that they have to compact the conversation.
             error["message"] = f"prompt is too long: {refusal}"
         return {"type": "error", "error": error}
 
 
+def _stop_reason(answer: Answer) -> str:
+    """The reason for which a turn ended, in Anthropic's words."""
+    if answer.finish_reason == "length":
+        return "max_tokens"
+    if answer.calls:
+        return "tool_use"
+    if answer.stopped_by:
+        return "stop_sequence"
+    return "end_turn"
+
+
 def _without_billing(system: Any) -> Any:
-    """The words of the system without what Claude Code puts before them, which changes with each request."""
-    blocks = [{"type": "text", "text": system}] if isinstance(system, str) else system
+    """The words of the system without the line that Claude Code puts before them, which changes with each request."""
+    blocks = _as_blocks(system)
     left = [block for block in blocks if not str(block.get("text")).startswith("x-anthropic-billing-header:")]
-    return left if len(left) < len(blocks) else system
+    if len(left) == len(blocks):
+        return system
+    return left
+
+
+def _as_blocks(content: Any) -> Any:
+    """The blocks of a content. A text is one block."""
+    if isinstance(content, str):
+        return [{"type": "text", "text": content}]
+    return content
 
 
 def _messages(message: dict[str, Any]) -> list[dict[str, Any]]:
-    """The messages that one message is. One of the user has those of its tools too."""
-    content, is_said = message["content"], message["role"] == "assistant"
-    blocks = [{"type": "text", "text": content}] if isinstance(content, str) else content
-    parts: dict[str, list[Any]] = {kind: [] for kind in (_SAID if is_said else _TOLD)}
-    for block in blocks:
-        parts[fields.kind_of(block, *parts)].append(block)
-    text = "".join(block["text"] for block in parts["text"])
-    if is_said:
-        thoughts = "".join(block["thinking"] for block in parts["thinking"])
-        calls = [fields.call_of(block["id"], block) for block in parts["tool_use"]]
+    """A message of Anthropic as messages of OpenAI.
+
+    A message of the user also has the results of tools. Each of them becomes a message of its own.
+    """
+    content = message["content"]
+    is_of_policy = message["role"] == "assistant"
+    kinds = _POLICY_BLOCKS if is_of_policy else _USER_BLOCKS
+    blocks: dict[str, list[Any]] = {kind: [] for kind in kinds}
+    for block in _as_blocks(content):
+        kind = fields.kind_of(block, *kinds)
+        blocks[kind].append(block)
+    text = "".join(block["text"] for block in blocks["text"])
+    if is_of_policy:
+        thoughts = "".join(block["thinking"] for block in blocks["thinking"])
+        calls = [fields.call_of(block["id"], block) for block in blocks["tool_use"]]
         return [fields.assistant_message(text, thoughts, calls)]
-    results = [fields.answered(block["tool_use_id"], block.get("content")) for block in parts["tool_result"]]
-    return [*results, fields.input_message({**message, "content": text})] if parts["text"] else results
+    messages = [fields.answered(block["tool_use_id"], block.get("content")) for block in blocks["tool_result"]]
+    if blocks["text"]:
+        messages.append(fields.input_message({**message, "content": text}))
+    return messages
 
 
 def _blocks(answer: Answer) -> Iterator[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]]:
-    """Each block, what is empty in it when it begins, and what it then gets."""
+    """The blocks of an answer. Each comes with its fields as they are when it begins, and with its only delta."""
     block: dict[str, Any]
-    if thoughts := answer.reasoning:
+    thoughts = answer.reasoning
+    if thoughts:
         block = {"type": "thinking", "thinking": thoughts, "signature": ""}
         yield block, {"thinking": ""}, {"type": "thinking_delta", "thinking": thoughts}
-    if (text := answer.text) or not answer.calls:
-        yield {"type": "text", "text": text}, {"text": ""}, {"type": "text_delta", "text": text}
+    text = answer.text
+    if text or not answer.calls:
+        block = {"type": "text", "text": text}
+        yield block, {"text": ""}, {"type": "text_delta", "text": text}
     for call in answer.calls:
         block = {"type": "tool_use", "id": call.id, "name": call.name, "input": call.object or {}}
         yield block, {"input": {}}, {"type": "input_json_delta", "partial_json": call.arguments}

@@ -14,8 +14,8 @@ _NO_DETAILS = {
     "output_tokens_details": {"reasoning_tokens": 0},
 }
 _TOOLS = "additional_tools"
-_NO_WORDS = (_TOOLS, "configuration_update")
-"""Kinds of items with which Codex sends what others send in fields of the body. No message comes of them."""
+_SETTINGS = (_TOOLS, "configuration_update")
+"""The kinds of items in which Codex sends what other clients send in fields of the body. They become no message."""
 
 
 class Responses:
@@ -24,40 +24,53 @@ class Responses:
     path = "/v1/responses"
 
     def ask(self, body: dict[str, Any], answers: Sequence[Answer] = ()) -> Ask:
-        """`answers`: those that the client has, for it may name their items in the place of them."""
+        """`answers`: those that the client has got. It may send references to their items in the place of the items."""
         fields.check(body, "prompt", fields.WHOLE)
         fields.check(body.get("text") or {}, "format", fields.FREE)
         included = [name for name in body.get("include") or () if "logprobs" in name]
         fields.check({"include": included}, "include", fields.LOGPROBS_STORED)
         inputs = fields.few("messages", body.get("input") or ())
-        items = [{"role": "user", "content": inputs}] if isinstance(inputs, str) else [*inputs]
+        items: list[dict[str, Any]]
+        if isinstance(inputs, str):
+            items = [{"role": "user", "content": inputs}]
+        else:
+            items = [*inputs]
         if body.get("instructions"):
             items.insert(0, {"role": "system", "content": body["instructions"]})
         items = _resolved(items, answers)
-        given_tools = [*(body.get("tools") or ())]
+        sent_tools = [*(body.get("tools") or ())]
         for item in items:
             if item.get("type") == _TOOLS:
-                given_tools += item["tools"]
-        tools = fields.tools_of({**body, "tools": given_tools}, "function")
-        messages = _messages([item for item in items if item.get("type") not in _NO_WORDS])
+                sent_tools += item["tools"]
+        tools = fields.tools_of({**body, "tools": sent_tools}, "function")
+        messages = _messages([item for item in items if item.get("type") not in _SETTINGS])
         return fields.ask_of(body, messages=messages, tools=tools)
 
     def answer(self, answer: Answer, body: dict[str, Any]) -> dict[str, Any]:
-        read, drawn = answer.prompt_tokens, answer.completion_tokens
-        is_cut = answer.finish_reason == "length"
+        status = "completed"
+        incomplete_details = None
+        if answer.finish_reason == "length":
+            status = "incomplete"
+            incomplete_details = {"reason": "max_output_tokens"}
+        usage = {
+            "input_tokens": answer.prompt_tokens,
+            "output_tokens": answer.completion_tokens,
+            "total_tokens": answer.prompt_tokens + answer.completion_tokens,
+            **_NO_DETAILS,
+        }
         return {
             "id": f"resp_{answer.id}",
             "object": "response",
             "created_at": int(time.time()),
             "model": body.get("model") or fields.MODEL,
-            "status": "incomplete" if is_cut else "completed",
-            "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
+            "status": status,
+            "incomplete_details": incomplete_details,
             "error": None,
             "output": _items(answer),
             "parallel_tool_calls": True,
             "tool_choice": body.get("tool_choice") or "auto",
             "tools": body.get("tools") or [],
-            "usage": {"input_tokens": read, "output_tokens": drawn, "total_tokens": read + drawn, **_NO_DETAILS},
+            "usage": usage,
         }
 
     def events(self, answer: Answer, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
@@ -71,10 +84,13 @@ class Responses:
 
 
 def _resolved(items: Sequence[dict[str, Any]], answers: Sequence[Answer]) -> list[dict[str, Any]]:
-    """The items, each that an `item_reference` names in its place."""
+    """The items, with the item that it names in the place of each `item_reference`."""
     if all(item.get("type") != "item_reference" for item in items):
         return [*items]
-    sent = {item["id"]: item for answer in answers for item in _items(answer)}
+    sent: dict[str, dict[str, Any]] = {}
+    for answer in answers:
+        for item in _items(answer):
+            sent[item["id"]] = item
     resolved = []
     for item in items:
         if item.get("type") == "item_reference":
@@ -86,22 +102,24 @@ def _resolved(items: Sequence[dict[str, Any]], answers: Sequence[Answer]) -> lis
 
 
 def _messages(items: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The messages of items. Those of one turn of the policy become one message."""
+    """The messages of items. The items of one turn of the policy become one message."""
     messages: list[dict[str, Any]] = []
-    before = None
+    kind_before = None
     for item in items:
-        kind = fields.kind_of(item, "message", "reasoning", "function_call", "function_call_output", None) or "message"
+        kind = fields.kind_of(item, "message", "reasoning", "function_call", "function_call_output", None)
+        if not kind:
+            kind = "message"
         if kind == "function_call_output":
             messages.append(fields.answered(item["call_id"], item["output"]))
         elif kind == "message" and item["role"] != "assistant":
             messages.append(fields.input_message(item))
         else:
-            # Its thoughts, its text and its calls follow each other in this order.
-            goes_on = kind == "function_call" or (kind == "message" and before == "reasoning")
-            if not goes_on or not messages or messages[-1]["role"] != "assistant":
+            # The thoughts, the text and the calls of a turn follow each other in this order.
+            is_same_turn = kind == "function_call" or (kind == "message" and kind_before == "reasoning")
+            if not is_same_turn or not messages or messages[-1]["role"] != "assistant":
                 messages.append(fields.assistant_message(""))
             _add(item, kind, messages[-1])
-        before = kind
+        kind_before = kind
     return messages
 
 
@@ -111,11 +129,14 @@ def _add(item: dict[str, Any], kind: str, message: dict[str, Any]) -> None:
         message["content"] = fields.text_of(item["content"])
     elif kind == "function_call":
         message.setdefault("tool_calls", []).append(fields.call_of(item["call_id"], item))
-    elif parts := item.get("content") or item.get("summary"):
-        message["reasoning_content"] = "".join(part["text"] for part in parts)
+    else:
+        parts = item.get("content") or item.get("summary")
+        if parts:
+            message["reasoning_content"] = "".join(part["text"] for part in parts)
 
 
 def _items(answer: Answer) -> list[dict[str, Any]]:
+    """The items of an answer."""
     items: list[dict[str, Any]] = []
     if answer.reasoning:
         content = [{"type": "reasoning_text", "text": answer.reasoning}]
@@ -124,30 +145,47 @@ def _items(answer: Answer) -> list[dict[str, Any]]:
         text = {"type": "output_text", "text": answer.text, "annotations": []}
         items.append({"type": "message", "id": f"msg_{answer.id}", "role": "assistant", "content": [text]})
     for number, call in enumerate(answer.calls):
-        # Some models write the ids of their calls, and write one twice.
-        about = {"id": f"fc_{answer.id}_{number}", "name": call.name, "arguments": call.arguments}
-        items.append({"type": "function_call", "call_id": call.id, **about})
+        items.append(
+            {
+                "type": "function_call",
+                "call_id": call.id,
+                # Not the id of the call: some models write these ids themselves, and may write one twice.
+                "id": f"fc_{answer.id}_{number}",
+                "name": call.name,
+                "arguments": call.arguments,
+            }
+        )
     return [{**item, "status": "completed"} for item in items]
 
 
 def _events(response: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """The events of a stream that sends this response."""
     begun = {**response, "status": "in_progress", "incomplete_details": None, "output": [], "usage": None}
     yield {"type": "response.created", "response": begun}
     yield {"type": "response.in_progress", "response": begun}
-    for n, item in enumerate(response["output"]):
-        at = {"output_index": n, "item_id": item["id"]}
-        empty: dict[str, Any] = {"arguments": ""} if item["type"] == "function_call" else {"content": []}
-        yield {"type": "response.output_item.added", **at, "item": {**item, **empty, "status": "in_progress"}}
-        if item["type"] == "function_call":
-            name = "response.function_call_arguments"
-            yield {"type": f"{name}.delta", **at, "delta": item["arguments"]}
-            yield {"type": f"{name}.done", **at, "name": item["name"], "arguments": item["arguments"]}
-        for part in item.get("content", ()):
-            name = f"response.{part['type']}"
-            at |= {"content_index": 0}
-            yield {"type": "response.content_part.added", **at, "part": {**part, "text": ""}}
-            yield {"type": f"{name}.delta", **at, "delta": part["text"], "logprobs": []}
-            yield {"type": f"{name}.done", **at, "text": part["text"], "logprobs": []}
-            yield {"type": "response.content_part.done", **at, "part": part}
-        yield {"type": "response.output_item.done", **at, "item": item}
+    for index, item in enumerate(response["output"]):
+        yield from _item_events(index, item)
     yield {"type": f"response.{response['status']}", "response": response}
+
+
+def _item_events(index: int, item: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """The events of one item. `index`: its place in the output."""
+    place = {"output_index": index, "item_id": item["id"]}
+    begun = {**item, "status": "in_progress"}
+    if item["type"] == "function_call":
+        begun["arguments"] = ""
+    else:
+        begun["content"] = []
+    yield {"type": "response.output_item.added", **place, "item": begun}
+    if item["type"] == "function_call":
+        name = "response.function_call_arguments"
+        yield {"type": f"{name}.delta", **place, "delta": item["arguments"]}
+        yield {"type": f"{name}.done", **place, "name": item["name"], "arguments": item["arguments"]}
+    for part in item.get("content", ()):
+        name = f"response.{part['type']}"
+        place["content_index"] = 0
+        yield {"type": "response.content_part.added", **place, "part": {**part, "text": ""}}
+        yield {"type": f"{name}.delta", **place, "delta": part["text"], "logprobs": []}
+        yield {"type": f"{name}.done", **place, "text": part["text"], "logprobs": []}
+        yield {"type": "response.content_part.done", **place, "part": part}
+    yield {"type": "response.output_item.done", **place, "item": item}
