@@ -206,7 +206,8 @@ def counts_of(group: RolloutGroup) -> list[int]:
     """The number of sequences of each rollout."""
     if group.sequence_counts is None:
         return [1] * group.group_size
-    return group.sequence_counts.tolist()
+    counts: list[int] = group.sequence_counts.tolist()
+    return counts
 
 
 def _mean_logprobs(group: RolloutGroup) -> list[float | None]:

@@ -43,7 +43,7 @@ def show_recipe(name: str, command: str, actual: Settings) -> None:
         lines.append(line)
     log = logging.getLogger("replay_server.recipe")
     log.setLevel(logging.INFO)  # some commands log only warnings, and the recipe is to be seen all the same
-    # The lines are safe as they are: JSON has no control characters.
+    # `has_lines` keeps the lines apart. A value cannot break them: JSON writes control characters out.
     log.info("\n".join(lines), extra={"has_lines": True})
 
 
