@@ -53,8 +53,10 @@ def doctor(
     judgement = verdict(info, findings, ())
     if by_shard and info is not None:
         findings += _of_shards(info, max_staleness)
-    worst = {finding.level for finding in findings}
-    healthy = Level.FAILURE not in worst and not (strict and Level.WARNING in worst)
+    levels = {finding.level for finding in findings}
+    healthy = Level.FAILURE not in levels
+    if strict and Level.WARNING in levels:
+        healthy = False
     if as_json:
         documents = [vars(finding) for finding in findings]
         print_json({"address": address, "healthy": healthy, "verdict": judgement, "findings": documents})

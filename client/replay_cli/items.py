@@ -387,7 +387,7 @@ def _turn_lines(sequence: Document, text: TokenText) -> list[str | Text]:
 
 
 def _trained_words(trained: int, tokens: int) -> str:
-    """How many of the tokens of a turn are trained on, in words."""
+    """The part of the tokens of a turn that is trained on, in words."""
     if trained == tokens:
         return "trained on"
     if trained:

@@ -134,6 +134,7 @@ def taking(*groups: Options) -> Callable[[Callable[..., R]], Callable[..., R]]:
         parameters = [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in own]
         for group in groups:
             parameters += group
+        # typer reads the options of a command from both.
         run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
         run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
         return run

@@ -412,7 +412,7 @@ def _config_of(path: Path, serve: Settings) -> Config:
         raise ValueError(f"{path}: {explain(error, sections='serve.')}") from error
 
 
-# ------------------------------------------------------------------------------------------------ checks across sections
+# ------------------------------------------------------------------------------------------------ across sections
 
 
 def _check_tables(path: Path, server: Config, trainer: GRPOConfig, generator: GeneratorConfig) -> None:

@@ -57,7 +57,7 @@ class RunStatus:
         self.address = ""
         """The address of the server; empty: it has not started."""
         self.doing = ""
-        """What the runner does now, in words; empty: it watches."""
+        """The present action of the runner, in words; empty: it watches."""
         self._news: list[str] = []
         self.failure = ""
         """The doctor's first failure, with its remedy; empty: it found none."""
