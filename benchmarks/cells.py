@@ -1,4 +1,4 @@
-"""Cells: what is measured. A cell is one figure of one measurement, on both sides of a comparison."""
+"""Declares the cells of the benchmark. A cell is one figure of one measurement, on both sides of a comparison."""
 
 from __future__ import annotations
 
@@ -12,33 +12,35 @@ from benchmarks.systems import at_once
 PAYLOADS = {"400B": 400, "4kB": 4_000, "40kB": 40_000, "106kB": 106_496, "400kB": 400_000, "4MB": 4_000_000}
 """Bytes by name; 106 kB is a group of 8 x 1024 tokens."""
 SCALES = (3, 4, 5, 6)
-"""Powers of ten: items in the table whose operations are timed."""
+"""Numbers of items in the table whose operations are timed, as powers of ten."""
 _TABLE_BYTES = 256 << 20
-"""What a table holds at most."""
+"""Most bytes of a table."""
 _WRITERS = 4
-"""Client processes that fill tables, and the most that a cell uses."""
+"""Client processes that fill tables, and the most client processes of a cell."""
 
 
 @dataclass(frozen=True)
 class Table:
+    """A table of a server."""
+
     name: str
     sampler: str
     remover: str
     max_size: int
     queue: bool = False
-    """Each item is sampled once, and inserts wait while it is full."""
+    """If True, each item is sampled once, and inserts wait while the table is full."""
 
 
 @dataclass(frozen=True)
 class Side:
-    """A server of one system, and what its tables hold at the start."""
+    """A server of one system, with its tables and their contents at the start."""
 
     system: str
     tables: tuple[Table, ...] = ()
     fills: tuple[Task, ...] = ()
-    """Each is shared out over several clients."""
+    """The tasks that fill the tables. Several clients share each of them."""
     durability: str = ""
-    """When the system syncs its tables to the disk, in its own word; empty: they are in memory."""
+    """The time at which the system syncs its tables to the disk, in its own word; empty: they are in memory."""
 
 
 @dataclass(frozen=True)
@@ -51,22 +53,25 @@ class Figure:
     higher_is_better: bool = True
 
     def ratio(self, ours: float, theirs: float) -> float:
-        """Above 1: ours is better."""
-        better, worse = (ours, theirs) if self.higher_is_better else (theirs, ours)
-        return better / worse if worse else math.nan
+        """The factor by which ours is better: above 1, it is better. NaN where the divisor is 0."""
+        if self.higher_is_better:
+            return ours / theirs if theirs else math.nan
+        return theirs / ours if ours else math.nan
 
 
 @dataclass(frozen=True)
 class Measurement:
+    """A task of clients, and the figures that come out of it."""
+
     figures: tuple[Figure, ...]
     task: Task
     clients: int = 1
     their_task: Task | None = None
-    """Absent: the same as ours."""
+    """The task of their clients; None: the same as ours."""
     beside: Task | None = None
-    """What one more client does at the same time. The figures are then its own."""
+    """A task of one more client at the same time. The figures are then those of that client."""
     rounds: int = 1_000
-    """At most so many."""
+    """Most rounds of this measurement."""
 
 
 @dataclass(frozen=True)
@@ -97,13 +102,13 @@ DICTS = {"256MB": 256_000_000, "1GB": 1_000_000_000}
 FSYNC = {"always": "always", "never": "no"}
 """Our values of `fsync`, and Redis's of `appendfsync` that promise as much."""
 ASKED = r"^(?!.*(/(4|40|400)kB|/2-(writers|readers)|8x32k|/tls|fsync-never|scaling|large|ray_store|zmq_pickle))"
-"""Matches the names of the cells that are measured without --all."""
+"""Pattern of the names of the cells that are measured without --all."""
 CHECKPOINT = "checkpoint"
 """The durability of a server in memory that writes its tables when a client asks."""
 
 
 def all_comparisons(gigabytes: float) -> Iterator[Comparison]:
-    """`gigabytes`: what the larger restarts load. With them a million small items come for each 10 GB."""
+    """All comparisons. `gigabytes`: the size of the larger restarts. The small ones load 100,000 items for each GB."""
     for payload, nbytes in PAYLOADS.items():
         yield _against_reverb(payload, nbytes)
     yield _priorities()
@@ -124,12 +129,13 @@ def all_comparisons(gigabytes: float) -> Iterator[Comparison]:
 
 
 def select(comparisons: Iterator[Comparison], wanted: Callable[[str], bool]) -> list[Comparison]:
-    """What is left of the comparisons where only cells with a wanted name are."""
+    """The comparisons with only those figures whose cells have a wanted name."""
     selected = []
     for comparison in comparisons:
         measurements = []
         for measurement in comparison.measurements:
-            if figures := tuple(figure for figure in measurement.figures if wanted(figure.cell)):
+            figures = tuple(figure for figure in measurement.figures if wanted(figure.cell))
+            if figures:
                 measurements.append(replace(measurement, figures=figures))
         if measurements:
             selected.append(replace(comparison, measurements=tuple(measurements)))
@@ -137,6 +143,7 @@ def select(comparisons: Iterator[Comparison], wanted: Callable[[str], bool]) -> 
 
 
 def _on_both(against: str, side: Side, measurements: tuple[Measurement, ...]) -> Comparison:
+    """Our side against the same side of another system."""
     return Comparison(against, side, replace(side, system=against), measurements)
 
 
@@ -147,30 +154,19 @@ def _against_reverb(payload: str, nbytes: int) -> Comparison:
         Task("fill", "inserts", nbytes, items=inserts.max_size),  # full, so that each insert evicts
         Task("fill", "samples", nbytes, items=samples.max_size),
     )
-    measurements = [
-        *(
-            Measurement(
-                (Figure(f"insert/{payload}/{writers}-writers", "items/s", rate),),
-                Task("insert", "inserts", nbytes),
-                clients=writers,
-            )
-            for writers in (1, 2, _WRITERS)
-        ),
-        *(
-            Measurement(
-                (Figure(f"sample/{payload}/{readers}-readers", "items/s", rate),),
-                Task("sample", "samples", nbytes),
-                clients=readers,
-            )
-            for readers in (1, 2)
-        ),
-        Measurement(
-            tuple(Figure(f"ack-{p}/{payload}", "ms", value(p), higher_is_better=False) for p in ("p50", "p99")),
-            Task("latency", "inserts", nbytes),
-        ),
-    ]
+    measurements = []
+    for writers in (1, 2, _WRITERS):
+        figure = Figure(f"insert/{payload}/{writers}-writers", "items/s", rate)
+        measurements.append(Measurement((figure,), Task("insert", "inserts", nbytes), clients=writers))
+    for readers in (1, 2):
+        figure = Figure(f"sample/{payload}/{readers}-readers", "items/s", rate)
+        measurements.append(Measurement((figure,), Task("sample", "samples", nbytes), clients=readers))
+    p50 = Figure(f"ack-p50/{payload}", "ms", value("p50"), higher_is_better=False)
+    p99 = Figure(f"ack-p99/{payload}", "ms", value("p99"), higher_is_better=False)
+    measurements.append(Measurement((p50, p99), Task("latency", "inserts", nbytes)))
     side = Side("ours", (inserts, samples), fills)
-    return replace(_on_both("reverb", side, tuple(measurements)), tcp=replace(side, system="ours_tcp"))
+    comparison = _on_both("reverb", side, tuple(measurements))
+    return replace(comparison, tcp=replace(side, system="ours_tcp"))
 
 
 def _priorities() -> Comparison:
@@ -184,37 +180,34 @@ def _process() -> Comparison:
     side = Side("ours", (Table("queue", "fifo", "fifo", 512), Table("pool", "prioritized", "min_heap", 4_096)))
     memory = Figure("memory/idle-server", "MB", value("megabytes"), higher_is_better=False)
     loading = Figure("import/client", "s", value("seconds"), higher_is_better=False)
-    return _on_both(
-        "reverb",
-        side,
-        (Measurement((memory,), Task("idle_memory", "")), Measurement((loading,), Task("import_time", ""))),
+    measurements = (
+        Measurement((memory,), Task("idle_memory", "")),
+        Measurement((loading,), Task("import_time", "")),
     )
+    return _on_both("reverb", side, measurements)
 
 
 def _against_transferqueue() -> Comparison:
     side = Side("ours", (Table("inserts", "fifo", "fifo", max_size=4_096),))
-    measurements = [
-        Measurement(
-            tuple(
-                Figure(f"{operation}/{payload}/transferqueue", "items/s", value(operation))
-                for operation in ("put", "get")
-            ),
-            Task("put_and_get", "inserts", nbytes),
-        )
-        for payload, nbytes in PAYLOADS.items()
-    ]
+    measurements = []
+    for payload, nbytes in PAYLOADS.items():
+        put = Figure(f"put/{payload}/transferqueue", "items/s", value("put"))
+        get = Figure(f"get/{payload}/transferqueue", "items/s", value("get"))
+        measurements.append(Measurement((put, get), Task("put_and_get", "inserts", nbytes)))
     return Comparison("transferqueue", side, Side("transferqueue"), tuple(measurements))
 
 
 def _scaling(power: int) -> Comparison:
     """Our operations on a pool of 10^power small items, against those on one of 10^3."""
-    measurements = []
-    for operation, task in {
+    tasks = {
         "insert": Task("insert", "pool", 64),
         "sample-256": Task("request", "pool", items=256),
-        "update-1024": Task("update", "pool", items=1_000),  # as many as there are in the small table
-    }.items():
-        measurements.append(Measurement((Figure(f"scaling/{operation}/1e{power}", "items/s", rate),), task))
+        "update-1024": Task("update", "pool", items=1_000),  # the small table has no more items
+    }
+    measurements = []
+    for operation, task in tasks.items():
+        figure = Figure(f"scaling/{operation}/1e{power}", "items/s", rate)
+        measurements.append(Measurement((figure,), task))
     return Comparison(f"ours at 1e{SCALES[0]} items", _pool(10**power), _pool(10 ** SCALES[0]), tuple(measurements))
 
 
@@ -225,8 +218,10 @@ def _pool(items: int) -> Side:
 
 def _large_payloads() -> Comparison:
     """Bytes per second of payloads of 32 MB, against those of 4 MB."""
-    large, small = 32_000_000, 4_000_000
-    fills, tables = [], []
+    large = 32_000_000
+    small = 4_000_000
+    fills = []
+    tables = []
     for nbytes in (large, small):
         items = at_once(nbytes, budget=_TABLE_BYTES // 2, most=64)
         for role, sampler in (("inserts", "fifo"), ("samples", "uniform")):
@@ -252,7 +247,7 @@ def megabytes(results: Sequence[Result]) -> float:
 
 
 _GROUP_BYTES = 384 << 20
-"""What passes through the queue in one round."""
+"""Bytes that pass through the queue in one round."""
 
 
 def _tokens(writers: int) -> Comparison:
@@ -275,92 +270,89 @@ def _tokens(writers: int) -> Comparison:
 
 
 def _tokens_encrypted() -> Comparison:
+    """The same over TLS, against the same over TCP."""
     tokens = _tokens(1)
-    measurements = tuple(
-        replace(each, figures=tuple(replace(figure, cell=f"{figure.cell}/tls") for figure in each.figures))
-        for each in tokens.measurements
-    )
-    tls, tcp = replace(tokens.ours, system="ours_tls"), replace(tokens.ours, system="ours_tcp")
-    return Comparison("ours over TCP, not encrypted", tls, tcp, measurements)
+    measurements = []
+    for measurement in tokens.measurements:
+        figures = tuple(replace(figure, cell=f"{figure.cell}/tls") for figure in measurement.figures)
+        measurements.append(replace(measurement, figures=figures))
+    tls = replace(tokens.ours, system="ours_tls")
+    tcp = replace(tokens.ours, system="ours_tcp")
+    return Comparison("ours over TCP, not encrypted", tls, tcp, tuple(measurements))
 
 
 def _queue(name: str, tokens: int) -> Table:
+    """A queue for groups of so many tokens."""
     size = at_once(tokens * BYTES_A_TOKEN, budget=_TABLE_BYTES, most=512)
     return Table(name, "fifo", "fifo", size, queue=True)
 
 
 def _fields(rival: str) -> Comparison:
     """A rollout as a dict of 32 arrays."""
-    measurements = tuple(
-        Measurement(
-            tuple(Figure(f"dict-{part}/{name}/{rival}", "GB/s", value(part)) for part in ("put", "get", "both")),
-            Task("fields", "inserts", nbytes),
-            rounds=2,
-        )
-        for name, nbytes in DICTS.items()
-    )
+    measurements = []
+    for name, nbytes in DICTS.items():
+        figures = tuple(Figure(f"dict-{part}/{name}/{rival}", "GB/s", value(part)) for part in ("put", "get", "both"))
+        measurements.append(Measurement(figures, Task("fields", "inserts", nbytes), rounds=2))
     tables = (Table("inserts", "fifo", "fifo", max_size=4),)
-    theirs = Side(rival, tables if rival == "zmq_pickle" else ())
-    return Comparison(rival, Side("ours", tables), theirs, measurements)
+    their_tables = tables if rival == "zmq_pickle" else ()
+    return Comparison(rival, Side("ours", tables), Side(rival, their_tables), tuple(measurements))
 
 
 def _durable(ours: str, redis: str) -> Comparison:
     """Inserts whose acknowledgement means that they are in the journal."""
-    measurements: list[Measurement] = []
+    measurements = []
     tables = []
     for payload in ("400B", "106kB"):
         nbytes = PAYLOADS[payload]
         tables.append(Table(payload, "fifo", "fifo", at_once(nbytes, budget=_TABLE_BYTES, most=16_384)))
-        measurements += (
-            Measurement(
-                (Figure(f"durable/insert/{payload}/fsync-{ours}", "items/s", rate),), Task("insert", payload, nbytes)
-            ),
-            Measurement(
-                tuple(
-                    Figure(f"durable/ack-{p}/{payload}/fsync-{ours}", "ms", value(p), higher_is_better=False)
-                    for p in ("p50", "p99")
-                ),
-                Task("latency", payload, nbytes),
-            ),
-        )
+        inserts = Figure(f"durable/insert/{payload}/fsync-{ours}", "items/s", rate)
+        measurements.append(Measurement((inserts,), Task("insert", payload, nbytes), rounds=3))
+        p50 = Figure(f"durable/ack-p50/{payload}/fsync-{ours}", "ms", value("p50"), higher_is_better=False)
+        p99 = Figure(f"durable/ack-p99/{payload}/fsync-{ours}", "ms", value("p99"), higher_is_better=False)
+        measurements.append(Measurement((p50, p99), Task("latency", payload, nbytes), rounds=3))
     fills = tuple(Task("fill", table.name, PAYLOADS[table.name], items=table.max_size) for table in tables)
     side = Side("ours", tuple(tables), fills, durability=ours)
-    return Comparison(
-        f"redis, appendfsync {redis}",
-        side,
-        replace(side, system="redis", durability=redis),
-        tuple(replace(each, rounds=3) for each in measurements),
-    )
+    theirs = replace(side, system="redis", durability=redis)
+    return Comparison(f"redis, appendfsync {redis}", side, theirs, tuple(measurements))
 
 
 def _restart(ours: str, redis: str, gigabytes: float) -> Comparison:
-    """A start after SIGKILL, with nothing in the cache of files."""
-    sides = Side("ours", durability=ours), Side("redis", durability=redis)
-    return _kept(*sides, f"fsync-{ours}", small=int(1e5 * gigabytes), large=int(1e9 * gigabytes))
+    """Starts after SIGKILL, with nothing in the cache of files."""
+    side = Side("ours", durability=ours)
+    theirs = Side("redis", durability=redis)
+    return _restarts(side, theirs, f"fsync-{ours}", small=int(1e5 * gigabytes), large=int(1e9 * gigabytes))
 
 
 def _checkpoints(gigabytes: float) -> Comparison:
-    """The same of servers in memory, from the checkpoint that they wrote last."""
+    """Starts of servers in memory, from the checkpoint that they wrote last."""
     side = Side("ours", durability=CHECKPOINT)
     theirs = replace(side, system="reverb")
-    # Less than above: Reverb writes 10 to 30 MB a second.
-    return _kept(side, theirs, CHECKPOINT, small=int(2e4 * gigabytes), large=int(3e7 * gigabytes))
+    # Smaller than the restarts against Redis: Reverb writes 10 to 30 MB a second.
+    return _restarts(side, theirs, CHECKPOINT, small=int(2e4 * gigabytes), large=int(3e7 * gigabytes))
 
 
-def _kept(ours: Side, theirs: Side, kind: str, *, small: int, large: int) -> Comparison:
-    """`small`: items of 400 B. `large`: bytes of items of 106 kB."""
-    measurements, group = [], PAYLOADS["106kB"]
-    for name, nbytes, items in (("items", 400, small), ("bytes", group, max(1, large // group))):
-        unit, of = ("items/s", rate) if name == "items" else ("MB/s", megabytes)
-        figures = [Figure(f"restart/{name}/{kind}", unit, of)]
-        if kind == CHECKPOINT:
-            figures.append(Figure(f"checkpoint/{name}", unit, lambda results, of=of: of([_written(results[0])])))
-        measurements.append(Measurement(tuple(figures), Task("restart", "kept", nbytes, items=items), rounds=1))
-    table = Table("kept", "fifo", "fifo", max(small, large // group))
+def _restarts(ours: Side, theirs: Side, kind: str, *, small: int, large: int) -> Comparison:
+    """Restarts with small items, and with large ones. `small`: items of 400 B. `large`: bytes of items of 106 kB."""
+    group = PAYLOADS["106kB"]
+    measurements = (
+        _restart_of("items", kind, "items/s", rate, nbytes=400, items=small),
+        _restart_of("bytes", kind, "MB/s", megabytes, nbytes=group, items=max(1, large // group)),
+    )
+    tables = (Table("kept", "fifo", "fifo", max(small, large // group)),)
     against = f"redis, appendfsync {theirs.durability}" if theirs.system == "redis" else theirs.system
-    sides = (replace(side, tables=(table,)) for side in (ours, theirs))
-    return Comparison(against, *sides, tuple(measurements))
+    return Comparison(against, replace(ours, tables=tables), replace(theirs, tables=tables), measurements)
 
 
-def _written(result: Result) -> Result:
-    return result | {"seconds": result["seconds_of_checkpoint"]}
+def _restart_of(
+    name: str, kind: str, unit: str, speed: Callable[[Sequence[Result]], float], *, nbytes: int, items: int
+) -> Measurement:
+    """A restart with so many items: the speed of the start and, for checkpoints, that of the writing before it."""
+
+    def writing_speed(results: Sequence[Result]) -> float:
+        result = results[0]
+        return speed([result | {"seconds": result["seconds_of_checkpoint"]}])
+
+    figures = [Figure(f"restart/{name}/{kind}", unit, speed)]
+    if kind == CHECKPOINT:
+        figures.append(Figure(f"checkpoint/{name}", unit, writing_speed))
+    return Measurement(tuple(figures), Task("restart", "kept", nbytes, items=items), rounds=1)

@@ -1,6 +1,6 @@
-"""The Python environments of the systems that are compared. Those of the others are built here, at the first use.
+"""The Python environments of the compared systems. Those of the other systems are built here, at the first use.
 
-Only a folder that was made here, or is not there yet, is ever changed or removed.
+A folder is changed or removed only if it was made here.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ ROOT = Path(__file__).parent.parent
 
 
 _MARK = ".made-by-benchmarks"
-"""A file in each environment that was made here; it holds the requirements once all of them are installed."""
+"""A file in each environment that was made here. It has the requirements once all of them are installed."""
 
 
 FILES = ROOT / "runs/benchmark"
-"""A folder for what servers keep on the disk meanwhile."""
+"""The folder for the files of servers during a benchmark."""
 
 
 @dataclass(frozen=True)
 class RunningEnvironment:
-    """The environment that the benchmark itself runs in; never changed."""
+    """The environment that the benchmark itself runs in. It is never changed."""
 
     python: Path = Path(sys.executable)
 
     def ensure(self) -> None:
-        """Nothing to do: it runs."""
+        """Does nothing: the environment runs already."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class BuiltEnvironment:
     folder: Path
     requirements: tuple[str, ...]
     python_version: tuple[int, int] | None = None
-    """Absent: the Python that runs the benchmark."""
+    """The version of its Python; None: the Python that runs the benchmark."""
     program: str | None = None
     """A program of the machine that the system needs too."""
 
@@ -53,7 +53,8 @@ class BuiltEnvironment:
         """Builds it unless it is there with these requirements. Raises RuntimeError with the reason."""
         if self.program is not None and shutil.which(self.program) is None:
             raise RuntimeError(f"{self.program} is not installed; on Debian and Ubuntu: apt-get install {self.program}")
-        mark, base = self.folder / _MARK, self._base_python()
+        mark = self.folder / _MARK
+        base = self._base_python()
         build = build_of(base)
         wanted = "\n".join((*self.requirements, f"{build['version']}, optimised: {build['optimised']}"))
         if mark.is_file() and mark.read_text() == wanted:
@@ -73,9 +74,11 @@ class BuiltEnvironment:
         mark.write_text(wanted)
 
     def _base_python(self) -> str:
-        if self.python_version in (None, sys.version_info[:2]):
+        """The Python with which the environment is made. Raises RuntimeError if it is not installed."""
+        if self.python_version is None or self.python_version == sys.version_info[:2]:
             return sys.executable
-        if not (found := installed(self.python_version)):
+        found = installed(self.python_version)
+        if not found:
             name = "python{}.{}".format(*self.python_version)
             raise RuntimeError(f"{self.folder.name} needs {name}, which is not installed")
         return found[0]
@@ -94,15 +97,16 @@ REVERB = BuiltEnvironment(
 TRANSFERQUEUE = BuiltEnvironment(ROOT / ".venv-transferqueue", ("TransferQueue==0.1.11", "ray", "torch==2.13.0"))
 REDIS = BuiltEnvironment(ROOT / ".venv-redis", ("redis==6.4.0", "hiredis==3.2.1", "numpy"), program="redis-server")
 TRL = BuiltEnvironment(ROOT / ".venv-trl", ("trl==1.16.0", "torch==2.13.0", "transformers==5.19.0"))
-"""With the torch and transformers that our own side was measured with."""
+"""The torch and transformers are those with which our own side was measured."""
 
 
-CERTIFICATE, KEY = FILES / "tls/cert.pem", FILES / "tls/key.pem"
-"""For the rows with TLS."""
+CERTIFICATE = FILES / "tls/cert.pem"
+"""The certificate for the rows with TLS."""
+KEY = FILES / "tls/key.pem"
 
 
 def ensure_certificate() -> None:
-    """Raises RuntimeError with the reason."""
+    """Makes the certificate unless it exists. Raises RuntimeError with the reason."""
     if CERTIFICATE.exists():
         return
     CERTIFICATE.parent.mkdir(parents=True, exist_ok=True)

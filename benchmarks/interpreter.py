@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 VERSIONS = tuple((3, minor) for minor in range(11, 16))
-"""3.11 comes first, because Reverb needs it: so all sides run on the same one."""
+"""3.11 comes first, because Reverb needs it. So all sides run on the same version."""
 
 _ASK = """
 import json, os, platform, sys, sysconfig
@@ -37,28 +37,38 @@ print(json.dumps({
 
 @functools.cache
 def build_of(python: str) -> dict[str, Any]:
-    """How an interpreter was built. Raises RuntimeError if it does not run."""
+    """The facts about the build of an interpreter. Raises RuntimeError if it does not run."""
     done = subprocess.run([python, "-c", _ASK], capture_output=True, text=True)
     if done.returncode:
-        raise RuntimeError(f"{Path(python).name} does not run: {(done.stderr.splitlines() or ['no reason given'])[-1]}")
+        lines = done.stderr.splitlines() or ["no reason given"]
+        raise RuntimeError(f"{Path(python).name} does not run: {lines[-1]}")
     return dict(json.loads(done.stdout))
 
 
 def installed(version: tuple[int, int]) -> list[str]:
     """The interpreters of this version in the folders of PATH, those with optimisations first."""
     name = "python{}.{}".format(*version)
-    paths = [str(path) for folder in os.get_exec_path() if (path := Path(folder) / name).is_file()]
-    found = []
-    for path in paths:
+    optimised = []
+    others = []
+    for folder in os.get_exec_path():
+        path = Path(folder) / name
+        if not path.is_file():
+            continue
         try:
-            found.append((not build_of(path)["optimised"], path))
+            build = build_of(str(path))
         except RuntimeError:  # the stand-in of a version manager, for a version that is not active
             continue
-    return [path for _, path in sorted(found, key=lambda each: each[0])]
+        if build["optimised"]:
+            optimised.append(str(path))
+        else:
+            others.append(str(path))
+    return optimised + others
 
 
 def main() -> None:
-    found = [path for version in VERSIONS for path in installed(version)[:1]]
+    found = []
+    for version in VERSIONS:
+        found += installed(version)[:1]
     optimised = [path for path in found if build_of(path)["optimised"]]
     if not optimised:
         print("no Python that was built with optimisations is on PATH; name one: BENCH_PYTHON=...", file=sys.stderr)

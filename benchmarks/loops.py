@@ -1,7 +1,7 @@
-"""Loops: the timed loops that client processes run, the same for every system.
+"""The timed loops that client processes run. They are the same for every system.
 
-A loop is made by a generator function: up to its first `yield` it prepares and warms up, after it it measures; what it
-yields then is its result. So all clients of a cell can prepare, and then start at once.
+A loop is a generator. It prepares and warms up before its first `yield`, and measures after it. The second value that
+it yields is its result. So all clients of a cell can prepare, and then start at once.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ import numpy as np
 from benchmarks.systems import Session, at_once
 
 _WARM_UP = 0.2
-"""Of the seconds of the measurement, before it."""
+"""The seconds of the warm-up, as a share of those of the measurement."""
 
 
 @dataclass(frozen=True)
 class Task:
-    """What a client process does."""
+    """The task of a client process."""
 
     operation: str
     """A name in LOOPS."""
@@ -29,9 +29,9 @@ class Task:
     nbytes: int = 400
     """Size of each payload."""
     seconds: float = 1.0
-    """For at least so long."""
+    """The seconds for which the loop runs at least."""
     items: int = 0
-    """How many items to fill in, or to name in a request."""
+    """The number of items to insert, or of a request."""
     seed: int = 0
 
 
@@ -40,14 +40,14 @@ Loop = Iterator[Result | None]
 
 
 def _payloads(session: Session, task: Task, most: int = 64) -> list[Any]:
-    """Different random payloads: nothing that compression could help with."""
+    """Different random payloads, which cannot be compressed."""
     rng = np.random.default_rng([task.seed, task.nbytes])
     number = at_once(task.nbytes, budget=32 << 20, most=most)
     return [session.native(rng.integers(0, 256, task.nbytes, dtype=np.uint8)) for _ in range(number)]
 
 
 BYTES_A_TOKEN = 9
-"""Of the arrays of a group that grow with its tokens."""
+"""Bytes for each token in the arrays of a group that grow with its tokens."""
 
 
 def group_arrays(tokens: int, seed: Sequence[int]) -> dict[str, Any]:
@@ -65,8 +65,9 @@ def group_arrays(tokens: int, seed: Sequence[int]) -> dict[str, Any]:
 
 
 def _repeat(seconds: float, step: Callable[[], int]) -> tuple[int, float]:
-    """Calls `step` until the time is up, and once at least; returns the sum of its results and the seconds."""
-    begin, done = time.perf_counter(), step()
+    """Calls `step` until the time is up, and at least once. Returns the sum of its results, and the seconds."""
+    begin = time.perf_counter()
+    done = step()
     while (passed := time.perf_counter() - begin) < seconds:
         done += step()
     return done, passed
@@ -243,7 +244,7 @@ def fields(session: Session, task: Task) -> Loop:
 
 
 def size(session: Session, task: Task) -> Loop:
-    """How many items the table has."""
+    """Reads the number of items of the table."""
     yield None
     yield {"items": session.size(task.table)}
 

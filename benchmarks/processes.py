@@ -21,11 +21,11 @@ from benchmarks.loops import Result, Task
 _QUIET = {"TF_CPP_MIN_LOG_LEVEL": "3", "GRPC_VERBOSITY": "NONE", "RAY_USAGE_STATS_ENABLED": "0"}
 
 _LEAVING_SECONDS = 10.0
-"""For a client to close its session: TransferQueue has actors to end."""
+"""Seconds that a client has to close its session: TransferQueue must end its actors."""
 
 
 class Failed(Exception):
-    """Something could not be measured; the message says why."""
+    """Something could not be measured. The message has the reason."""
 
 
 class Process:
@@ -56,7 +56,7 @@ class Process:
             raise Failed(f"the process has ended: {self.last_words()}") from None
 
     def read(self, timeout: float) -> str:
-        """The next line it writes."""
+        """The next line that the process writes. Raises Failed if none comes within `timeout` seconds."""
         assert self._process.stdout is not None
         end = time.monotonic() + timeout
         with selectors.DefaultSelector() as selector:
@@ -72,17 +72,20 @@ class Process:
         return line.decode()
 
     def lines(self) -> list[str]:
-        """The lines that it has written by now."""
+        """The lines that the process has written by now."""
         assert self._process.stdout is not None
         with selectors.DefaultSelector() as selector:
             selector.register(self._process.stdout, selectors.EVENT_READ)
-            while selector.select(0) and (data := os.read(self._process.stdout.fileno(), 1 << 16)):
+            while selector.select(0):
+                data = os.read(self._process.stdout.fileno(), 1 << 16)
+                if not data:
+                    break
                 self._received += data
         *lines, self._received = self._received.split(b"\n")
         return [line.decode() for line in lines]
 
     def wait(self, timeout: float) -> None:
-        """Until it has ended well. Raises Failed."""
+        """Waits until the process has ended with status 0. Raises Failed."""
         try:
             status = self._process.wait(timeout)
         except subprocess.TimeoutExpired:
@@ -91,14 +94,17 @@ class Process:
             raise Failed(f"the process ended with status {status}: {self.last_words()}")
 
     def last_words(self) -> str:
+        """The last line that the process wrote to standard error."""
         self._errors.seek(0, os.SEEK_END)
         self._errors.seek(max(0, self._errors.tell() - 10_000))
         lines = [line.strip() for line in self._errors.read().splitlines() if line.strip()]
-        # A report may be published: where the repository lies on this machine is nobody's business.
-        return lines[-1][:500].replace(str(ROOT), ".") if lines else "it said nothing"
+        if not lines:
+            return "it said nothing"
+        # A report may be published, so it must not name the folder of the repository on this machine.
+        return lines[-1][:500].replace(str(ROOT), ".")
 
     def close_input(self) -> None:
-        """Tells it that nothing more comes."""
+        """Closes the standard input of the process. It ends then."""
         assert self._process.stdin is not None
         with suppress(BrokenPipeError):
             self._process.stdin.close()
@@ -124,13 +130,14 @@ class Process:
 
 
 class Server(Process):
-    """A process that says "listening on ADDRESS"."""
+    """A process that prints "listening on ADDRESS" once it answers."""
 
     def __init__(self, command: Sequence[str], patience: float = 60.0) -> None:
         super().__init__(command)
         try:
-            while not (line := self.read(timeout=patience)).startswith("listening on "):
-                pass
+            line = self.read(timeout=patience)
+            while not line.startswith("listening on "):
+                line = self.read(timeout=patience)
         except BaseException:
             self.end()
             raise
@@ -143,7 +150,7 @@ class Server(Process):
 
 
 class Client(Process):
-    """benchmarks.worker, connected to a server."""
+    """A process of benchmarks.worker, which connects to a server."""
 
     def __init__(self, python: Path, system: str) -> None:
         super().__init__([str(python), "-m", "benchmarks.worker", system])
@@ -159,14 +166,14 @@ class Client(Process):
 
 
 def connect_all(clients: Sequence[Client], address: str) -> None:
-    """Connects the clients to a server; they load their libraries side by side."""
+    """Connects the clients to a server. All load their libraries at the same time."""
     for client in clients:
         client.start({"do": "connect", "address": address})
     _answers(clients, timeout=120.0)
 
 
 def end_all(clients: Sequence[Client]) -> None:
-    """Lets the clients leave what they are in, and ends them."""
+    """Ends the clients, after each has had time to close its session."""
     for client in clients:
         client.close_input()
     for client in clients:
@@ -185,8 +192,12 @@ def run_all(clients: Sequence[Client], tasks: Sequence[Task]) -> list[Result]:
 
 
 def _answers(clients: Sequence[Client], timeout: float) -> list[Any]:
-    """The answers of all; the first failure is raised when every client has answered, so that none is left behind."""
-    answers, failure = [], None
+    """The answers of all clients.
+
+    The first failure is raised after every client has answered, so that no answer is left in a pipe.
+    """
+    answers = []
+    failure = None
     for client in clients:
         try:
             answers.append(client.answer(timeout))

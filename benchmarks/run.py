@@ -31,7 +31,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     pattern = re.compile(options.only)
     comparisons = select(all_comparisons(options.restart_gigabytes), lambda cell: pattern.search(cell) is not None)
     if options.list:
-        print("\n".join(figure.cell for each in comparisons for part in each.measurements for figure in part.figures))
+        names = []
+        for comparison in comparisons:
+            for measurement in comparison.measurements:
+                names += [figure.cell for figure in measurement.figures]
+        print("\n".join(names))
         return
     if not comparisons:
         raise SystemExit(f"no cell matches {options.only!r}; --list shows all")
@@ -47,34 +51,44 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def run(
     comparisons: Sequence[Comparison], effort: Effort, console: Console, on_progress: Callable[[Report], None]
 ) -> Report:
-    """Measures all comparisons. What cannot be measured becomes a failed cell.
+    """Measures all comparisons. A cell that cannot be measured has an error.
 
-    `on_progress` gets a report of all cells until then after each comparison.
+    After each comparison, `on_progress` gets a report of all cells until then.
     """
     begin = time.monotonic()
     cells: list[CellResult] = []
 
     def keep(cell: CellResult) -> None:
         cells.append(cell)
-        ratio, tcp_ratio = cell.median("ratio"), cell.median("tcp_ratio")
+        ratio = cell.median("ratio")
+        tcp_ratio = cell.median("tcp_ratio")
         result = f"failed: {cell.error}" if ratio is None else f"{ratio:.2f}"
         if tcp_ratio is not None:
             result += f"   over TCP {tcp_ratio:.2f}"
         console.print(f"[dim]{time.monotonic() - begin:5.0f} s[/]  {cell.cell:32} {result}", highlight=False)
 
     for comparison in comparisons:
-        if why := _cannot_run(comparison):
+        reason = _cannot_run(comparison)
+        if reason is None:
+            measure(comparison, effort, keep)
+        else:
             for measurement in comparison.measurements:
                 for figure in measurement.figures:
-                    keep(CellResult(figure.cell, comparison.against, figure.unit, figure.higher_is_better, error=why))
-        else:
-            measure(comparison, effort, keep)
+                    keep(
+                        CellResult(
+                            cell=figure.cell,
+                            against=comparison.against,
+                            unit=figure.unit,
+                            higher_is_better=figure.higher_is_better,
+                            error=reason,
+                        )
+                    )
         on_progress(Report(_facts(effort, time.monotonic() - begin), cells))
     return Report(_facts(effort, time.monotonic() - begin), cells)
 
 
 def _cannot_run(comparison: Comparison) -> str | None:
-    """Builds the environments that the comparison needs; why that was not possible."""
+    """Builds the environments of the comparison. Returns the reason why that was not possible; None: it was."""
     for side in (comparison.ours, comparison.theirs):
         try:
             SYSTEMS[side.system].environment.ensure()
@@ -92,7 +106,7 @@ def _facts(effort: Effort, seconds: float) -> dict[str, Any]:
         "machine": platform.machine(),
         "cores": os.cpu_count(),
         "versions": {name: version(name) for name in ("replay-server", "grpcio", "protobuf", "numpy", "uvloop")},
-        "rivals": {each.folder.name: list(each.requirements) for each in (REVERB, TRANSFERQUEUE, REDIS)},
+        "rivals": {built.folder.name: list(built.requirements) for built in (REVERB, TRANSFERQUEUE, REDIS)},
         "files": _file_system(),
         "seconds_per_measurement": effort.seconds,
         "rounds": effort.rounds,
@@ -109,7 +123,7 @@ def _file_system() -> str:
 
 
 def _interpreters() -> dict[str, dict[str, Any]]:
-    """How the interpreter of each environment was built. Those that are not installed are left out."""
+    """The build of the interpreter of each environment that is installed, by the environment's folder."""
     pythons = dict.fromkeys(Path(system.environment.python) for system in SYSTEMS.values())
     return {python.parent.parent.name: build_of(str(python)) for python in pythons if python.exists()}
 

@@ -31,18 +31,18 @@ from benchmarks.processes import Client, Failed, Server, connect_all, end_all, r
 _FILLERS = 4
 """Clients that fill tables."""
 _IDLE_SECONDS = 0.5
-"""After which a server that was started is idle."""
+"""Seconds after its start in which a server becomes idle."""
 _RESTART_SECONDS = 600.0
-"""For a server to load its tables."""
+"""Seconds that a server has to load its tables."""
 _CHECKPOINT_SECONDS = 60.0
-"""A tenth of the time for a server to write them."""
+"""A tenth of the seconds that a server has to write its tables."""
 
 
 @dataclass(frozen=True)
 class System:
     environment: RunningEnvironment | BuiltEnvironment
     client_package: str = ""
-    """What its users import; empty: the time that this takes is not measured."""
+    """The package that users import; empty: the time of the import is not measured."""
 
 
 SYSTEMS = {
@@ -58,7 +58,7 @@ SYSTEMS = {
 
 
 class RunningSide:
-    """One side, for any number of measurements. After a failure it starts afresh."""
+    """One side, for any number of measurements. After a failure its processes are started again."""
 
     def __init__(self, side: Side) -> None:
         self._side = side
@@ -130,7 +130,7 @@ class RunningSide:
             return {"megabytes": server.resident_bytes() / 1e6}
 
     def _restart(self, task: Task) -> Result:
-        """Fills a fresh server, kills it, and starts it on what it has on the disk."""
+        """Fills a fresh server, kills it, and starts it again with its files."""
         self.stop()
         self._start()
         self._fill(replace(task, operation="fill"))
@@ -161,7 +161,7 @@ class RunningSide:
 
 
 def serve(side: Side, folder: Path | None = None, patience: float = 60.0) -> Server:
-    """Starts a server of a system, which keeps its tables in `folder`. Raises Failed."""
+    """Starts a server of a system. `folder`: for its tables; None: they are in memory. Raises Failed."""
     python = str(SYSTEMS[side.system].environment.python)
     tables = json.dumps([vars(table) for table in side.tables])
     kept = [] if folder is None else [str(folder)]

@@ -20,13 +20,15 @@ Row = Iterable[str]
 
 
 def markdown(header: Row, rows: Iterable[Row]) -> str:
-    lines = [list(header), *map(list, rows)]
-    lines.insert(1, ["---"] * len(lines[0]))
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"
+    """A table of Markdown."""
+    header = list(header)
+    rule = ["---" for _ in header]
+    lines = [f"| {' | '.join(row)} |" for row in (header, rule, *rows)]
+    return "\n".join(lines) + "\n"
 
 
 def number(value: float | None, scale: float = 1.0) -> str:
-    """Three digits, and a comma for thousands."""
+    """The value divided by `scale`, with three digits and a comma for thousands; empty for None."""
     if value is None:
         return ""
     value /= scale
@@ -38,7 +40,8 @@ def tokens(cells: Cells) -> str:
         for group in GROUPS:
             for generators in (1, 4):
                 name = f"tokens/{group}/{generators}-generators"
-                cell, tls = cells.get(name, {}), cells.get(f"{name}/tls", {})
+                cell = cells.get(name, {})
+                tls = cells.get(f"{name}/tls", {})
                 yield (
                     group,
                     str(generators),
@@ -63,13 +66,10 @@ def dicts(cells: Cells) -> str:
         for size in DICTS:
             for part in ("put", "get", "both"):
                 found = [cells.get(f"dict-{part}/{size}/{rival}", {}) for rival in rivals]
-                ours = [cell["ours"] for cell in found if cell.get("ours") is not None]
-                yield (
-                    size,
-                    DICT_PARTS.get(part, part),
-                    number(statistics.median(ours) if ours else None),
-                    *(number(cell.get("theirs")) for cell in found),
-                )
+                values = [cell["ours"] for cell in found if cell.get("ours") is not None]
+                ours = statistics.median(values) if values else None
+                theirs = [number(cell.get("theirs")) for cell in found]
+                yield (size, DICT_PARTS.get(part, part), number(ours), *theirs)
 
     return markdown(("dict", "operation", "ours", *rivals.values()), rows())
 
@@ -78,19 +78,20 @@ def durable(cells: Cells) -> str:
     def rows() -> Iterator[Row]:
         for payload in ("400B", "106kB"):
             for ours, redis in FSYNC.items():
-                found = [
-                    cells.get(f"durable/{what}/{payload}/fsync-{ours}", {}) for what in ("insert", "ack-p50", "ack-p99")
-                ]
-                yield (
-                    payload,
-                    f"{ours} / {redis}",
-                    *(f"{number(cell.get('ours'))} / {number(cell.get('theirs'))}" for cell in found),
-                )
+                pairs = []
+                for figure in ("insert", "ack-p50", "ack-p99"):
+                    cell = cells.get(f"durable/{figure}/{payload}/fsync-{ours}", {})
+                    pairs.append(f"{number(cell.get('ours'))} / {number(cell.get('theirs'))}")
+                yield (payload, f"{ours} / {redis}", *pairs)
 
-    times = (f"acknowledgement in ms, {percentile}: ours / Redis" for percentile in ("p50", "p99"))
-    return markdown(
-        ("payload", "`fsync` here / `appendfsync` in Redis", "inserts per second: ours / Redis", *times), rows()
+    header = (
+        "payload",
+        "`fsync` here / `appendfsync` in Redis",
+        "inserts per second: ours / Redis",
+        "acknowledgement in ms, p50: ours / Redis",
+        "acknowledgement in ms, p99: ours / Redis",
     )
+    return markdown(header, rows())
 
 
 RESTARTS = {
@@ -108,8 +109,9 @@ def restarts(cells: Cells) -> str:
     def rows() -> Iterator[Row]:
         for name, cell in cells.items():
             if name.startswith(("restart/", "checkpoint/")):
-                what, rival = RESTARTS.get(name, name), cell["against"].capitalize().partition(",")[0]
-                yield what, cell["unit"], number(cell["ours"]), f"{number(cell['theirs'])} ({rival})"
+                operation = RESTARTS.get(name, name)
+                rival, _, _ = cell["against"].capitalize().partition(",")
+                yield operation, cell["unit"], number(cell["ours"]), f"{number(cell['theirs'])} ({rival})"
 
     return markdown(("operation", "unit", "ours", "the other system"), rows())
 
@@ -117,7 +119,8 @@ def restarts(cells: Cells) -> str:
 def messages(cells: Cells) -> str:
     def pair(name: str) -> str:
         cell = cells.get(name, {})
-        return " / ".join(f"{cell[key]:.2f}" for key in ("ratio", "tcp_ratio") if cell.get(key) is not None)
+        ratios = [cell.get("ratio"), cell.get("tcp_ratio")]
+        return " / ".join(f"{ratio:.2f}" for ratio in ratios if ratio is not None)
 
     columns = {
         "insert, 1 writer": "insert/{}/1-writers",
@@ -128,16 +131,19 @@ def messages(cells: Cells) -> str:
         "acknowledgement, p50": "ack-p50/{}",
         "acknowledgement, p99": "ack-p99/{}",
     }
-    rows = ((size, *(pair(name.format(size)) for name in columns.values())) for size in PAYLOADS)
+    rows = []
+    for size in PAYLOADS:
+        rows.append((size, *(pair(name.format(size)) for name in columns.values())))
     return markdown(("payload", *columns), rows)
 
 
 def goals(results: dict[str, Any]) -> str:
     def rows() -> Iterator[Row]:
-        for each in results["goals"]:
-            if each["value"] is not None:
-                goal, _, quantity = each["text"].partition(": ")
-                yield quantity, goal, number(each["value"]), "yes" if each["met"] else "no"
+        for goal in results["goals"]:
+            if goal["value"] is not None:
+                bound, _, quantity = goal["text"].partition(": ")
+                met = "yes" if goal["met"] else "no"
+                yield quantity, bound, number(goal["value"]), met
 
     return markdown(("quantity", "goal", "result", "goal met?"), rows())
 

@@ -31,7 +31,7 @@ STEPS = 10**6
 
 
 class EndlessClient:
-    """As much of ReplayClient as the trainer uses; one batch of fresh groups for ever."""
+    """The methods of ReplayClient that the trainer uses. It gives the same batch of fresh groups for ever."""
 
     def __init__(self, workload: Workload, before: Any = None) -> None:
         self.before = before or (lambda: None)
@@ -55,14 +55,14 @@ class EndlessClient:
         return Policy()
 
     def leave(self, **_: Any) -> None:
-        """Nobody looks at this server."""
+        """Does nothing: there is no server to leave."""
 
     def auto_renew(self, *_: Any) -> Any:
-        """No lease ends here."""
+        """An object that renews nothing: there are no leases."""
         return SimpleNamespace(add=lambda samples: None, forget=lambda samples: None, close=lambda: None)
 
     def describe(self, settings: dict[str, str]) -> None:
-        """Nobody compares anything here."""
+        """Does nothing: nobody reads the settings."""
 
     def set_policy_version(self, version: int, weights: str = "", rollback: bool = False, **_: Any) -> None:
         pass
@@ -80,7 +80,7 @@ class EndlessClient:
 
 
 class Answers(Callback):
-    """Answers each step with its time, or with where that went."""
+    """Answers each step with its time, or with the shares of its time."""
 
     def __init__(self, line: Line, meter: Meter, tokens: int) -> None:
         self.line = line

@@ -1,6 +1,6 @@
-"""How the benchmark speaks to a side: a line asks for a step, a line of JSON answers.
+"""The protocol between the benchmark and a side: a line is a request for a step, and a line of JSON the answer.
 
-`step` asks for a step with its time and memory, `profile` for one that says where its time goes.
+`step` asks for the time and the memory of a step, `profile` for the shares of its time.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 
 class Line:
-    """A side's end. Whatever its libraries print goes to standard error."""
+    """The end of the protocol in a side. All that the libraries of the side print goes to standard error."""
 
     def __init__(self) -> None:
         self._answers = os.fdopen(os.dup(1), "w")
@@ -69,6 +69,6 @@ def device_facts(device: Any) -> dict[str, str]:
 
 
 def _resident() -> float:
-    """Bytes in memory now."""
+    """The bytes of the process that are in memory now."""
     with open("/proc/self/statm") as file:
         return float(file.read().split()[1]) * resource.getpagesize()

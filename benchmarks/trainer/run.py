@@ -31,11 +31,13 @@ from benchmarks.environments import OURS, ROOT, TRL, BuiltEnvironment, RunningEn
 
 RESULT = ROOT / "benchmarks/results/trainer.json"
 GPU_RESULT = ROOT / "benchmarks/results/trainer-gpu.json"
-SPEED_GOAL, MEMORY_GOAL, AGREEMENT_GOAL = 1.5, 0.7, 1e-4
+SPEED_GOAL = 1.5
+MEMORY_GOAL = 0.7
+AGREEMENT_GOAL = 1e-4
 MODULES = {"ours": "benchmarks.trainer.ours", "trl": "benchmarks.trainer.trl_side"}
 ENVIRONMENTS: dict[str, RunningEnvironment | BuiltEnvironment] = {"ours": OURS, "trl": TRL}
 GPU_SECONDS = 340.0
-"""Seconds that `--preset gpu` may take. With its end it stays within six minutes."""
+"""Seconds that `--preset gpu` may take. With its start and its end it stays within six minutes."""
 
 
 class OutOfTimeError(RuntimeError):
@@ -47,20 +49,22 @@ class Budget:
     """The time that the whole benchmark may take."""
 
     ends: float
-    """On the monotonic clock."""
+    """The time at which the budget is spent, by the monotonic clock."""
 
     @classmethod
     def of(cls, seconds: float | None) -> Budget:
-        """None: no limit."""
-        return cls(float("inf") if seconds is None else time.monotonic() + seconds)
+        """The budget of so many seconds from now; None: there is no limit."""
+        if seconds is None:
+            return cls(float("inf"))
+        return cls(time.monotonic() + seconds)
 
     @property
     def left(self) -> float:
-        """Seconds."""
+        """The seconds that are left."""
         return self.ends - time.monotonic()
 
     def check(self) -> None:
-        """Raises OutOfTimeError."""
+        """Raises OutOfTimeError if the budget is spent."""
         if self.left <= 0:
             raise OutOfTimeError("out of time (--budget)")
 
@@ -69,7 +73,7 @@ NO_LIMIT = Budget(float("inf"))
 
 
 class Side:
-    """A process that does a training step when asked."""
+    """A process that makes a training step for each request."""
 
     def __init__(
         self, name: str, threads: int, memory: str, errors: Any, workload: str = "ragged", budget: Budget = NO_LIMIT
@@ -85,11 +89,11 @@ class Side:
             raise
 
     def step(self) -> dict[str, Any]:
-        """Seconds, peak and idle bytes, tokens."""
+        """Makes a step. Returns its seconds, peak and idle bytes, and tokens."""
         return self._ask("step")
 
     def profile(self) -> dict[str, Any]:
-        """Where a step spends its time: see `Spent.stop`."""
+        """Makes a step. Returns the shares of its time, as `Spent.stop` does."""
         spent: dict[str, Any] = self._ask("profile")["spent"]
         return spent
 
@@ -100,12 +104,13 @@ class Side:
         return self._answer()
 
     def _answer(self) -> dict[str, Any]:
-        """Raises OutOfTimeError if it does not come within the budget, RuntimeError if the side has ended."""
+        """The next answer. Raises OutOfTimeError if it is not within the budget, RuntimeError if the side has ended."""
         assert self._process.stdout is not None
         with selectors.DefaultSelector() as selector:
             selector.register(self._process.stdout, selectors.EVENT_READ)
             left = self._budget.left
-            if not selector.select(None if left == float("inf") else max(0.0, left)):
+            timeout = None if left == float("inf") else max(0.0, left)
+            if not selector.select(timeout):
                 raise OutOfTimeError(f"out of time (--budget) while {self.name} worked")
         line = self._process.stdout.readline()
         if not line:
@@ -119,10 +124,14 @@ class Side:
 
 
 def start(name: str, arguments: Sequence[str], errors: Any) -> subprocess.Popen[str]:
-    ours = [str(ROOT / part) for part in (".", "client", "protos", "trainer")]
-    paths = [str(ROOT)] if name == "trl" else ours
-    if inherited := os.environ.get("PYTHONPATH"):
+    """Starts the process of a side. Its standard error goes into the file `errors`."""
+    paths = [str(ROOT)]
+    if name != "trl":
+        paths = [str(ROOT / part) for part in (".", "client", "protos", "trainer")]
+    inherited = os.environ.get("PYTHONPATH")
+    if inherited:
         paths.append(inherited)
+    variables = {"PYTHONPATH": os.pathsep.join(paths), "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
     return subprocess.Popen(
         [str(ENVIRONMENTS[name].python), "-m", MODULES[name], *arguments],
         stdin=subprocess.PIPE,
@@ -130,15 +139,14 @@ def start(name: str, arguments: Sequence[str], errors: Any) -> subprocess.Popen[
         stderr=errors,
         text=True,
         cwd=ROOT,
-        env=os.environ
-        | {"PYTHONPATH": os.pathsep.join(paths), "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"},
+        env=os.environ | variables,
     )
 
 
 def measure(
     rounds: int, threads: int, memory: str, errors: Any, workload: str = "ragged", budget: Budget = NO_LIMIT
 ) -> dict[str, Any]:
-    """Interleaved steps of both sides; the first of each is not counted."""
+    """Measures steps of both sides in turn. The first step of each side is not counted."""
     sides: dict[str, Side] = {}
     answers: dict[str, list[dict[str, Any]]] = {name: [] for name in MODULES}
     try:
@@ -158,22 +166,22 @@ def measure(
 def measure_one_by_one(
     rounds: int, threads: int, memory: str, errors: Any, workload: str, budget: Budget
 ) -> dict[str, Any]:
-    """Steps of our side, then one that is profiled, then steps of TRL: a GPU need not hold both models at a time.
+    """Measures steps of our side, then profiles one, then measures steps of TRL. So a GPU holds one model at a time.
 
-    A side that fails or that the budget leaves no time for has an `error` instead of figures.
+    A side that fails, or for which the budget leaves no time, has an `error` in the place of figures.
     """
     figures: dict[str, Any] = {"gradient_checkpointing": memory == "checkpointing"}
     facts: dict[str, dict[str, Any]] = {}
     answers: dict[str, list[dict[str, Any]]] = {}
     for name in MODULES:
-        given: list[dict[str, Any]] = []
+        steps: list[dict[str, Any]] = []
         side: Side | None = None
         try:
             budget.check()
             side = Side(name, threads, memory, errors, workload, budget)
             side.step()
-            while len(given) < rounds:
-                given.append(side.step())
+            while len(steps) < rounds:
+                steps.append(side.step())
             if name == "ours":
                 figures["spent"] = side.profile()
         except (RuntimeError, OSError) as error:
@@ -181,25 +189,25 @@ def measure_one_by_one(
         finally:
             if side is not None:
                 side.stop()
-        if side is not None and given:
+        if side is not None and steps:
             facts[name] = side.facts
-            answers[name] = given
+            answers[name] = steps
     return figures | compared(facts, answers)
 
 
 def compared(
     facts: Mapping[str, Mapping[str, Any]], answers: Mapping[str, Sequence[Mapping[str, Any]]]
 ) -> dict[str, Any]:
-    """The figures of each side that answered, and how they compare if both did."""
+    """The figures of each side that answered, and their ratios if both did."""
     figures: dict[str, Any] = {}
-    for name, given in answers.items():
-        seconds = [answer["seconds"] for answer in given]
+    for name, steps in answers.items():
+        seconds = [answer["seconds"] for answer in steps]
         figures[name] = {
             **facts[name],
             "seconds": seconds,
-            "tokens_per_second": given[0]["tokens"] / statistics.median(seconds),
-            "peak_bytes": max(answer["peak_bytes"] for answer in given),
-            "idle_bytes": given[0]["idle_bytes"],
+            "tokens_per_second": steps[0]["tokens"] / statistics.median(seconds),
+            "peak_bytes": max(answer["peak_bytes"] for answer in steps),
+            "idle_bytes": steps[0]["idle_bytes"],
         }
     if len(figures) < len(MODULES):
         return figures
@@ -207,9 +215,9 @@ def compared(
     trl = figures["trl"]
     figures["speed_ratio"] = ours["tokens_per_second"] / trl["tokens_per_second"]
     figures["memory_ratio"] = ours["peak_bytes"] / trl["peak_bytes"]
-    figures["memory_ratio_above_idle"] = (ours["peak_bytes"] - ours["idle_bytes"]) / (
-        trl["peak_bytes"] - trl["idle_bytes"]
-    )
+    ours_above_idle = ours["peak_bytes"] - ours["idle_bytes"]
+    trl_above_idle = trl["peak_bytes"] - trl["idle_bytes"]
+    figures["memory_ratio_above_idle"] = ours_above_idle / trl_above_idle
     return figures
 
 
@@ -222,21 +230,26 @@ def compare_gradients(errors: Any) -> dict[str, dict[str, float]]:
         for name, path in paths.items():
             if start(name, ["gradients", "equal", str(path)], errors).wait():
                 raise RuntimeError(f"the gradients of {name} failed; its output is above")
-        ours, trl = (torch.load(paths[name], weights_only=True) for name in ("ours", "trl"))
+        ours = torch.load(paths["ours"], weights_only=True)
+        trl = torch.load(paths["trl"], weights_only=True)
     differences = {}
     for loss_type, theirs in trl.items():
-        mine = ours[loss_type]
-        names = theirs["gradients"]
-        difference = sum(float((mine["gradients"][n] - names[n]).double().square().sum()) for n in names) ** 0.5
-        norm = sum(float(names[n].double().square().sum()) for n in names) ** 0.5
+        our_loss = ours[loss_type]["loss"]
+        our_gradients = ours[loss_type]["gradients"]
+        difference = 0.0
+        norm = 0.0
+        for name, gradient in theirs["gradients"].items():
+            difference += float((our_gradients[name] - gradient).double().square().sum())
+            norm += float(gradient.double().square().sum())
         differences[loss_type] = {
-            "loss": abs(mine["loss"] - theirs["loss"]) / abs(theirs["loss"]),
-            "gradient": difference / norm,
+            "loss": abs(our_loss - theirs["loss"]) / abs(theirs["loss"]),
+            "gradient": difference**0.5 / norm**0.5,
         }
     return differences
 
 
 def show(result: dict[str, Any], console: Console) -> None:
+    """Prints the table of the steps, the shares of our step's time, and the differences of the gradients."""
     table = Table(box=None, header_style="bold", title="one training step, ours against TRL")
     for column in ("", "ours", "TRL", "ratio", "goal"):
         table.add_column(column, justify="left" if not column else "right")
@@ -254,11 +267,13 @@ def show(result: dict[str, Any], console: Console) -> None:
     console.print(table)
     for figures in result["steps"]:
         for name in MODULES:
-            if error := figures.get(f"{name} error"):
+            error = figures.get(f"{name} error")
+            if error:
                 console.print(f"{name}: {error}", style="red", markup=False)
-        if spent := figures.get("spent"):
+        spent = figures.get("spent")
+        if spent:
             parts = ", ".join(f"{name} {share:.0%}" for name, share in spent["parts"].items())
-            operators = ", ".join(f"{each['name']} {each['share']:.0%}" for each in spent["operators"])
+            operators = ", ".join(f"{operator['name']} {operator['share']:.0%}" for operator in spent["operators"])
             console.print(f"our step spends its time in: {parts}", markup=False)
             console.print(f"operators, self time: {operators}", markup=False)
     for loss_type, differences in result["agreement"].items():
@@ -300,7 +315,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         except RuntimeError:
             _print_end(errors, console)
             raise
-        if any(f"{name} error" in figures for figures in steps for name in MODULES):
+        errors_of_sides = {f"{name} error" for name in MODULES}
+        if any(not errors_of_sides.isdisjoint(figures) for figures in steps):
             _print_end(errors, console)
     result = {
         "facts": {
@@ -324,7 +340,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _print_end(errors: Any, console: Console) -> None:
-    """The last lines that the sides wrote to standard error."""
+    """Prints the last lines that the sides wrote to standard error."""
     errors.seek(0)
     console.print(errors.read()[-4000:], markup=False, highlight=False)
 
@@ -371,7 +387,7 @@ def _attentions() -> list[str]:
 
 
 def _workload(options: argparse.Namespace) -> Any:
-    """The workload of the preset, with what the options say."""
+    """The workload of the preset, changed by the options."""
     from benchmarks.trainer.workload import GPU, RAGGED
 
     workload = GPU if options.preset == "gpu" else RAGGED
@@ -380,10 +396,11 @@ def _workload(options: argparse.Namespace) -> Any:
         "dtype": options.dtype,
         "size": options.size,
         "groups": options.groups,
-        "completion_tokens": options.lengths and tuple(options.lengths),
+        "completion_tokens": None if options.lengths is None else tuple(options.lengths),
         "micro_batches": options.micro_batches,
     }
-    return replace(workload, **{name: value for name, value in changes.items() if value is not None})
+    given = {name: value for name, value in changes.items() if value is not None}
+    return replace(workload, **given)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Spent: where a step of our trainer spends its time, by its parts and by the operators of torch."""
+"""Spent: measures the time of a step of our trainer, by its parts and by the operators of torch."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from torch.profiler import ProfilerActivity, profile
 from replay_trainer import GRPOTrainer
 
 OPERATORS = 12
-"""The operators that are named, those that took longest first."""
+"""The number of operators in the result: those that took longest."""
 
 
 class Spent:
-    """Times the parts of one step. It waits for the GPU at each border, so that step is slower than others."""
+    """Measures the parts of one step. It waits for the GPU between two parts, which makes the step slower."""
 
     def __init__(self, trainer: GRPOTrainer) -> None:
         self._trainer = trainer
@@ -28,7 +28,7 @@ class Spent:
         self._forward_began: dict[str, float] = {}
 
     def start(self) -> None:
-        """The step begins."""
+        """Begins the measurement of a step."""
         trainer = self._trainer
         layers = getattr(trainer.policy.model, trainer.policy.model.base_model_prefix)
         self._handles = [*self._watch("layers", layers), *self._watch("forward", trainer.policy)]
@@ -44,7 +44,7 @@ class Spent:
         self._began = self._now()
 
     def stop(self) -> dict[str, Any]:
-        """The step has ended. Returns the share of each part, and of each operator."""
+        """Ends the measurement. Returns the seconds, the share of each part, and the share of each operator."""
         whole = self._now() - self._began
         self._profiler.__exit__(None, None, None)
         for handle in self._handles:
@@ -72,7 +72,9 @@ class Spent:
         """The operators that took longest on the device, with their share of the time of all."""
 
         def self_time(event: Any) -> float:
-            return float(event.self_device_time_total if self._on_gpu else event.self_cpu_time_total)
+            if self._on_gpu:
+                return float(event.self_device_time_total)
+            return float(event.self_cpu_time_total)
 
         events = sorted(self._profiler.key_averages(), key=self_time, reverse=True)
         total = sum(map(self_time, events)) or 1.0

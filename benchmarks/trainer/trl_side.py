@@ -1,6 +1,6 @@
-"""TRL's side, in an environment of its own: its GRPOTrainer, of which only the generation is replaced by our batch.
+"""TRL's side, in an environment of its own: TRL's GRPOTrainer, with our batch in the place of its generation.
 
-Commands as those of ours.py. Collating, splitting into micro-batches, loss, clipping and optimizer are TRL's.
+The commands are those of ours.py. Collating, splitting into micro-batches, loss, clipping and optimizer are TRL's.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ STEPS = 10**6
 
 
 def make_tokenizer(workload: Workload) -> PreTrainedTokenizerFast:
-    """Never asked for anything, only wanted."""
+    """A tokenizer that is never used: TRL's trainer needs one."""
     words = {"<pad>": 0, "<eos>": 1, "<unk>": 2} | {f"w{i}": i for i in range(3, workload.vocabulary)}
     backend = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
     backend.pre_tokenizer = pre_tokenizers.Whitespace()
@@ -47,18 +47,23 @@ class BatchTrainer(GRPOTrainer):
     def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
         device = self.accelerator.device
         groups = self.workload.make_groups()
-        prompts = [torch.tensor(group.prompt) for group in groups for _ in group.completions]
-        completions = [torch.tensor(completion) for group in groups for completion in group.completions]
-        masks = [torch.ones_like(ids) for ids in completions]
+        prompts = []
+        completions = []
+        advantages: list[float] = []
+        for group in groups:
+            for completion in group.completions:
+                prompts.append(torch.tensor(group.prompt))
+                completions.append(torch.tensor(completion))
+            advantages += group.advantages
+        prompt_masks = [torch.ones_like(ids) for ids in prompts]
+        completion_masks = [torch.ones_like(ids) for ids in completions]
         output = {
             # As TRL pads them: prompts on the left, completions on the right, to the longest of all.
             "prompt_ids": pad(prompts, padding_value=0, padding_side="left").to(device),
-            "prompt_mask": pad([torch.ones_like(ids) for ids in prompts], padding_value=0, padding_side="left").to(
-                device
-            ),
+            "prompt_mask": pad(prompt_masks, padding_value=0, padding_side="left").to(device),
             "completion_ids": pad(completions, padding_value=0, padding_side="right").to(device),
-            "completion_mask": pad(masks, padding_value=0, padding_side="right").to(device),
-            "advantages": torch.tensor([value for group in groups for value in group.advantages]).to(device),
+            "completion_mask": pad(completion_masks, padding_value=0, padding_side="right").to(device),
+            "advantages": torch.tensor(advantages).to(device),
             "num_items_in_batch": torch.tensor(sum(len(ids) for ids in completions)).to(device),
         }
         if self.with_old:
@@ -110,7 +115,7 @@ def make_trainer(workload: Workload, folder: str, steps: int, **options: Any) ->
 
 
 class Answers(TrainerCallback):
-    """Answers each step with its time, and waits until it is asked for the next."""
+    """Answers each step with its time, and waits for the request of the next step."""
 
     def __init__(self, line: Line, meter: Meter, tokens: int) -> None:
         self.line = line
@@ -130,7 +135,9 @@ class Answers(TrainerCallback):
 def step(workload: Workload, gradient_checkpointing: bool) -> None:
     line = Line()
     meter = Meter(workload.device_type)
-    tokens = sum(len(completion) for group in workload.make_groups() for completion in group.completions)
+    tokens = 0
+    for group in workload.make_groups():
+        tokens += sum(len(completion) for completion in group.completions)
     with tempfile.TemporaryDirectory() as folder:
         trainer = make_trainer(workload, folder, STEPS, gradient_checkpointing=gradient_checkpointing)
         trainer.add_callback(Answers(line, meter, tokens))

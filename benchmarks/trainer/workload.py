@@ -23,7 +23,7 @@ class Group:
 
 @dataclass(frozen=True)
 class Workload:
-    """What is trained on. Lengths are spread evenly from the shortest to the longest."""
+    """The groups and the model of a training step. Lengths are spread evenly from the shortest to the longest."""
 
     groups: int = 4
     group_size: int = 8
@@ -62,7 +62,7 @@ class Workload:
 
     @classmethod
     def named(cls, text: str) -> Workload:
-        """One of WORKLOADS by its name, or any by what `to_json` wrote."""
+        """One of WORKLOADS by its name, or the workload of a JSON text of `to_json`."""
         if text in WORKLOADS:
             return WORKLOADS[text]
         fields = json.loads(text)
@@ -71,20 +71,20 @@ class Workload:
         return cls(**fields)
 
     def make_groups(self) -> list[Group]:
-        """The same for every process."""
+        """The groups of a step. They are the same in every process."""
         random = np.random.default_rng(0)
         lengths = np.linspace(*self.completion_tokens, self.rows).round().astype(int)
         random.shuffle(lengths)
         prompts = np.linspace(*self.prompt_tokens, self.groups).round().astype(int)
         made = []
         for index, prompt in enumerate(prompts):
-            mine = lengths[index * self.group_size : (index + 1) * self.group_size]
+            group_lengths = lengths[index * self.group_size : (index + 1) * self.group_size]
             rewards = [float(member % 2) for member in range(self.group_size)]
             spread = np.std(rewards, ddof=1) + 1e-4
             made.append(
                 Group(
                     prompt=random.integers(3, self.vocabulary, prompt).tolist(),
-                    completions=[random.integers(3, self.vocabulary, length).tolist() for length in mine],
+                    completions=[random.integers(3, self.vocabulary, length).tolist() for length in group_lengths],
                     rewards=rewards,
                     advantages=[(reward - np.mean(rewards)) / spread for reward in rewards],
                 )
@@ -92,7 +92,7 @@ class Workload:
         return made
 
     def make_model(self) -> Any:
-        """The same for every process."""
+        """The model, which is the same in every process."""
         size = SIZES[self.size]
         config = Qwen2Config(
             vocab_size=size.vocabulary,
@@ -109,7 +109,7 @@ class Workload:
             attn_implementation=self.attention,
         )
         torch.manual_seed(0)
-        # On a GPU: random numbers for a billion weights take a minute on one core.
+        # Made on the GPU if there is one: random numbers for a billion weights take a minute on one core.
         with torch.device(self.device_type):
             return Qwen2ForCausalLM(config)
 
@@ -135,7 +135,7 @@ SIZES = {
 }
 """The last two are Qwen2.5-0.5B and Qwen2.5-1.5B."""
 RAGGED = Workload()
-"""For speed and memory."""
+"""The workload for speed and memory."""
 EQUAL = Workload(
     groups=3,
     group_size=4,
@@ -144,15 +144,17 @@ EQUAL = Workload(
     micro_batches=1,
     size="smallest",
 )
-"""For equal numbers: nothing to pad."""
+"""The workload for equal gradients. It needs no padding."""
 GPU = Workload(prompt_tokens=(128, 256), completion_tokens=(512, 2048), micro_batches=8, size="0.5b", dtype="bfloat16")
-"""For a GPU: completions as long as those of reasoning."""
+"""The workload for a GPU. Its completions are as long as those of reasoning."""
 WORKLOADS = {"ragged": RAGGED, "equal": EQUAL, "gpu": GPU}
 LOSSES = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "gspo")
 LEARNING_RATE = 1e-6
-EPSILON, EPSILON_HIGH, CISPO_CAP = 0.2, 0.28, 1.1
+EPSILON = 0.2
+EPSILON_HIGH = 0.28
+CISPO_CAP = 1.1
 
 
 def old_offsets(rows: int, tokens: int) -> torch.Tensor:
-    """(rows, tokens) what the old policy's log-probabilities differ by: ratios inside and outside of the clip range."""
+    """The differences (rows, tokens) of the old policy's log-probabilities, small and large ones for the clip range."""
     return torch.randn(rows, tokens, generator=torch.Generator().manual_seed(1)) * 0.3

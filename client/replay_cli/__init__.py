@@ -1,6 +1,6 @@
 """The command `replay`: runs the server and the other processes of a run, and looks into tables.
 
-One subcommand a file. This is the one package that may import the server, the client and the trainer. Each command
+Each topic of subcommands has a file. Only this package may import the server, the client and the trainer. Each command
 imports what it needs when it runs.
 """
 
@@ -13,20 +13,21 @@ from replay_cli.quiet import quiet_libraries
 
 def main() -> None:
     """The entry point. Never returns: it exits with the status of the command."""
-    # Ctrl-C while the modules load must end with a status too, and not with a traceback. Nothing is there to clean up,
-    # and an exception in the middle of an import could become another one.
-    handled = signal.getsignal(signal.SIGINT) is signal.default_int_handler  # not if a shell ignores it for a job
-    if handled:
+    # Ctrl-C while the modules load must end with a status too, and not with a traceback. There is nothing to clean up
+    # yet, and an import may turn a KeyboardInterrupt into another exception.
+    is_handled = signal.getsignal(signal.SIGINT) is signal.default_int_handler  # a shell ignores SIGINT for some jobs
+    if is_handled:
         signal.signal(signal.SIGINT, _leave)
     quiet_libraries()
     from replay_cli.app import run
 
-    if handled:
+    if is_handled:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     run()
 
 
 def _leave(*_: Any) -> None:
+    """Ends the process at once with the status of Ctrl-C."""
     os.write(2, b"replay: interrupted\n")
     os._exit(128 + signal.SIGINT)
 

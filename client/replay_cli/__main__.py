@@ -2,5 +2,5 @@
 
 from replay_cli import main
 
-if __name__ == "__main__":  # not in the processes that multiprocessing spawns from this one
+if __name__ == "__main__":  # the processes that multiprocessing spawns import this module
     main()

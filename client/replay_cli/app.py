@@ -1,4 +1,4 @@
-"""The command `replay`: its subcommands in the order of its help, and how it ends."""
+"""The command `replay`: lists its subcommands in the order of its help, and sets its exit status."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ app = Commands(
 )
 _INTERRUPTED = 128 + signal.SIGINT
 _UsageError: Any = typer.BadParameter.__bases__[0]
-"""The class of the click that typer uses: its own, or the package's. typer does not export it."""
+"""The class `UsageError` of the click that typer uses: typer's copy or the package. typer does not export it."""
 table = Commands("Change a table, or its items.\n\nExample: replay table update replay max_size=8192")
 table.add(update, delete, reset, export)
 table.add(import_items, name="import")
@@ -78,7 +78,8 @@ def run() -> NoReturn:
     numbers = stop_signals()
 
     def terminate(number: int, frame: FrameType | None) -> None:
-        nonlocal ended_by  # click and typer keep no cause of an interrupt, and typer makes the status of Ctrl-C of it
+        # click and typer do not keep the cause of an interrupt: to typer, each interrupt is a Ctrl-C.
+        nonlocal ended_by
         ended_by = 128 + number
         raise KeyboardInterrupt
 
@@ -91,23 +92,27 @@ def run() -> NoReturn:
         _complain_of_usage(error)
         status = 2
     except typer.Abort as error:
-        # click makes an Abort of a question that was answered with no, and of some interrupts.
-        status = _INTERRUPTED if isinstance(error.__cause__ or error.__context__, KeyboardInterrupt) else 1
-        if status == 1:
+        # click raises Abort after a question that was answered with no, and after some interrupts.
+        cause = error.__cause__ or error.__context__
+        if isinstance(cause, KeyboardInterrupt):
+            status = _INTERRUPTED
+        else:
+            status = 1
             complain("nothing was changed")
     except KeyboardInterrupt:
         status = _INTERRUPTED
     except BrokenPipeError:
         ignore_stdout()
         status = 1
-    for number in numbers:  # an exception in the last moments could only become a traceback
+    for number in numbers:  # from here on, a signal could only cause a traceback
         signal.signal(number, signal.SIG_IGN)
     sys.exit(ended_by if status == _INTERRUPTED else status)
 
 
 def _complain_of_usage(error: Any) -> None:
+    """Prints the line about a wrong command line or, for a command without arguments, its help."""
     message = error.format_message()
-    if "\n" in message:  # the help, because a command was called without anything
+    if "\n" in message:  # the help: the command was called without arguments
         print(message, file=sys.stderr)
         return
     name = "replay" if error.ctx is None else error.ctx.command_path
@@ -118,14 +123,17 @@ _NO_COMMAND = re.compile(r"^No such command (.*?)\.(?= Did|$)")
 
 
 def _mistake(error: Any) -> str:
-    """Say in a sentence what is wrong with a command line: `--limit must be at least 1`."""
+    """The mistake in a command line, in a sentence: `--limit must be at least 1`."""
     if hasattr(error, "possibilities"):
-        hint = f"; did you mean {' or '.join(error.possibilities)}?" if error.possibilities else ""
+        hint = ""
+        if error.possibilities:
+            hint = f"; did you mean {' or '.join(error.possibilities)}?"
         return f"there is no option {error.option_name}{hint}"
     parameter = getattr(error, "param", None)
     if parameter is None:
-        message = error.message if isinstance(error, typer.BadParameter) else error.format_message()
-        return _NO_COMMAND.sub(r"there is no command \1", str(message)).replace(". Did", "; did").rstrip(".")
+        message = str(error.message if isinstance(error, typer.BadParameter) else error.format_message())
+        message = _NO_COMMAND.sub(r"there is no command \1", message)
+        return message.replace(". Did", "; did").rstrip(".")
     name = parameter.metavar if parameter.param_type_name == "argument" else parameter.opts[0]
     if not error.message:
         return f"{name} is needed"

@@ -41,17 +41,23 @@ def update(
     """
     from replay_server import TableConfig
 
-    wanted = {name: json_or_word(value) for name, value in pairs("update", changes, TableConfig.model_fields).items()}
+    texts = pairs("update", changes, TableConfig.model_fields)
+    wanted = {name: json_or_word(text) for name, text in texts.items()}
     with connect(context) as client:
         info = ask(lambda: client.server_info(tables=[table]).tables[table])
-        if loss := ask(lambda: _losses(info, wanted)):
+        loss = ask(lambda: _losses(info, wanted))
+        if loss:
             confirm(f"{table} {loss}: items may be dropped. Go on?", yes)
         after = ask(lambda: client.update_table(table, **wanted))
-    old, new = json.loads(info.config), json.loads(after.config)
-    lines = [
-        f"{table}.{name}: {json.dumps(old[name])} -> {json.dumps(new[name])}" for name in new if old[name] != new[name]
-    ]
-    print_result(as_json, document(after), *(lines or [f"{table}: nothing changed"]))
+    old = json.loads(info.config)
+    new = json.loads(after.config)
+    lines = []
+    for name in new:
+        if old[name] != new[name]:
+            lines.append(f"{table}.{name}: {json.dumps(old[name])} -> {json.dumps(new[name])}")
+    if not lines:
+        lines.append(f"{table}: nothing changed")
+    print_result(as_json, document(after), *lines)
 
 
 def reset(
@@ -65,32 +71,39 @@ def reset(
 
     Example: replay table reset rollouts
     """
-    from replay_dashboard.units import counted
-
     if bool(table) == all_tables:
         misuse("name the table to empty, or say --all")
-    confirm(f"Remove every item of {table or 'all tables'}?", yes)
+    place = table or "all tables"
+    confirm(f"Remove every item of {place}?", yes)
     with connect(context) as client:
         removed = ask(lambda: client.reset(table))
-    print_result(as_json, {"removed": removed}, f"{counted(removed, 'item')} removed from {table or 'all tables'}")
+    print_result(as_json, {"removed": removed}, f"{counted(removed, 'item')} removed from {place}")
 
 
 def _losses(info: TableInfo, wanted: Document) -> str:
-    """In words, what the table holds beyond a new bound; empty: nothing. Raises ValueError for what is no size."""
+    """The contents of the table beyond a new bound, in words; empty: there are none.
+
+    Raises ValueError for a text that is no size.
+    """
     from replay_server.tables.config import parse_bytes
 
+    staleness = info.staleness.max if info.size else 0
     amounts = {
         "max_size": (info.size, "items"),
         "max_bytes": (info.bytes, "bytes"),
-        "max_staleness": (info.staleness.max if info.size else 0, "versions of staleness"),
+        "max_staleness": (staleness, "versions of staleness"),
     }
     for name, (amount, unit) in amounts.items():
         limit = parse_bytes(wanted.get(name))
-        if isinstance(limit, int | float) and 0 <= limit < amount:  # what no bound can be, the server refuses
+        # The server refuses a limit that is no number, or negative.
+        if isinstance(limit, int | float) and 0 <= limit < amount:
             return f"holds {amount:.0f} {unit}, more than {name} {limit:.0f}"
-    uses, before = wanted.get("max_times_sampled"), json.loads(info.config)["max_times_sampled"]
-    if isinstance(uses, int) and uses and info.size and (not before or uses < before):
-        return f"may hold items that were sampled {counted(uses, 'time')}"
+    uses = wanted.get("max_times_sampled")  # 0: without a limit
+    uses_before = json.loads(info.config)["max_times_sampled"]
+    if isinstance(uses, int) and uses and info.size:
+        is_lower = not uses_before or uses < uses_before
+        if is_lower:
+            return f"may hold items that were sampled {counted(uses, 'time')}"
     return ""
 
 
@@ -125,7 +138,9 @@ def _set_policy(
     Example: replay policy set 0 --rollback
     """
     if rollback:
-        more = f", bring back what was consumed after state {state!r}, drop items of later versions," if state else ","
+        more = ","
+        if state:
+            more = f", bring back what was consumed after state {state!r}, drop items of later versions,"
         confirm(f"Go back to version {version}{more} and count permits anew?", yes)
     with connect(context) as client:
         _print(ask(lambda: client.set_policy_version(version, weights, rollback=rollback, state=state)), as_json)
@@ -135,6 +150,7 @@ policy.add(_set_policy, name="set")
 
 
 def _print(current: Policy, as_json: bool) -> None:
+    """Prints the current policy version, the location of its weights, its age and its state."""
     from replay_dashboard.units import duration
 
     weights = current.weights or "no weights published"

@@ -27,17 +27,17 @@ if TYPE_CHECKING:
 
 Check = Annotated[bool, typer.Option("--check", help="Check all of this, and end before anything starts.")]
 _MOST_TRIED = 100
-"""Prompts that are read until one fits, where a bad one does not end the run."""
+"""Prompts that are tried, at most, until one can be completed."""
 
 
 def check_folder(name: str, folder: Path) -> None:
     """Raises ValueError unless files can be written into `folder`, the setting `name`, or it can be made."""
-    for each in (folder, *folder.parents):
-        if each.exists():
-            if not each.is_dir():
-                raise ValueError(f"{name} {folder} cannot be a folder: {each} is a file")
-            if not os.access(each, os.W_OK | os.X_OK):
-                raise ValueError(f"{name} {folder} cannot be written: permission denied in {each}")
+    for ancestor in (folder, *folder.parents):
+        if ancestor.exists():
+            if not ancestor.is_dir():
+                raise ValueError(f"{name} {folder} cannot be a folder: {ancestor} is a file")
+            if not os.access(ancestor, os.W_OK | os.X_OK):
+                raise ValueError(f"{name} {folder} cannot be written: permission denied in {ancestor}")
             return
 
 
@@ -60,7 +60,7 @@ def check_listen(name: str, address: str) -> None:
 
 @dataclass(frozen=True)
 class ModelFiles:
-    """The tokenizer and the limits of a model, which a prompt must fit. It stands in for an engine."""
+    """The tokenizer and the limits of a model, against which prompts are checked in the place of an engine."""
 
     tokenizer: Any
     max_length: int
@@ -71,7 +71,7 @@ class ModelFiles:
 def model_files(model: str, max_length: int | None = None) -> ModelFiles:
     """Reads configuration and tokenizer of a model, and no weights. Raises ValueError that names the model.
 
-    `max_length`: of the engine; None: as many tokens as the model has positions.
+    `max_length`: tokens of the engine's context; None: as many as the model has positions.
     """
     with _without_torch():
         from transformers import AutoConfig, AutoTokenizer
@@ -83,31 +83,41 @@ def model_files(model: str, max_length: int | None = None) -> ModelFiles:
             tokenizer = AutoTokenizer.from_pretrained(model)
         except Exception as error:  # a damaged file raises anything
             raise ValueError(why_not_loaded(model, error)) from error
-    positions = None if _stretches_positions(config) else getattr(config, "max_position_embeddings", None)
+    positions = None
+    if not _stretches_positions(config):
+        positions = getattr(config, "max_position_embeddings", None)
     limit = max_length or positions or sys.maxsize
     return ModelFiles(tokenizer, limit, getattr(config, "vocab_size", None))
 
 
 def _stretches_positions(config: Any) -> bool:
-    """Tells whether engines take more tokens than the model has positions, each as many as it thinks right."""
+    """True if the model scales its rotary positions. Engines then take more tokens than it has positions.
+
+    How many tokens that is, each engine decides for itself.
+    """
     rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
-    kinds = [rope]
-    kinds += [value for value in rope.values() if isinstance(value, dict)]  # some have one for each kind of layer
-    return any(kind.get("rope_type", kind.get("type", "default")) != "default" for kind in kinds)
+    sections = [rope]
+    sections += [value for value in rope.values() if isinstance(value, dict)]  # some models: one per kind of layer
+    for section in sections:
+        kind = section.get("rope_type", section.get("type", "default"))
+        if kind != "default":
+            return True
+    return False
 
 
 @contextmanager
 def _without_torch() -> Iterator[None]:
-    """Inside, transformers is imported without torch, which takes ten seconds and which no tokenizer needs.
+    """Hides torch inside the block: transformers imports it if it finds it. That takes ten seconds, and no tokenizer
+    needs it.
 
-    Users' code that needs both has been imported before: then it stays as it is.
+    Users' code that needs both has been imported before. Then torch is not hidden.
     """
     if "torch" in sys.modules:
         yield
         return
     advice = os.environ.get("TRANSFORMERS_NO_ADVISORY_WARNINGS")
     os.environ["TRANSFORMERS_NO_ADVISORY_WARNINGS"] = "1"
-    sys.modules["torch"] = None  # type: ignore[assignment]  # to Python: there is no such module
+    sys.modules["torch"] = None  # type: ignore[assignment]  # None tells Python that there is no such module
     try:
         yield
     finally:
@@ -131,8 +141,8 @@ def first_prompt(
 ) -> tuple[Prompt, list[int]]:
     """The first prompt that a generator would complete, and its token ids (P,).
 
-    Raises ValueError if there is none, and PromptError if it cannot be completed; where a run skips such prompts, only
-    if the first hundred are so.
+    Raises ValueError if there is none, and PromptError if it cannot be completed. If a run skips such prompts, it
+    raises only if none of the first hundred can be completed.
     """
     from replay_generator import PromptError
     from replay_generator.prompts.prompt import prompt_for
@@ -160,8 +170,9 @@ def rewards_of_nothing(
 ) -> dict[str, float]:
     """Calls each reward function on an empty answer. Returns its reward by its name; NaN: it abstains.
 
-    `has_rollouts`: whether a rollout is one completion of its prompt. What others are like, nobody knows beforehand:
-    functions that ask for one are not called then. Raises RewardError if a function fails, and the run would end then.
+    `has_rollouts`: True if a rollout is one completion of its prompt. Other rollouts cannot be made up here, so
+    functions that ask for a rollout are not called then. Raises RewardError if a function fails, unless the run would
+    skip its group.
     """
     from replay_generator.engines import Completion
     from replay_generator.rewards.functions import RewardError, Scorer
@@ -184,6 +195,7 @@ def rewards_of_nothing(
 
 
 def _asks_for_rollouts(reward: Reward) -> bool:
+    """True if the reward function has a parameter for the rollout of an answer, or for all rollouts."""
     try:
         named = inspect.signature(reward.function).parameters
     except (TypeError, ValueError):  # some functions written in C

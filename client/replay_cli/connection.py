@@ -1,7 +1,7 @@
-"""How commands reach the server, and what they take from it: its answers, errors, tables and keys.
+"""Connects commands to the server: options of the connection, answers and errors, names of tables, keys and tags.
 
-What reaches the server stands before or behind the command, `replay --address X tables`, in the environment or in a
-file: see replay_client.access.
+The options of the connection stand before or behind the command (`replay --address X tables`), in the environment or
+in a file: see replay_client.access.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 R = TypeVar("R")
 
 _REACH = 5.0
-"""Seconds in which a server must answer before a command lets it work for long."""
+"""Seconds in which a server must answer before a command gives it a long task."""
 ByShard = Annotated[bool, typer.Option("--by-shard", help="Also show each server, if there are several.")]
 
 _reaching = partial(option, rich_help_panel="Connection")
@@ -42,44 +42,51 @@ CONNECTION = (
     _reaching("name", "Name of a generator, trainer or archiver. [env: REPLAY_NAME; default: host:pid]"),
     _reaching("client_config", "TOML file with the settings above. [env: REPLAY_CLIENT_CONFIG]", metavar="FILE"),
 )
-"""How to reach the server. There is no option for a token, because other users of a machine can read command lines."""
+"""Options that say how to reach the server. None is for a token: other users of a machine can read command lines."""
 ROOT = (
     *CONNECTION,
     _reaching("timeout", "Seconds to wait for the server. [default: as the command needs]", float, min=0),
 )
-"""Options of the whole command. They may stand before a command, or behind it."""
+"""Options of `replay` itself. They may stand before a subcommand, or behind it."""
 
 
 def access_of(context: typer.Context) -> dict[str, Any]:
     """The options of the connection, as arguments of `ReplayClient.from_env`; None: not given."""
     options = context.find_root().params
-    return {each.name: options.get(each.name) for each in CONNECTION}
+    return {parameter.name: options.get(parameter.name) for parameter in CONNECTION}
 
 
 def timeout_of(context: typer.Context, usual: float | None) -> float | None:
-    """Seconds to wait for the server: what the person says, or else `usual`. None: without end."""
+    """Seconds to wait for the server: --timeout, or else `usual`. None: without end."""
     timeout: float | None = context.find_root().params.get("timeout")
     return usual if timeout is None else timeout
 
 
 def connect(context: typer.Context, usual: float = 5.0, *, named: bool = False) -> ReplayClient:
-    """A client that waits for --timeout or `usual` seconds. `named`: it works for the run, which will miss it."""
+    """A client that waits for --timeout or `usual` seconds.
+
+    `named`: the client works for the run. The server reports such a client as overdue when it goes away.
+    """
     from replay_client import ReplayClient
 
     access = access_of(context)
+    arguments = dict(access)
+    if not named:
+        arguments["name"] = ""
     try:
-        return ReplayClient.from_env(timeout_of(context, usual), **access | ({} if named else {"name": ""}))
+        return ReplayClient.from_env(timeout_of(context, usual), **arguments)
     except ValueError as error:
         misuse(in_flags(str(error), typed(access)))
 
 
 def reach(client: ReplayClient, context: typer.Context) -> None:
-    """Ends the command soon if no server answers. For commands that let the server work for long."""
-    ask(lambda: client.policy(timeout=min(timeout_of(context, _REACH) or 0.0, _REACH)))
+    """Ends the command soon if no server answers. Call it before a request that takes the server long."""
+    seconds = min(timeout_of(context, _REACH) or 0.0, _REACH)
+    ask(lambda: client.policy(timeout=seconds))
 
 
 def ask(question: Callable[[], R]) -> R:
-    """Returns the answer of a server, or of a file. An error ends the command with one line."""
+    """Returns the answer to `question`, which asks a server or reads a file. An error ends the command in one line."""
     from replay_client.errors import ReplayError
 
     try:
@@ -89,6 +96,7 @@ def ask(question: Callable[[], R]) -> R:
 
 
 def parse_key(text: str) -> int:
+    """The key of an item. Raises BadParameter unless it is a whole number of 64 bits."""
     try:
         key = int(text, 0)
     except ValueError:
@@ -101,12 +109,15 @@ def parse_key(text: str) -> int:
 
 
 def parse_tags(texts: Sequence[str] | None) -> dict[str, str]:
-    """Tags by name: an item has one value of each."""
+    """The tags in texts NAME=VALUE, by name. An item has one value of each."""
     return pairs("--tag", texts)
 
 
 def complete_table(context: typer.Context, incomplete: str) -> list[str]:
-    """For the shell: the tables whose names begin with `incomplete`. None if the server does not answer at once."""
+    """The tables whose names begin with `incomplete`, for completion in a shell.
+
+    There are none if the server does not answer at once.
+    """
     from replay_client import ReplayClient
 
     with suppress(Exception), ReplayClient.from_env(1.0, **access_of(context)) as client:

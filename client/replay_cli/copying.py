@@ -1,7 +1,8 @@
-"""`replay copy`: the finished files of a folder, also in an object store; and a checkpoint of there in a folder again.
+"""`replay copy`: copies the finished files of a folder to an object store, and brings a checkpoint back.
 
-A file that has its name is finished: checkpoints and files of an archive get theirs when they are whole on the disk. So
-this process asks neither a server nor an archiver, and neither waits for it. It removes nothing, here or there.
+A file under its final name is finished: checkpoints and files of an archive get it when they are whole on the disk. So
+this process asks neither a server nor an archiver, and neither waits for it. It removes nothing, in the folder or in
+the store.
 
 fsspec reaches the stores. Credentials come from the environment, where the stores' own tools look for them.
 """
@@ -21,11 +22,11 @@ from replay_cli.output import complain, fail, in_words, need, say
 from replay_protos.words import counted
 
 LOOK_SECONDS = 5.0
-"""Between two looks at the folder."""
+"""Seconds between two looks at the folder."""
 _FINISHED = re.compile(r"[\w.\-]+\.checkpoint|groups-[\w\-]+\.parquet")
 _PACKAGES = {"s3": ("s3fs",), "gs": ("gcsfs",)}
 _SEAL = 64
-"""Bytes at the end of a checkpoint that no other one has: a checksum of it, and its time."""
+"""Bytes of the seal at the end of a checkpoint: its checksum and its time. No two checkpoints have the same."""
 
 
 class Store:
@@ -44,24 +45,34 @@ class Store:
             found = self._fs.ls(self._root, detail=True)
         except FileNotFoundError:  # nothing was copied yet
             return {}
-        return {Path(entry["name"]).name: entry for entry in found if _FINISHED.fullmatch(Path(entry["name"]).name)}
+        entries = {}
+        for entry in found:
+            name = Path(entry["name"]).name
+            if _FINISHED.fullmatch(name):
+                entries[name] = entry
+        return entries
 
     def has(self, path: Path, entry: Any) -> bool:
-        """Whether the store holds this file already. `entry`: what `files` gave for its name, or None."""
+        """True if the store holds this file already. `entry`: the store's entry of its name, or None."""
         with path.open("rb") as file:
             size = file.seek(0, os.SEEK_END)
             file.seek(max(0, size - _SEAL))
             if entry is None or entry["size"] != size:
                 return False
-            return path.suffix != ".checkpoint" or bool(self._fs.tail(entry["name"], _SEAL) == file.read())
+            if path.suffix != ".checkpoint":
+                return True
+            return bool(self._fs.tail(entry["name"], _SEAL) == file.read())
 
     def send(self, path: Path) -> None:
+        """Copies a file into the store. Its name appears there when the copy is whole."""
         from fsspec import Callback
 
         from replay_client.waits import beat
 
-        target, progress = f"{self._root}/{path.name}", Callback(hooks={"beat": lambda *_, **__: beat()})
-        if not getattr(self._fs, "local_file", False):  # an object is there when it is whole
+        target = f"{self._root}/{path.name}"
+        if not getattr(self._fs, "local_file", False):
+            # An object store shows an object when it is whole, so it needs no second name.
+            progress = Callback(hooks={"beat": lambda *_, **__: beat()})
             self._fs.put_file(str(path), target, callback=progress)
             return
         self._fs.makedirs(self._root, exist_ok=True)
@@ -71,7 +82,7 @@ class Store:
     def checkpoints(self) -> list[tuple[float, Any, str]]:
         """The checkpoints, the newest first: when each was made, its entry, and why it cannot be restored, or "".
 
-        The time is that of the seal: one that was copied late, or again, is no newer for that.
+        The time is that of the seal: a checkpoint that was copied late, or again, is no newer for that.
         """
         from replay_server.storage.checkpoints import SEAL_BYTES, DamagedCheckpoint, sealed_by
 
@@ -80,19 +91,28 @@ class Store:
             if not name.endswith(".checkpoint"):
                 continue
             end = self._fs.tail(entry["name"], SEAL_BYTES)
+            problem = ""
             try:
-                found.append((sealed_by(end, entry["size"], Path(name)).created, entry, ""))
+                created = sealed_by(end, entry["size"], Path(name)).created
             except DamagedCheckpoint as error:
-                found.append((self._fs.modified(entry["name"]).timestamp(), entry, str(error)))
-        return sorted(found, key=lambda each: (each[0], each[1]["name"]), reverse=True)
+                created = self._fs.modified(entry["name"]).timestamp()
+                problem = str(error)
+            found.append((created, entry, problem))
+        return sorted(found, key=_time_and_name, reverse=True)
 
     def bring(self, entry: Any, path: Path) -> None:
+        """Copies a file of the store to `path`. The name appears when the copy is whole."""
         unfinished = path.with_name(path.name + ".tmp")
         try:
             self._fs.get_file(entry["name"], str(unfinished))
             unfinished.rename(path)
         finally:
             unfinished.unlink(missing_ok=True)
+
+
+def _time_and_name(checkpoint: tuple[float, Any, str]) -> tuple[float, str]:
+    created, entry, _ = checkpoint
+    return created, entry["name"]
 
 
 def copy(
@@ -138,33 +158,45 @@ def copy(
 
 
 def copy_finished(folder: Path, store: Store, done: dict[str, tuple[int, int]]) -> str:
-    """Copies what `store` lacks, the oldest first. Returns why some of it could not be copied, or "".
+    """Copies the files that `store` lacks, the oldest first. Returns why a file could not be copied, or "".
 
-    `done`: time and size of each file that is there, as far as known.
+    `done`: time and size of each file of the folder that the store is known to have.
     """
     problem = ""
     try:
-        found = {path: path.stat() for path in folder.iterdir() if _FINISHED.fullmatch(path.name) and path.is_file()}
-        marks = {path: (status.st_mtime_ns, status.st_size) for path, status in found.items()}
-        fresh = sorted((path for path in marks if done.get(path.name) != marks[path]), key=marks.__getitem__)
-        there = store.files() if fresh else {}
-    except Exception as error:  # each store has its own
+        versions = _versions(folder)
+        fresh = [path for path, version in versions.items() if done.get(path.name) != version]
+        fresh.sort(key=versions.__getitem__)
+        stored = store.files() if fresh else {}
+    except Exception as error:  # each store has its own types of errors
         return in_words(error)
-    for path in filter(Path.exists, fresh):  # the server may have removed it meanwhile
+    for path in fresh:
+        if not path.exists():
+            continue  # the server has removed it meanwhile
         try:
-            if not store.has(path, there.get(path.name)):
+            if not store.has(path, stored.get(path.name)):
                 store.send(path)
-                say(f"{path.name}: {counted(marks[path][1], 'byte')} copied")
-            done[path.name] = marks[path]
+                say(f"{path.name}: {counted(versions[path][1], 'byte')} copied")
+            done[path.name] = versions[path]
         except Exception as error:
             problem = f"{path.name}: {in_words(error)}"
     return problem
 
 
-def fetch(address: str, folder: Path) -> str:
-    """Copies the newest whole checkpoint at an address, or that file, into a folder. Returns its name.
+def _versions(folder: Path) -> dict[Path, tuple[int, int]]:
+    """Time (ns) and size (bytes) of each finished file of a folder."""
+    versions = {}
+    for path in folder.iterdir():
+        if _FINISHED.fullmatch(path.name) and path.is_file():
+            status = path.stat()
+            versions[path] = (status.st_mtime_ns, status.st_size)
+    return versions
 
-    Says which ones it passes over because they are damaged. Raises ValueError.
+
+def fetch(address: str, folder: Path) -> str:
+    """Copies the newest whole checkpoint at an address into a folder. Returns its name.
+
+    The address may name the checkpoint itself. Prints which newer ones are damaged. Raises ValueError.
     """
     store = Store(address)
     problems: list[str] = []
@@ -172,7 +204,8 @@ def fetch(address: str, folder: Path) -> str:
         folder.mkdir(parents=True, exist_ok=True)
         for _, entry, problem in store.checkpoints():
             path = folder / Path(entry["name"]).name
-            problem = problem or _fetched(store, entry, path)
+            if not problem:
+                problem = _fetched(store, entry, path)
             if not problem:
                 if problems:
                     complain(f"{address}: {path.name} is taken, the newest whole checkpoint, for {'; '.join(problems)}")
@@ -181,7 +214,7 @@ def fetch(address: str, folder: Path) -> str:
         if problems:
             raise ValueError(f"no checkpoint that can be restored: {'; '.join(problems)}")
         raise ValueError("there is no checkpoint")
-    except Exception as error:  # each store has its own
+    except Exception as error:  # each store has its own types of errors
         raise ValueError(f"{address}: {in_words(error)}") from error
 
 

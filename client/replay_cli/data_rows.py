@@ -1,12 +1,12 @@
-"""Groups from the rows of a data set that others made, in the columns of `replay table export --rows sequences`.
+"""Makes groups from the rows of a foreign data set, which has the columns of `replay table export --rows sequences`.
 
     prompt_ids  completion_ids  reward                a row is one sequence
     [3, 4]      [5, 6]          1.0   \\
     [3, 4]      [7]             0.0   /  one group    rows of one prompt, one after the other, are one group
     [8]         [5]             1.0      the next
 
-`prompt_ids`, `completion_ids` and `reward` are needed. A data set has no bytes of groups, so what it does not say is
-what RolloutGroup says by itself: a log-probability is unknown, every token of a completion is trained on. Advantages
+`prompt_ids`, `completion_ids` and `reward` are needed. A data set has no bytes of groups. A column that it lacks gets
+the default of RolloutGroup: log-probabilities are unknown, and every token of a completion is trained on. Advantages
 follow from the rewards.
 """
 
@@ -28,101 +28,167 @@ from replay_client.scoring import group_advantages, group_priority
 
 Row = Mapping[str, Any]
 Numbered = tuple[int, Row]
+"""A row, after its number in the file."""
 
 NEEDED = ("prompt_ids", "completion_ids", "reward")
 """Columns without which a row is no sequence."""
 
 
 def items_of(rows: Iterable[Numbered], table: str | None) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Rows of items as `replay table import` takes them, each with the number of its last row. Others stay as they are.
+    """Rows of items as `replay table import` takes them, each with the number of its last row.
 
-    The key of a group follows from its bytes and its place, so a second import of the same rows inserts nothing.
-    `table`: where groups go whose rows name none. Raises ValueError that names the row.
+    Rows of a data set become groups, and rows of items stay as they are. The key of a group follows from its bytes and
+    its position, so a second import of the same rows inserts nothing. `table`: the table of groups whose rows name
+    none. Raises ValueError that names the row.
     """
     count = 0
-    for identity, some in groupby(rows, key=lambda each: _identity(each[1])):
+    for identity, run in groupby(rows, key=_identity):
         if identity is None:
-            yield from ((number, dict(row)) for number, row in some)
+            for number, row in run:
+                yield number, dict(row)
             continue
-        part = list(some)
-        number, first = part[-1][0], part[0][1]
+        numbered = list(run)
+        first_number, first = numbered[0]
+        last_number, _ = numbered[-1]
         try:
-            if not (name := first.get("table") or table):
+            name = first.get("table") or table
+            if not name:
                 raise ValueError("there is no column table: say with --table where the groups go")
-            group = group_of([row for _, row in part])
+            group = group_of([row for _, row in numbered])
         except (TypeError, ValueError, OverflowError) as error:
-            raise ValueError(f"rows {part[0][0]} to {number}: {error}") from None
-        payload = group.encode()
-        digest = blake2b(count.to_bytes(8, "little") + payload, digest_size=8).digest()
-        priority = first.get("priority")
-        yield (
-            number,
-            {
-                "key": str(int.from_bytes(digest, "little")),
-                "table": name,
-                "priority": group_priority(group.rewards, group.advantages) if priority is None else priority,
-                "policy_version": group.policy_version,
-                "tags": first.get("tags"),
-                "payload": payload,
-            },
-        )
+            raise ValueError(f"rows {first_number} to {last_number}: {error}") from None
+        yield last_number, _item_row(group, count, name, first)
         count += 1
+
+
+def _item_row(group: RolloutGroup, index: int, table: str, first: Row) -> dict[str, Any]:
+    """The row of an item that holds this group: number `index` of the import, from 0. `first`: its first row."""
+    payload = group.encode()
+    digest = blake2b(index.to_bytes(8, "little") + payload, digest_size=8).digest()
+    priority = first.get("priority")
+    if priority is None:
+        priority = group_priority(group.rewards, group.advantages)
+    return {
+        "key": str(int.from_bytes(digest, "little")),
+        "table": table,
+        "priority": priority,
+        "policy_version": group.policy_version,
+        "tags": first.get("tags"),
+        "payload": payload,
+    }
 
 
 def group_of(rows: Sequence[Row]) -> RolloutGroup:
     """The group of these rows. Those with the same `rollout` make one rollout; without the column, each row is one.
 
-    Raises ValueError, and TypeError for what is no number.
+    Raises ValueError, and TypeError for a value that is no number.
     """
     for row in rows:
-        if missing := [name for name in NEEDED if row.get(name) is None]:
+        missing = [name for name in NEEDED if row.get(name) is None]
+        if missing:
             raise ValueError(f"there is no {', '.join(missing)}; a row needs {', '.join(NEEDED)}")
-    numbers = [index if row.get("rollout") is None else row["rollout"] for index, row in enumerate(rows)]
-    rollouts = [[row for _, row in part] for _, part in groupby(zip(numbers, rows, strict=True), key=itemgetter(0))]
+    rollouts = _rollouts_of(rows)
     for name in ("reward", "advantage"):
-        if any(len({row.get(name) for row in part}) > 1 for part in rollouts):
-            raise ValueError(f"{name} differs in the rows of one rollout: give all of them one")
-    firsts = [part[0] for part in rollouts]
-    rewards = np.array([row["reward"] for row in firsts], np.float32)
-    advantages, reasons = ([row.get(name) for row in firsts] for name in ("advantage", "finish_reason"))
-    masks: list[Any] = [row.get("loss_mask") for row in rows]
-    values: list[Any] = [row.get("token_advantages") for row in rows]
-    counts, first = [len(part) for part in rollouts], firsts[0]
+        for rollout in rollouts:
+            values = {row.get(name) for row in rollout}
+            if len(values) > 1:
+                raise ValueError(f"{name} differs in the rows of one rollout: give all of them one")
+    firsts = [rollout[0] for rollout in rollouts]
+    first = firsts[0]
+    rewards_G = np.array([row["reward"] for row in firsts], np.float32)
     return group_from_rows(
         prompts=[[*row["prompt_ids"], *(row.get("context_ids") or ())] for row in rows],
         completions=[row["completion_ids"] for row in rows],
-        logprobs=[_floats(row.get("logprobs"), len(row["completion_ids"])) for row in rows],
-        rewards=rewards,
-        advantages=group_advantages(rewards) if None in advantages else np.array(advantages, np.float32),
-        loss_masks=None if None in masks or all(map(all, masks)) else masks,
-        token_advantages=None if None in values else values,
-        sequence_counts=None if max(counts) == 1 else np.array(counts, np.int32),
-        finish_reasons=None if None in reasons else tuple(map(str, reasons)),
+        logprobs=[_logprobs_of(row) for row in rows],
+        rewards=rewards_G,
+        advantages=_advantages_of(firsts, rewards_G),
+        loss_masks=_loss_masks_of(rows),
+        token_advantages=_column(rows, "token_advantages"),
+        sequence_counts=_counts_of(rollouts),
+        finish_reasons=_finish_reasons_of(firsts),
         policy_version=int(first.get("policy_version") or 0),
         policy_version_end=first.get("policy_version_end"),
         prompt_id=str(first.get("prompt_id") or ""),
-        sampling=_dict(first.get("sampling")),
-        meta=_dict(first.get("meta")),
+        sampling=_object(first.get("sampling")),
+        meta=_object(first.get("meta")),
     )
 
 
-def _identity(row: Row) -> tuple[Any, ...] | None:
-    """What the rows of one group have in common. None: the row is none of a data set, which has tokens of a sequence,
-    and neither key nor bytes of an item."""
-    if row.get("key") is not None or row.get("payload") is not None or row.get("completion_ids") is None:
+def _rollouts_of(rows: Sequence[Row]) -> list[list[Row]]:
+    """The rows of each rollout: consecutive rows with the same `rollout`. A row without the column is a rollout."""
+    numbers = []
+    for index, row in enumerate(rows):
+        number = row.get("rollout")
+        numbers.append(index if number is None else number)
+    rollouts = []
+    for _, run in groupby(zip(numbers, rows, strict=True), key=itemgetter(0)):
+        rollouts.append([row for _, row in run])
+    return rollouts
+
+
+def _column(rows: Sequence[Row], name: str) -> list[Any] | None:
+    """The values of a column; None if a row lacks one."""
+    values = [row.get(name) for row in rows]
+    return None if None in values else values
+
+
+def _logprobs_of(row: Row) -> npt.NDArray[np.float32]:
+    """The log-probabilities (T,) of a row; NaN where one is unknown. Without the column, all of them are unknown."""
+    logprobs = row.get("logprobs")
+    if logprobs is None:
+        return np.full(len(row["completion_ids"]), np.nan, np.float32)
+    return np.array(logprobs, np.float32)
+
+
+def _advantages_of(firsts: Sequence[Row], rewards_G: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
+    """The advantages (G,) of the first rows of the rollouts, or those that follow from the rewards."""
+    advantages = _column(firsts, "advantage")
+    if advantages is None:
+        return group_advantages(rewards_G)
+    return np.array(advantages, np.float32)
+
+
+def _loss_masks_of(rows: Sequence[Row]) -> list[Any] | None:
+    """The loss mask of each sequence; None if every token is trained on."""
+    masks = _column(rows, "loss_mask")
+    if masks is None or all(all(mask) for mask in masks):
+        return None
+    return masks
+
+
+def _counts_of(rollouts: Sequence[Sequence[Row]]) -> npt.NDArray[np.int32] | None:
+    """The number of sequences (G,) of each rollout; None if each rollout is one sequence."""
+    counts = [len(rollout) for rollout in rollouts]
+    return None if max(counts) == 1 else np.array(counts, np.int32)
+
+
+def _finish_reasons_of(firsts: Sequence[Row]) -> tuple[str, ...] | None:
+    """The finish reason of each rollout; None if one is unknown."""
+    reasons = _column(firsts, "finish_reason")
+    return None if reasons is None else tuple(map(str, reasons))
+
+
+def _identity(numbered: Numbered) -> tuple[Any, ...] | None:
+    """The value that consecutive rows of one group share: their prompt_id, or else their prompt.
+
+    None for a row of an item. A row of a data set has the tokens of a sequence, and neither key nor payload.
+    """
+    _, row = numbered
+    is_item = row.get("key") is not None or row.get("payload") is not None
+    if is_item or row.get("completion_ids") is None:
         return None
     name = row.get("prompt_id")
-    return ("", *(row.get("prompt_ids") or ())) if name is None else (name,)
+    if name is not None:
+        return (name,)
+    # The empty text keeps a prompt of one token apart from a prompt_id.
+    return ("", *(row.get("prompt_ids") or ()))
 
 
-def _floats(values: Any, count: int) -> npt.NDArray[np.float32]:
-    """null is unknown, and so are all of them if there is no list."""
-    return np.full(count, np.nan, np.float32) if values is None else np.array(values, np.float32)
-
-
-def _dict(value: Any) -> dict[str, Any]:
-    """A file of Parquet has it as JSON."""
+def _object(value: Any) -> dict[str, Any]:
+    """The object of a row, which Parquet stores as JSON. Null is an empty object."""
     try:
-        return dict(json.loads(value) if isinstance(value, str) else value or {})
+        if isinstance(value, str):
+            return dict(json.loads(value))
+        return dict(value or {})
     except RecursionError:
         raise ValueError("an object of a row is nested too deeply") from None

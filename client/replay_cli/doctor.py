@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 
 _ROUND_TRIPS = 5
 _SLOW = 0.1
-"""Seconds of a round trip: a warning from here on."""
+"""A round trip of more seconds gives a warning."""
 _LEVELS = {"ok": "ok", "idle": "ok", "warning": "warning", "blocked": "warning", "failure": "failure"}
-"""The level of a finding that is as bad as each level of a verdict."""
+"""The level of a finding that is as bad as a level of a verdict, by the latter."""
 
 
 def doctor(
@@ -50,32 +50,37 @@ def doctor(
         info, examined = look(client, max_staleness)
         address = client.address
     findings = [_access(access_of(context)), *examined]
-    said = verdict(info, findings, ())
+    judgement = verdict(info, findings, ())
     if by_shard and info is not None:
         findings += _of_shards(info, max_staleness)
-    worst = {finding.level for finding in findings}
-    healthy = Level.FAILURE not in worst and not (strict and Level.WARNING in worst)
+    levels = {finding.level for finding in findings}
+    healthy = Level.FAILURE not in levels
+    if strict and Level.WARNING in levels:
+        healthy = False
     if as_json:
-        found = [vars(finding) for finding in findings]
-        print_json({"address": address, "healthy": healthy, "verdict": said, "findings": found})
+        documents = [vars(finding) for finding in findings]
+        print_json({"address": address, "healthy": healthy, "verdict": judgement, "findings": documents})
     else:
-        _print(said if info is not None else None, findings)
+        _print(None if info is None else judgement, findings)
     if not healthy:
         raise typer.Exit(1)
 
 
 def _access(options: dict[str, Any]) -> Finding:
-    """Whether tokens and data are encrypted on their way to another machine."""
+    """The finding about the access: a warning if tokens and data reach another machine without encryption."""
     from replay_client.access import Access, split_addresses
     from replay_dashboard.diagnosis import Finding, Level, found
     from replay_protos.transport import is_loopback
 
     access = Access.find(**options)
     token = "no token" if access.token is None else "a token"
-    hosts = [address.rpartition(":")[0] for address in split_addresses(access.address).values()] or [""]
-    if access.tls is None and not all(map(is_loopback, hosts)):
+    addresses = split_addresses(access.address).values()
+    hosts = [address.rpartition(":")[0] for address in addresses] or [""]
+    if access.tls is not None:
+        return Finding("access", Level.OK, f"{token}, encrypted")
+    if not all(is_loopback(host) for host in hosts):
         return found("not-encrypted", "access", token=token)
-    return Finding("access", Level.OK, f"{token}, {'not encrypted' if access.tls is None else 'encrypted'}")
+    return Finding("access", Level.OK, f"{token}, not encrypted")
 
 
 def look(client: ReplayClient, max_staleness: float | None = None) -> tuple[ServerInfo | None, list[Finding]]:
@@ -90,16 +95,20 @@ def look(client: ReplayClient, max_staleness: float | None = None) -> tuple[Serv
             begin = time.perf_counter()
             client.policy()
             trips.append(time.perf_counter() - begin)
-        info, transport = client.server_info(), client.transport
+        info = client.server_info()
+        transport = client.transport
+    except ServerUnavailableError as error:
+        return None, [found("no-server", "connection", error=error)]
+    except DeadlineExceededError as error:
+        return None, [found("server-hangs", "connection", error=error)]
     except ReplayError as error:
-        away, hangs = isinstance(error, ServerUnavailableError), isinstance(error, DeadlineExceededError)
-        rule = "no-server" if away else "server-hangs" if hangs else "refused"
-        return None, [found(rule, "connection", error=error)]
-    trip = sorted(trips)[_ROUND_TRIPS // 2]
-    if trip > _SLOW:
-        connection = found("slow", "connection", address=client.address, milliseconds=1000 * trip)
+        return None, [found("refused", "connection", error=error)]
+    median = sorted(trips)[_ROUND_TRIPS // 2]
+    milliseconds = 1000 * median
+    if median > _SLOW:
+        connection = found("slow", "connection", address=client.address, milliseconds=milliseconds)
     else:
-        connection = Finding("connection", Level.OK, f"{client.address} answers in {1000 * trip:.1f} ms")
+        connection = Finding("connection", Level.OK, f"{client.address} answers in {milliseconds:.1f} ms")
     payloads = Finding("payloads", Level.OK, f"travel over {transport}")
     return info, [connection, payloads, *diagnose(info, version("replay-server"), time.time(), max_staleness)]
 
@@ -115,16 +124,16 @@ def _of_shards(info: ServerInfo, max_staleness: float | None) -> Iterator[Findin
                 yield replace(finding, check=f"{name} {finding.check}")
 
 
-def _print(said: dict[str, str] | None, findings: list[Finding]) -> None:
-    """`said`: the verdict; None: the server does not answer, which is the only finding."""
+def _print(verdict: dict[str, str] | None, findings: list[Finding]) -> None:
+    """Prints the verdict and the findings. `verdict` is None if the server does not answer: a finding says so."""
     from rich.text import Text
 
     styles = {"ok": "green", "warning": "yellow", "failure": "red"}
     out = console()
-    if said is not None:
-        level = _LEVELS[said["level"]]
+    if verdict is not None:
+        level = _LEVELS[verdict["level"]]
         line = Text(f"{level:8}", style=styles[level])
-        line.append(f" run: {said['short']}", style="default")
+        line.append(f" run: {verdict['short']}", style="default")
         out.print(line, soft_wrap=True)
     for finding in findings:
         line = Text(f"{finding.level:8}", style=styles[finding.level])

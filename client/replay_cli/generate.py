@@ -49,11 +49,11 @@ ENGINES = {
     "transformers": ("trainer", ("torch", "transformers"), "transformers:TransformersEngine"),
     "vllm-server": ("vllm-server", ("aiohttp", "transformers"), "vllm_server:VLLMServerEngine"),
 }
-"""By name: the extra of the package that brings an engine, the modules that it needs, and its class."""
+"""The extra that installs an engine, the modules that it needs, and its class, by its name."""
+OF_ONE = "a group of one has no variance, so its advantage is 0 and it teaches nothing"
 _data = partial(in_panel, "Data")
 _of_engine = partial(in_panel, "Engine")
 SETTINGS = CommandSettings(GeneratorConfig, SamplingConfig, without=("sampling", "seed"))
-OF_ONE = "a group of one has no variance, so its advantage is 0 and it teaches nothing"
 _IN_GROUPS: dict[str, Any] = {"rich_help_panel": "Groups"}
 _ABOUT_MOST = "Groups at once; 0: as many as permits. [default: 16]"
 _FIELDS = (
@@ -144,8 +144,10 @@ def generate(
         client = AsyncReplayClient.from_env(timeout_of(context, 30.0), **access_of(context))
         hook: RolloutHook = load_function("rollout", rollout, {}) if rollout else single_turn
         if agent or sessions:
-            need("--agent" if agent else "--sessions", "agents", "aiohttp")
-            hook = load_sessions(agent, sessions, settings, needs_reward=not (reward or settings.unscored_table))
+            flag = "--agent" if agent else "--sessions"
+            need(flag, "agents", "aiohttp")
+            needs_reward = not reward and not settings.unscored_table
+            hook = load_sessions(agent, sessions, settings, needs_reward=needs_reward)
         scorer = [load_reward(name) for name in reward] if reward else None
     except ValueError as error:
         misuse(in_flags(str(error), as_typed))
@@ -159,14 +161,15 @@ def generate(
             hook = played
             rows: Iterable[PromptSource] | PromptRows = played.prompts(seed)
         else:
-            shared = settings.prompts_table is not None
+            # Generators that share a table of prompts share one order: the table's.
+            order_seed = seed if settings.prompts_table is None else None
             rows = load_rows(
                 str(prompts),
                 prompt_field=prompt_field,
                 split=split,
                 chat=chat,
                 system=system,
-                seed=None if shared else seed,
+                seed=order_seed,
                 check=settings.on_prompt_error == "raise",
             )
         if check:
@@ -183,7 +186,7 @@ def generate(
     group_filter = carries_gradient if drop_zero_variance else None
     if settings.group_size == 1:
         complain(f"--group-size 1: {OF_ONE}: make it 2 or more, unless the trainer has a teacher (teacher_weight)")
-    stopped: list[bool] = []  # by a signal
+    stops: list[bool] = []  # not empty after a signal
     try:
         stats = run_generator(
             lambda: client,
@@ -194,25 +197,30 @@ def generate(
             rollout=hook,
             group_filter=group_filter,
             on_group=report,
-            on_stop=lambda: stopped.append(True),
+            on_stop=lambda: stops.append(True),
         )
     except (ReplayError, ValueError, OSError, ImportError) as error:
         fail(error)
     report(stats, 0.0)
     made = stats["groups"] + stats["groups_filtered"]
-    if settings.max_groups is not None and made < settings.max_groups and not stopped:
+    if settings.max_groups is None or stops:
+        return
+    if made < settings.max_groups:
         fail(
             f"the run made {made} of the {counted(settings.max_groups, 'group')} that --max-groups asks for: the log "
             f"says why"
         )
 
 
-_HOW = (*options_of(ScorerConfig, "Scoring", "concurrency"), *options_of(StageConfig, "Scoring", "lease", "priority"))
+_SCORING = (
+    *options_of(ScorerConfig, "Scoring", "concurrency"),
+    *options_of(StageConfig, "Scoring", "lease", "priority"),
+)
 
 
-@taking(_HOW)
+@taking(_SCORING)
 def score(
-    how: dict[str, Any],
+    scoring: dict[str, Any],
     context: typer.Context,
     source_table: Annotated[str, typer.Option("--source-table", help="Table of `replay generate --unscored-table`.")],
     table: Annotated[list[str], typer.Option("--table", help="Table of scored groups; repeatable.")],
@@ -234,14 +242,15 @@ def score(
     log_to_stderr("warning", log_format)
     set_up_tracing("replay-scorer")
     sys.path.insert(0, os.getcwd())  # a reward function may be in a module of this folder
-    own = {"source_table": "--source-table", "tables": "--table"}
-    settings = {field.name for field in fields(ScorerConfig)} - own.keys()
+    flags = {"source_table": "--source-table", "tables": "--table"}
+    settings = {field.name for field in fields(ScorerConfig)} - flags.keys()
     texts = pairs("--set", more)
-    for name, option_name in own.items():
+    for name, flag in flags.items():
         if name in texts:
-            misuse(f"--set {name}={texts[name]}: {option_name} says that")
-    options = {name: json_or_word(value) for name, value in pairs("--set", more, settings).items()}
-    options |= {name: how[name] for name in typed(how)}
+            misuse(f"--set {name}={texts[name]}: {flag} says that")
+    texts = pairs("--set", more, settings)
+    options = {name: json_or_word(text) for name, text in texts.items()}
+    options |= {name: scoring[name] for name in typed(scoring)}
     try:
         config = ScorerConfig(source_table, tables=tuple(table), **options)
         rewards = [load_reward(name) for name in reward]
@@ -249,10 +258,11 @@ def score(
     except ImportError as error:
         fail(error)
     except ValueError as error:
-        misuse(in_flags(str(error), {*typed(how), *typed(access_of(context))}))
+        misuse(in_flags(str(error), {*typed(scoring), *typed(access_of(context))}))
     try:
         report = reporter(as_json=False)
-        report(run_scorer(lambda: client, rewards, config, on_group=report), 0.0)
+        stats = run_scorer(lambda: client, rewards, config, on_group=report)
+        report(stats, 0.0)
     except (ReplayError, ValueError, OSError, ImportError) as error:
         fail(error)
 
@@ -263,20 +273,28 @@ def check_options(options: dict[str, Any], named: Mapping[str, Any]) -> Generato
     `options`: settings by name, as `SETTINGS.resolve` returns them. `named`: the values of the command's own options.
     Raises ValueError with the names of options: `--prompts`.
     """
-    environment, reward = named["environment"], named["reward"]
-    ways = {f"--{name}": named[name] for name in ("rollout", "agent", "sessions", "environment")}
-    check_source(named["prompts"], ways, named["environment_args"], named["chat"], named["system"])
+    environment = named["environment"]
+    reward = named["reward"]
+    players = {f"--{name}": named[name] for name in ("rollout", "agent", "sessions", "environment")}
+    check_source(
+        prompts=named["prompts"],
+        players=players,
+        args=named["environment_args"],
+        chat=named["chat"],
+        system=named["system"],
+    )
     if environment and "prompts_table" in options:
         raise ValueError("--prompts-table needs --prompts: an environment gives its own prompts one by one")
     settings = _settings_of(options, named["seed"], environment)
     settings = settings.decided(agents=bool(named["agent"] or named["sessions"]))
     if settings.unscored_table and (reward or named["drop_zero_variance"]):
         raise ValueError("--reward and --drop-zero-variance belong to `replay score` here, because of --unscored-table")
-    if not (reward or settings.unscored_table or any(ways.values())):
+    if not (reward or settings.unscored_table or any(players.values())):
         raise ValueError("--reward exact_match or --reward package.module:function is needed")
     engine_args(named["engine_arg"])
     _check_engine(named["engine"])
-    if (named["engine"] == "vllm-server") != bool(named["base_url"]):
+    is_elsewhere = named["engine"] == "vllm-server"
+    if is_elsewhere != bool(named["base_url"]):
         raise ValueError("--engine vllm-server and --base-url http://host:port need each other")
     return settings
 
@@ -289,7 +307,7 @@ def _check(
     hook: RolloutHook,
     context: typer.Context,
 ) -> None:
-    """Prints what the first prompt is like, and what an empty answer to it gets. Raises an error for what fails."""
+    """Prints the size of the first prompt, and the rewards of an empty answer. Raises the error of a failed check."""
     from replay_client.access import Access
     from replay_generator.rollouts.rollout import single_turn
 
@@ -302,42 +320,49 @@ def _check(
     files = model_files(model, named["max_length"] or args.get("max_model_len"))
     prompt, prompt_ids = first_prompt(rows, files, settings)
     line = f"{model}: the first prompt, {prompt.prompt_id!r}, has {counted(len(prompt_ids), 'token')}"
-    given = rewards_of_nothing(rewards or (), prompt, settings, has_rollouts=hook is single_turn)
-    if given:
-        line += f"; rewards of an empty answer: {', '.join(f'{name} {value:g}' for name, value in given.items())}"
+    values = rewards_of_nothing(rewards or (), prompt, settings, has_rollouts=hook is single_turn)
+    if values:
+        words = [f"{name} {value:g}" for name, value in values.items()]
+        line += f"; rewards of an empty answer: {', '.join(words)}"
     say(line)
 
 
 def engine_args(texts: list[str] | None) -> dict[str, Any]:
     """The arguments of an engine by name. Raises ValueError for a text that is not NAME=VALUE."""
-    return {name: json_or_word(value) for name, value in named_values("--engine-arg", texts).items()}
+    values = named_values("--engine-arg", texts)
+    return {name: json_or_word(text) for name, text in values.items()}
 
 
 def _settings_of(options: dict[str, Any], seed: int, environment: str | None) -> GeneratorConfig:
-    """The settings by name, checked. Those of sampling stand beside the others, as in the file."""
-    names = {each.name for each in fields(SamplingConfig)}
-    sampling = SamplingConfig(**{name: value for name, value in options.items() if name in names}, seed=seed)
-    others = {name: value for name, value in options.items() if name not in names}
+    """The settings of a generator, checked. `options` has those of sampling beside the others, as the file has."""
+    sampling_names = {field.name for field in fields(SamplingConfig)}
+    sampling_options = {name: value for name, value in options.items() if name in sampling_names}
+    sampling = SamplingConfig(**sampling_options, seed=seed)
+    others = {name: value for name, value in options.items() if name not in sampling_names}
     if others.get("max_concurrent_groups") == 0:
         others["max_concurrent_groups"] = None
     if environment:
-        others["tags"] = {"environment": environment.partition(":")[2], **others.get("tags", {})}
+        _, _, name = environment.partition(":")
+        others["tags"] = {"environment": name, **others.get("tags", {})}
     return GeneratorConfig(sampling=sampling, **others)
 
 
 def check_source(
-    prompts: str | None, ways: Mapping[str, str | None], args: str | None, chat: bool, system: str | None
+    *, prompts: str | None, players: Mapping[str, str | None], args: str | None, chat: bool, system: str | None
 ) -> None:
-    """Raises ValueError unless the prompts come from one side, rollouts are played in one of the `ways`, by option,
-    and what belongs to others is not given."""
-    environment = ways["--environment"]
-    if not (prompts or environment):
+    """Raises ValueError unless prompts have one source and rollouts at most one player, without options of another.
+
+    `players`: the values of the options that say who plays the rollouts, by the option.
+    """
+    environment = players["--environment"]
+    if not prompts and not environment:
         raise ValueError("--prompts is needed, or --environment verifiers:NAME")
     for name, value in {"--prompts": prompts, "--chat": chat, "--system": system}.items():
         if environment and value:
             raise ValueError(f"{name} and --environment exclude each other: an environment brings its own")
-    if len(named := [name for name, value in ways.items() if value]) > 1:
-        raise ValueError(f"{' and '.join(named)} exclude each other: each says who plays the rollouts")
+    chosen = [name for name, value in players.items() if value]
+    if len(chosen) > 1:
+        raise ValueError(f"{' and '.join(chosen)} exclude each other: each says who plays the rollouts")
     if args and not environment:
         raise ValueError("--environment-args needs --environment verifiers:NAME")
     if system is not None and not chat:
@@ -347,7 +372,8 @@ def check_source(
 def reporter(as_json: bool) -> Callable[..., None]:
     """A function that prints the statistics of a generator.
 
-    It prints nothing if others were printed less than `seconds` ago, and nothing that it has just printed.
+    The function prints nothing if it printed less than `seconds` ago, or if the statistics are those that it printed
+    last.
     """
     printed_at = -math.inf
     printed: object = None
@@ -355,15 +381,15 @@ def reporter(as_json: bool) -> Callable[..., None]:
     def report(stats: GeneratorStats, seconds: float = 1.0) -> None:
         nonlocal printed_at, printed
         now = time.monotonic()
-        found = plain(stats) if as_json else in_a_line(stats)
-        if now - printed_at < seconds or found == printed:
+        output = plain(stats) if as_json else in_a_line(stats)
+        if now - printed_at < seconds or output == printed:
             return
         printed_at = now
-        printed = found
+        printed = output
         if as_json:
-            print_json(found, indent=None)
+            print_json(output, indent=None)
         else:
-            say(found)
+            say(output)
 
     return report
 
@@ -389,9 +415,9 @@ def load_rows(
     seed: int | None,
     check: bool,
 ) -> Iterable[PromptSource] | PromptRows:
-    """The prompts over and over, shuffled anew for each epoch; without a seed the rows as they are.
+    """An endless iterator over the prompts, shuffled anew for each epoch. Without a seed: the rows as they are.
 
-    `check`: a bad row of a file is an error at once. Raises ValueError, OSError or ImportError.
+    `check`: a bad row of a file raises at once. Raises ValueError, OSError or ImportError.
     """
     from replay_generator.prompts.prompt import PreparedRows, cycle_prompts, load_prompts
 
@@ -403,19 +429,22 @@ def load_rows(
 
 
 def _check_engine(name: str) -> None:
+    """Raises ValueError for a name of no engine."""
     if name not in ENGINES:
         raise ValueError(f"--engine must be vllm, vllm-server or transformers, not {name!r}")
 
 
 def _need_engine(name: str) -> None:
-    """Ends the command unless the packages of this engine are installed. Raises ValueError for another name."""
+    """Ends the command unless the packages of this engine are installed. Raises ValueError for a name of no engine."""
     _check_engine(name)
     extra, needed, _ = ENGINES[name]
     need(f"--engine {name}", extra, *needed)
 
 
 def load_engine(name: str, model: str, args: dict[str, Any]) -> Engine:
+    """An engine by its name, with its model loaded. Ends the command if its packages are not installed."""
     _need_engine(name)
-    module, _, kind = ENGINES[name][2].partition(":")
-    engine: Engine = getattr(import_module(f"replay_generator.engines.{module}"), kind)(model, **args)
+    module_name, _, class_name = ENGINES[name][2].partition(":")
+    module = import_module(f"replay_generator.engines.{module_name}")
+    engine: Engine = getattr(module, class_name)(model, **args)
     return engine

@@ -70,25 +70,29 @@ def items(
 
     Example: replay items replay --order-by priority --descending --limit 50
     """
-    from replay_dashboard.units import counted
-
     wanted = {"order_by": order_by, "descending": descending, "tags": parse_tags(tag), **bounds}
     with connect(context) as client:
-        found = ask(lambda: client.list_items(table, limit=limit, page=page, **wanted))
+        listing = ask(lambda: client.list_items(table, limit=limit, page=page, **wanted))
     if as_json:
-        facts = {"table": table, "matching": found.matching, "next_page": found.next_page or None}
-        print_json(facts | {"items": list(map(info_document, found.items))})
+        document = {
+            "table": table,
+            "matching": listing.matching,
+            "next_page": listing.next_page or None,
+            "items": [info_document(item) for item in listing.items],
+        }
+        print_json(document)
         return
     out = console()
-    if found.items:
-        out.print(_items_table(found.items))
-    out.print(
-        f"{len(found.items)} of {counted(found.matching, 'item')}"
-        + (f"; for the next ones add --page {one_line(shlex.quote(found.next_page))}" if found.next_page else "")
-    )
+    if listing.items:
+        out.print(_items_table(listing.items))
+    line = f"{len(listing.items)} of {counted(listing.matching, 'item')}"
+    if listing.next_page:
+        line += f"; for the next ones add --page {one_line(shlex.quote(listing.next_page))}"
+    out.print(line)
 
 
 def _items_table(rows: Sequence[ItemInfo]) -> Table:
+    """A table with a row for each item."""
     from replay_dashboard.units import byte_size, duration
 
     columns: dict[str, Callable[[ItemInfo], str]] = {
@@ -101,12 +105,15 @@ def _items_table(rows: Sequence[ItemInfo]) -> Table:
         "sampled": lambda item: str(item.times_sampled),
         "bytes": lambda item: byte_size(item.nbytes),
     }
-    # Most items wait for nothing and have no tags; then there is no column for it.
+    # Most items lack no columns and have no tags: a column for that would be empty.
     if any(item.missing_columns for item in rows):
         columns["missing columns"] = lambda item: ", ".join(item.missing_columns)
     if any(item.tags for item in rows):
         columns["tags"] = lambda item: _tag_words(item.tags)
-    return plain_table([*columns], ([cell(item) for cell in columns.values()] for item in rows), left=("tags",))
+    cells = []
+    for item in rows:
+        cells.append([cell(item) for cell in columns.values()])
+    return plain_table([*columns], cells, left=("tags",))
 
 
 def delete(
@@ -123,37 +130,44 @@ def delete(
 
     Example: replay table delete replay --tag environment=math
     """
-    from replay_dashboard.units import counted
-
     tags = parse_tags(tag)
     if bool(keys) == bool(tags):
         misuse("name the items to delete by their keys, or by --tag NAME=VALUE")
     with connect(context) as client:
-        chosen = list(keys or [item.key for item in ask(lambda: list(all_items(client, table, tags)))])
+        if keys:
+            chosen = list(keys)
+        else:
+            tagged = ask(lambda: list(all_items(client, table, tags)))
+            chosen = [item.key for item in tagged]
         confirm(f"Delete {counted(len(set(chosen)), 'item')} from {table}?", yes)
-        parts = [chosen[start : start + _KEYS_PER_CALL] for start in range(0, len(chosen), _KEYS_PER_CALL)]
-        results = [ask(partial(client.delete, table, part)) for part in parts]
+        results = []
+        for start in range(0, len(chosen), _KEYS_PER_CALL):
+            part = chosen[start : start + _KEYS_PER_CALL]
+            results.append(ask(partial(client.delete, table, part)))
     deleted = sum(result.applied for result in results)
-    # An item that was listed by its tags and has left the table meanwhile is not missing to anybody.
-    missing = [] if tags else [key for result in results for key in result.missing]
-    print_result(
-        as_json, {"deleted": deleted, "missing": [str(key) for key in missing]}, f"{deleted} deleted from {table}"
-    )
+    missing: list[int] = []
+    if not tags:  # nobody misses an item that was listed by its tags and has left the table meanwhile
+        for result in results:
+            missing += result.missing
+    document = {"deleted": deleted, "missing": [str(key) for key in missing]}
+    print_result(as_json, document, f"{deleted} deleted from {table}")
     if missing:
         fail(f"not in {table}: {', '.join(map(str, missing))}")
 
 
 def all_items(client: ReplayClient, table: str, tags: Mapping[str, str]) -> Iterator[ItemInfo]:
     """The items of a table that have these tags, the oldest first, page by page."""
-    page, more = "", True
-    while more:
-        found = client.list_items(table, limit=_ITEMS_PER_PAGE, descending=True, page=page, tags=tags)
-        yield from found.items
-        page, more = found.next_page, bool(found.next_page)
+    page = ""
+    while True:
+        listing = client.list_items(table, limit=_ITEMS_PER_PAGE, descending=True, page=page, tags=tags)
+        yield from listing.items
+        page = listing.next_page
+        if not page:
+            return
 
 
 def info_document(item: ItemInfo) -> Document:
-    """The key is a string, as in every document."""
+    """The facts about an item as JSON. The key is a string, as in every document."""
     labels = {"tags": item.tags, "columns": sorted(item.labels.columns)}
     facts = vars(item) | {"key": str(item.key), "bytes": item.nbytes} | labels
     return {name: fact for name, fact in facts.items() if name not in ("nbytes", "labels")}
@@ -188,12 +202,16 @@ def show(
             f"`replay items TABLE` lists keys"
         )
     text = load_tokenizer(tokenizer)
-    document, stored = item_document(found[0], text, whole=True), document_of(found[0].payload)
+    document = item_document(found[0], text, whole=True)
+    stored = document_of(found[0].payload)
     group = document["group"]
     if as_json:
         if group is not None and not tokens:
-            for part in (group["prompt"], *(each["window"] for each in group["completions"])):
-                del part["ids"], part["arrays"]
+            windows = [group["prompt"]]
+            windows += [sequence["window"] for sequence in group["completions"]]
+            for window in windows:
+                del window["ids"]
+                del window["arrays"]
         print_json(document | (stored or {}))
         return
     lines: list[str | Text] = [*_item_lines(found[0])]
@@ -217,101 +235,164 @@ def load_tokenizer(path: Path | None) -> TokenText:
     return ask(lambda: TokenText(path))
 
 
-def _effective(held: Membership) -> str:
-    return "" if held.effective_priority == held.priority else f", effective {held.effective_priority:.4g}"
+def _membership_words(table: str, membership: Membership) -> str:
+    """A table of an item: `replay (priority 1, effective 0.5, sampled 2 times)`."""
+    words = f"priority {membership.priority:.4g}"
+    if membership.effective_priority != membership.priority:
+        words += f", effective {membership.effective_priority:.4g}"
+    return f"{table} ({words}, sampled {counted(membership.times_sampled, 'time')})"
 
 
 def _item_lines(item: StoredItem) -> list[str]:
+    """The lines about an item that do not depend on its payload."""
     from replay_dashboard.units import duration
 
-    tables = ", ".join(
-        f"{name} (priority {held.priority:.4g}{_effective(held)}, sampled {counted(held.times_sampled, 'time')})"
-        for name, held in item.tables.items()
-    )
-    tags = [f"tags {_tag_words(item.tags)}"] if item.tags else []
-    return [
+    lines = [
         f"key {item.key}  {counted(len(item.payload), 'byte')}  inserted {duration(item.age)} ago",
         f"policy version {item.policy_version}, staleness {item.staleness}",
-        *tags,
-        f"in {tables}" if tables else "in no table: only a batch that is being sent still holds it",
     ]
+    if item.tags:
+        lines.append(f"tags {_tag_words(item.tags)}")
+    tables = [_membership_words(name, membership) for name, membership in item.tables.items()]
+    if tables:
+        lines.append(f"in {', '.join(tables)}")
+    else:
+        lines.append("in no table: only a batch that is being sent still holds it")
+    return lines
 
 
 def _group_lines(group: Document, text: TokenText, tokens: bool) -> list[str | Text]:
+    """The lines about a group: its facts, its prompt, and each of its sequences. `tokens`: print their arrays too."""
     from rich.text import Text
 
-    from replay_dashboard.units import byte_size, counted
+    prompt = group["prompt"]
+    name = f" {group['prompt_id']!r}" if group["prompt_id"] else ""
+    lines: list[str | Text] = [_group_headline(group), *_group_facts(group), ""]
+    lines.append(Text(f"prompt{name}: {counted(prompt['total'], 'token')}", style="bold"))
+    lines.append(_words(prompt["ids"], text))
+    if tokens:
+        lines += _arrays(prompt)
+    several = _has_several_sequences(group)
+    for sequence in group["completions"]:
+        lines.append("")
+        lines.append(Text(_sequence_headline(sequence, several=several), style="bold"))
+        if sequence["turns"]:
+            lines += _turn_lines(sequence, text)
+        else:
+            lines.append(_words(sequence["window"]["ids"], text))
+        if tokens:
+            lines += _arrays(sequence["window"])
+    return lines
 
-    sequences, rewards = group["completions"], group["rewards"]
-    several = len(sequences) > len(rewards)
-    if several:
-        rollouts = f"{counted(len(rewards), 'rollout')} in {counted(len(sequences), 'sequence')}"
+
+def _has_several_sequences(group: Document) -> bool:
+    """True if a rollout of the group has more than one sequence."""
+    return len(group["completions"]) > len(group["rewards"])
+
+
+def _group_headline(group: Document) -> str:
+    """The size of a group: `group of 8 completions, 512 tokens, ended with version 3`."""
+    sequences = group["completions"]
+    rollouts = len(group["rewards"])
+    if _has_several_sequences(group):
+        size = f"{counted(rollouts, 'rollout')} in {counted(len(sequences), 'sequence')}"
     else:
-        rollouts = counted(len(rewards), "completion")
-    ended = "" if group["policy_version_end"] is None else f", ended with version {group['policy_version_end']}"
-    total = counted(sum(each["window"]["total"] for each in sequences), "token")
-    lines: list[str | Text] = [f"group of {rollouts}, {total}{ended}"]
-    roles = [turn["role"] for each in sequences for turn in each["turns"]]
-    shown_below = {"turns"} if any(role is not None for role in roles) else set()
+        size = counted(rollouts, "completion")
+    total = sum(sequence["window"]["total"] for sequence in sequences)
+    line = f"group of {size}, {counted(total, 'token')}"
+    if group["policy_version_end"] is not None:
+        line += f", ended with version {group['policy_version_end']}"
+    return line
+
+
+def _group_facts(group: Document) -> list[str]:
+    """The lines of `sampling` and `meta`, the rollouts that failed, and the extra arrays."""
+    from replay_dashboard.units import byte_size
+
+    # The texts below the facts show the roles of the turns. So `turns` would say them twice.
+    shown_below = {"turns"} if _has_roles(group) else set()
     failures = group["meta"].pop("failures", [])
+    lines = []
     for name in ("sampling", "meta"):
-        # The roles stand with the texts below.
         facts = [f"{field} {value}" for field, value in group[name].items() if field not in shown_below]
         if facts:
             lines.append(one_line(f"{name}: {', '.join(facts)}"))
-    lines += [
-        one_line(f"a rollout failed: {failure}") for failure in (failures if isinstance(failures, list) else [failures])
-    ]
+    if not isinstance(failures, list):
+        failures = [failures]
+    for failure in failures:
+        lines.append(one_line(f"a rollout failed: {failure}"))
     for extra in group["extras"]:
         axis = "" if extra["axis"] == "group" else f", axis {extra['axis']}"
         name = one_line(extra["name"])
         lines.append(f"extras.{name}: {extra['dtype']} {tuple(extra['shape'])}, {byte_size(extra['bytes'])}{axis}")
-    named, prompt = f" {group['prompt_id']!r}" if group["prompt_id"] else "", group["prompt"]
-    lines += [
-        "",
-        Text(f"prompt{named}: {counted(prompt['total'], 'token')}", style="bold"),
-        _words(prompt["ids"], text),
-    ]
-    lines += _arrays(prompt) if tokens else []
-    for each in sequences:
-        mean, place = each["mean_logprob"], f"completion {each['index']}"
-        if several:
-            place = f"rollout {each['rollout']}, sequence {each['part'] + 1} of {each['parts']}"
-        parts = [
-            f"{place}: {counted(each['tokens'], 'token')}",
-            f"reward {each['reward']:g}",
-            f"advantage {each['advantage']:+.3g}",
-            "log-probabilities unknown" if mean is None else f"mean log-prob {mean:.3f}",
-        ]
-        if mean is not None and each["unknown_logprobs"]:
-            parts.append(f"{counted(each['unknown_logprobs'], 'log-prob')} unknown")
-        if each["masked_tokens"]:
-            parts.append(f"{counted(each['masked_tokens'], 'token')} masked")
-        if each["finish_reason"] is not None:
-            parts.append(one_line(f"ended by {each['finish_reason']}"))
-        lines += ["", Text("  ".join(parts), style="bold")]
-        lines += _turn_lines(each, text) if each["turns"] else [_words(each["window"]["ids"], text)]
-        lines += _arrays(each["window"]) if tokens else []
     return lines
+
+
+def _has_roles(group: Document) -> bool:
+    """True if a turn of the group has a role."""
+    roles = []
+    for sequence in group["completions"]:
+        roles += [turn["role"] for turn in sequence["turns"]]
+    return any(role is not None for role in roles)
+
+
+def _sequence_headline(sequence: Document, *, several: bool) -> str:
+    """The facts of one sequence. `several`: rollouts of its group have several sequences."""
+    if several:
+        name = f"rollout {sequence['rollout']}, sequence {sequence['part'] + 1} of {sequence['parts']}"
+    else:
+        name = f"completion {sequence['index']}"
+    facts = [
+        f"{name}: {counted(sequence['tokens'], 'token')}",
+        f"reward {sequence['reward']:g}",
+        f"advantage {sequence['advantage']:+.3g}",
+    ]
+    mean = sequence["mean_logprob"]
+    if mean is None:
+        facts.append("log-probabilities unknown")
+    else:
+        facts.append(f"mean log-prob {mean:.3f}")
+        if sequence["unknown_logprobs"]:
+            facts.append(f"{counted(sequence['unknown_logprobs'], 'log-prob')} unknown")
+    if sequence["masked_tokens"]:
+        facts.append(f"{counted(sequence['masked_tokens'], 'token')} masked")
+    if sequence["finish_reason"] is not None:
+        facts.append(one_line(f"ended by {sequence['finish_reason']}"))
+    return "  ".join(facts)
 
 
 def _turn_lines(sequence: Document, text: TokenText) -> list[str | Text]:
-    """What each side wrote in a sequence, and whether it is trained on."""
+    """The text of each turn of a sequence, with its role, its length, and how much of it is trained on."""
     from rich.text import Text
-
-    from replay_dashboard.units import counted
 
     lines: list[str | Text] = []
     for turn in sequence["turns"][:_MOST_TURNS]:
-        role, trained, ids = turn["role"], turn["trained"], sequence["window"]["ids"][turn["start"] : turn["stop"]]
+        ids = sequence["window"]["ids"][turn["start"] : turn["stop"]]
+        role = turn["role"]
         if role is None and turn["stop"] <= sequence["context_tokens"]:
             role = "own context"
-        remark = "trained on" if trained == len(ids) else f"{trained} trained on" if trained else "not trained on"
-        parts = [*([] if role is None else [one_line(role)]), counted(len(ids), "token"), *([remark] if ids else [])]
-        lines += [Text(f"[{', '.join(parts)}]", style="bold" if trained else "dim"), _words(ids, text)]
-    if left := sequence["turns"][_MOST_TURNS:]:
-        lines.append(Text(f"[and {counted(len(left), 'more turn')}; --json has them all]", style="dim"))
+        facts = []
+        if role is not None:
+            facts.append(one_line(role))
+        facts.append(counted(len(ids), "token"))
+        if ids:
+            facts.append(_trained_words(turn["trained"], len(ids)))
+        style = "bold" if turn["trained"] else "dim"
+        lines.append(Text(f"[{', '.join(facts)}]", style=style))
+        lines.append(_words(ids, text))
+    left = len(sequence["turns"]) - _MOST_TURNS
+    if left > 0:
+        lines.append(Text(f"[and {counted(left, 'more turn')}; --json has them all]", style="dim"))
     return lines
+
+
+def _trained_words(trained: int, tokens: int) -> str:
+    """The part of the tokens of a turn that is trained on, in words."""
+    if trained == tokens:
+        return "trained on"
+    if trained:
+        return f"{trained} trained on"
+    return "not trained on"
 
 
 def _words(ids: Sequence[int], text: TokenText) -> str | Text:

@@ -1,8 +1,8 @@
-"""Options of commands: those that a class of settings declares, and what a TOML file or a recipe gives.
+"""Makes the options of commands, also from fields of classes of settings, and reads settings of TOML files and recipes.
 
-An option is declared once. What a command passes on to a class of settings is declared there: `options_of` makes an
-option of a field, with its name and type, and with the first clause of its docstring as the help: one line. Other
-fields are set in the file of --config, or by --set NAME=VALUE.
+An option is declared once. If a command passes an option on to a class of settings, the class declares it:
+`options_of` makes an option of a field, with its name and type. The first clause of the field's docstring is the help
+of the option. All other fields are set in the file of --config, or by --set NAME=VALUE.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ Options = Sequence[inspect.Parameter]
 HELP_WIDTH = 100
 """Columns of the help, where the terminal has them."""
 _FILE = "replay.file"
-"""Where the `meta` of a context has the settings of the file."""
+"""The key of a context's `meta` under which the settings of the file are."""
 _NOT_IN_FILES = {"config", "set", "recipe", "check"}
-"""Options of a command that a file does not have."""
+"""Options of a command that cannot stand in a file."""
 
 
 def option(name: str, text: str, kind: Any = str, default: Any = None, *flags: str, **typers: Any) -> inspect.Parameter:
@@ -43,10 +43,14 @@ def option(name: str, text: str, kind: Any = str, default: Any = None, *flags: s
     """
     if kind == list[str]:
         typers = {"metavar": "TEXT"} | typers
-    # Without its name, typer gives a switch that is on or off a `--no-name` too. One that is not given has none.
-    usual = () if kind is bool and default is not None else (f"--{name.replace('_', '-')}",)
-    shown = typer.Option(*(flags or usual), help=text, **typers)
-    annotation = Annotated[kind | None, shown] if default is None else Annotated[kind, shown]
+    is_switch_with_default = kind is bool and default is not None
+    # Without explicit flags, typer adds `--no-name` to a switch. A switch whose default means "not given" has none.
+    if not flags and not is_switch_with_default:
+        flags = (f"--{name.replace('_', '-')}",)
+    shown = typer.Option(*flags, help=text, **typers)
+    annotation: Any = Annotated[kind, shown]
+    if default is None:
+        annotation = Annotated[kind | None, shown]
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
 
 
@@ -55,16 +59,22 @@ def options_of(kind: type, panel: str, *names: str) -> Options:
     declared = kind.__pydantic_fields__  # type: ignore[attr-defined]  # pydantic adds it to its dataclasses
     options = []
     for name in names:
-        clause = re.split(r"\.(?:\s|$)|;| \(", " ".join(declared[name].description.split()))[0].rstrip(":")
-        # A switch that nobody turns on is off.
-        is_plain = declared[name].default in (None, False)
-        default = "" if is_plain else f" [default: {_shown(declared[name].default)}]"
-        plain, flag = _type_of(declared[name].annotation), name.replace("_", "-")
-        flags = (f"--{flag}",) if plain is bool else ()
-        form = _form_of(declared[name].annotation)
-        more = {} if form is None else {"metavar": form}
-        options.append(option(name, f"{clause}.{default}", plain, None, *flags, rich_help_panel=panel, **more))
+        field = declared[name]
+        text = f"{_first_clause(field.description)}."
+        if field.default not in (None, False):  # a switch is off by default, which needs no words
+            text += f" [default: {_shown(field.default)}]"
+        more = {"rich_help_panel": panel}
+        form = _form_of(field.annotation)
+        if form is not None:
+            more["metavar"] = form
+        options.append(option(name, text, _type_of(field.annotation), None, **more))
     return options
+
+
+def _first_clause(text: str) -> str:
+    """The text up to the first end of a sentence, semicolon or bracket, in one line."""
+    in_a_line = " ".join(text.split())
+    return re.split(r"\.(?:\s|$)|;| \(", in_a_line)[0].rstrip(":")
 
 
 def in_panel(panel: str, text: str, *flags: str, **typers: Any) -> Any:
@@ -72,8 +82,9 @@ def in_panel(panel: str, text: str, *flags: str, **typers: Any) -> Any:
     return typer.Option(*flags, help=text, rich_help_panel=panel, **typers)
 
 
-def _shown(default: Any) -> str:
-    return default if isinstance(default, str) else json.dumps(default)
+def _shown(value: Any) -> str:
+    """A value as a person types it: a text as it is, all else as JSON."""
+    return value if isinstance(value, str) else json.dumps(value)
 
 
 def _form_of(annotation: Any) -> str | None:
@@ -83,35 +94,47 @@ def _form_of(annotation: Any) -> str | None:
     if get_origin(annotation) is Literal:
         return "|".join(get_args(annotation))
     if get_origin(annotation) in (types.UnionType, typing.Union):
-        forms = [_form_of(part) for part in get_args(annotation)]
-        return next((form for form in forms if form is not None), None)
+        for part in get_args(annotation):
+            form = _form_of(part)
+            if form is not None:
+                return form
+        return None
     return "PATH" if annotation is Path else None
 
 
 def _type_of(annotation: Any) -> Any:
-    """What the command line makes of a value. Names and functions are texts, which the class checks."""
+    """The type to which the command line converts a value. Names and functions are texts, which the class checks."""
     origin = get_origin(annotation)
     if origin is Annotated:
         return _type_of(get_args(annotation)[0])
     if origin in (types.UnionType, typing.Union):
-        return next(kind for part in get_args(annotation) if (kind := _type_of(part)) is not type(None))
+        kinds = [_type_of(part) for part in get_args(annotation)]
+        return next(kind for kind in kinds if kind is not type(None))
     if origin is Literal or annotation not in (bool, int, float, type(None)):
         return str
     return annotation
 
 
 def taking(*groups: Options) -> Callable[[Callable[..., R]], Callable[..., R]]:
-    """Decorator that adds options to a command. The command gets the values of each group as a dict, first of all."""
+    """Decorator that adds options to a command.
+
+    The first arguments of the command are dicts: for each group, the values of its options by name.
+    """
 
     def decorate(command: Callable[..., R]) -> Callable[..., R]:
         @functools.wraps(command)
         def run(**arguments: Any) -> R:
-            values = [{parameter.name: arguments.pop(parameter.name) for parameter in group} for group in groups]
-            return command(*values, **arguments)
+            dicts = []
+            for group in groups:
+                dicts.append({parameter.name: arguments.pop(parameter.name) for parameter in group})
+            return command(*dicts, **arguments)
 
-        own = list(inspect.signature(command, eval_str=True).parameters.values())[len(groups) :]
+        declared = list(inspect.signature(command, eval_str=True).parameters.values())
+        own = declared[len(groups) :]
         parameters = [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in own]
-        parameters += [parameter for group in groups for parameter in group]
+        for group in groups:
+            parameters += group
+        # typer reads the options of a command from both.
         run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
         run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
         return run
@@ -125,9 +148,14 @@ def typed(values: Mapping[str, Any]) -> set[str]:
 
 
 def in_flags(message: str, names: Collection[str]) -> str:
-    """`message`, with the setting that it begins with as a person types it if it is in `names`: `--tls-ca`."""
+    """`message`, with its first word as an option of the command line: `--tls-ca` for `tls_ca`.
+
+    A first word that is not in `names` stays as it is.
+    """
     name = re.split("[ :]", message, maxsplit=1)[0]
-    return f"--{name.replace('_', '-')}{message.removeprefix(name)}" if name in names else message
+    if name not in names:
+        return message
+    return f"--{name.replace('_', '-')}{message.removeprefix(name)}"
 
 
 # ------------------------------------------------------------------------------------------------ files and recipes
@@ -140,8 +168,11 @@ class CommandSettings:
     """The settings of a command, which come from --config, --set, --recipe, and options of their own."""
 
     def __init__(self, *kinds: type, also: Collection[str] = (), without: Collection[str] = ()) -> None:
-        """A file has the fields of these classes but those in `without`, the command's options, and sections `also`."""
-        self._fields = ({field.name for kind in kinds for field in fields(kind)} | {*also}) - {*without}
+        """A file may have the fields of `kinds` except `without`, the sections `also`, and the command's options."""
+        self._fields = set(also)
+        for kind in kinds:
+            self._fields.update(field.name for field in fields(kind))
+        self._fields.difference_update(without)
         about = "TOML file with these options and all other settings."
         more = "Another setting as in the file; repeatable."
         self.options: Options = (
@@ -159,43 +190,49 @@ class CommandSettings:
         """
         from replay_server.config import changed
 
-        typed_settings = {
-            name: json_or_word(value) for name, value in pairs("--set", source["set"], self._fields).items()
-        }
+        texts = pairs("--set", source["set"], self._fields)
+        typed_settings = {name: json_or_word(text) for name, text in texts.items()}
         typed_settings |= {name: value for name, value in chosen.items() if value is not None}
-        try:
-            recipe = recipe_of(source["recipe"])[str(context.info_name)] if source["recipe"] is not None else {}
-        except ValueError as error:
-            misuse(error)
+        recipe: dict[str, Any] = {}
+        if source["recipe"] is not None:
+            try:
+                recipe = recipe_of(source["recipe"])[str(context.info_name)]
+            except ValueError as error:
+                misuse(error)
         return changed(recipe, context.meta.get(_FILE, {})) | typed_settings
 
     def _read_file(self, context: typer.Context, path: Path | None) -> Path | None:
-        """Keeps the settings of the file, and makes its other values the defaults of the command's options."""
+        """Stores what the file has (see `keep`). Raises BadParameter."""
         if path is None:
             return None
         try:
             self.keep(context, parse_toml(path.read_text()))
         except OSError as error:
             raise typer.BadParameter(in_words(error)) from error
-        except ValueError as error:  # of text, TOML and names
+        except ValueError as error:  # it is no text, no TOML, or has a wrong name
             raise typer.BadParameter(f"{path}: {error}") from error
         return path
 
     def keep(self, context: typer.Context, found: Mapping[str, Any]) -> None:
-        """Keeps the settings in `found`, as in a file, and makes its other values the defaults of the command's
-        options. Raises ValueError for a name that there is not."""
+        """Stores the settings among the values of a file, and makes the others the defaults of the command's options.
+
+        Raises ValueError for a name of neither.
+        """
         own = {str(parameter.name): parameter for parameter in context.command.params}
         known = (own.keys() | self._fields) - _NOT_IN_FILES
         values = with_underscores(found)
         for name in values:
             if name not in known:
                 raise ValueError(unknown_name(name, sorted(known)))
-        context.meta[_FILE] = {name: value for name, value in values.items() if name in self._fields}
-        context.default_map = {
-            name: _as_option(value, multiple=getattr(own[name], "multiple", False))
-            for name, value in values.items()
-            if name not in self._fields
-        }
+        settings = {}
+        defaults = {}
+        for name, value in values.items():
+            if name in self._fields:
+                settings[name] = value
+            else:
+                defaults[name] = _as_option(value, multiple=getattr(own[name], "multiple", False))
+        context.meta[_FILE] = settings
+        context.default_map = defaults
 
 
 def with_underscores(found: Mapping[str, Any]) -> dict[str, Any]:
@@ -212,8 +249,10 @@ def pairs(what: str, texts: Sequence[str] | None, known: Collection[str] = ()) -
 
 
 def named_values(what: str, texts: Sequence[str] | None, known: Collection[str] = ()) -> dict[str, str]:
-    """The values of texts NAME=VALUE by name. Raises ValueError for another text, for a name that comes twice, and for
-    one that is not in `known`, if that has any. `what` gave the texts: an option, for the line.
+    """The values of texts NAME=VALUE by name. `what`: the option that has the texts, for the message of an error.
+
+    Raises ValueError for a text of another form, for a name that comes twice, and for a name that is not in `known`,
+    unless `known` is empty.
     """
     values: dict[str, str] = {}
     for text in texts or ():
@@ -229,6 +268,7 @@ def named_values(what: str, texts: Sequence[str] | None, known: Collection[str] 
 
 
 def json_or_word(text: str) -> Any:
+    """The value of a JSON text. A text that is no JSON stays as it is."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError):
@@ -236,11 +276,14 @@ def json_or_word(text: str) -> Any:
 
 
 def _as_option(value: Any, *, multiple: bool) -> Any:
-    """A value of a file as the command line takes it. A table gives `name=value` for each of its fields, or JSON."""
+    """A value of a file as the command line takes it.
+
+    A TOML table becomes JSON or, where the option is `multiple`, a text `name=value` for each of its fields.
+    """
     if not multiple:
         return json.dumps(value) if isinstance(value, dict) else value
     if isinstance(value, dict):
-        return [f"{name}={entry if isinstance(entry, str) else json.dumps(entry)}" for name, entry in value.items()]
+        return [f"{name}={_shown(entry)}" for name, entry in value.items()]
     return value if isinstance(value, list) else [value]
 
 
@@ -248,24 +291,24 @@ def _as_option(value: Any, *, multiple: bool) -> Any:
 
 
 _FORMS = {"str": "TEXT", "int": "INTEGER", "float": "NUMBER", "Path": "PATH", "path": "PATH", "dir": "FOLDER"}
-"""The help shows these in the place of a value, by typer's names of types, and choices as they are: `text|json`."""
+"""The word that stands for a value in the help, by typer's name of its type. Choices stay: `text|json`."""
 _WIDEST = 40
-"""Columns of the names of options, before their texts begin on a line of their own."""
+"""The widest column of names of options. The help of a longer name begins on a line of its own."""
 _TYPE = re.compile(r"<(?:list\[)?(.+?)(?: range)?\]?>")
 _NOTES = re.compile(r"\s*\[([^][]+)\]$")
 
 
 class _InGroups:
-    """A command whose help has its options in groups: those without a `rich_help_panel` first.
+    """A command whose help shows its options in groups. The options without a `rich_help_panel` come first.
 
-    It understands the options of the whole command, `replay --address X tables`, also where it stands before them:
-    `replay tables --address X`. An option of its own that has the same name is its own.
+    The command also accepts the options of the root command behind its own name: `replay tables --address X` is
+    `replay --address X tables`. If the command has an option of the same name, its own option counts.
     """
 
     def make_parser(self: Any, ctx: Any) -> Any:
         parser = super().make_parser(ctx)  # type: ignore[misc]
         root = ctx.find_root()
-        further = {} if root is ctx else self._of_the_whole(root)
+        further = {} if root is ctx else self._options_of_root(root)
         for parameter in further.values():
             parameter.add_to_parser(parser, ctx)
         parse = parser.parse_args
@@ -279,17 +322,24 @@ class _InGroups:
         parser.parse_args = parse_args
         return parser
 
-    def _of_the_whole(self: Any, root: Any) -> dict[str, Any]:
-        """The options of the whole command that this one has none of its own for, by name."""
+    def _options_of_root(self: Any, root: Any) -> dict[str, Any]:
+        """The options of the root command by name, without those that this command has too."""
         own = {parameter.name for parameter in self.params}
-        return {each.name: each for each in root.command.params if not each.is_eager and each.name not in own}
+        options = {}
+        for parameter in root.command.params:
+            if not parameter.is_eager and parameter.name not in own:
+                options[parameter.name] = parameter
+        return options
 
     def collect_usage_pieces(self: Any, ctx: Any) -> list[str]:
         pieces = ["[OPTIONS]"]
         for parameter in self.get_params(ctx):
-            if parameter.param_type_name == "argument":
-                piece = f"{parameter.metavar}..." if parameter.nargs == -1 else str(parameter.metavar)
-                pieces.append(piece if parameter.required else f"[{piece}]")
+            if parameter.param_type_name != "argument":
+                continue
+            piece = str(parameter.metavar)
+            if parameter.nargs == -1:
+                piece += "..."
+            pieces.append(piece if parameter.required else f"[{piece}]")
         if isinstance(self, TyperGroup):
             pieces.append("COMMAND ...")
         return pieces
@@ -297,9 +347,12 @@ class _InGroups:
     def format_options(self: Any, ctx: Any, formatter: Any) -> None:
         groups: defaultdict[str, list[Any]] = defaultdict(list, {"Arguments": [], "Options": []})
         for parameter in self.get_params(ctx):
-            if record := parameter.get_help_record(ctx):
-                usual = f"{parameter.param_type_name.title()}s"
-                groups[getattr(parameter, "rich_help_panel", None) or usual].append(in_one_form(parameter, *record))
+            record = parameter.get_help_record(ctx)
+            if not record:
+                continue  # a hidden option
+            names, text = record
+            heading = getattr(parameter, "rich_help_panel", None) or f"{parameter.param_type_name.title()}s"
+            groups[heading].append(in_one_form(parameter, names, text))
         for heading, records in groups.items():
             if records:
                 with formatter.section(heading):
@@ -322,8 +375,11 @@ def in_one_form(parameter: Any, names: str, text: str) -> tuple[str, str]:
     for note in notes:
         note = re.sub("^env var: ", "env: ", note)
         note = re.sub(r"^x>=(.*)$", r"from \1", note)
-        shown.append(re.sub(r"^(.*)<=x<=(.*)$", r"\1 to \2", note))
-    return names, f"{text} [{'; '.join(shown)}]" if shown else text
+        note = re.sub(r"^(.*)<=x<=(.*)$", r"\1 to \2", note)
+        shown.append(note)
+    if shown:
+        text += f" [{'; '.join(shown)}]"
+    return names, text
 
 
 class _Command(_InGroups, TyperCommand):
@@ -338,17 +394,25 @@ class Commands(typer.Typer):
     """A group of commands, in the order in which they are added."""
 
     def __init__(self, text: str, **further: Any) -> None:
-        wide = {"max_content_width": HELP_WIDTH}
-        further = {"no_args_is_help": True, "rich_markup_mode": None, "context_settings": wide} | further
-        super().__init__(cls=_CommandGroup, **(_help_of(text) | further))
+        arguments = {
+            **_help_of(text),
+            "no_args_is_help": True,
+            "rich_markup_mode": None,
+            "context_settings": {"max_content_width": HELP_WIDTH},
+            **further,
+        }
+        super().__init__(cls=_CommandGroup, **arguments)
 
     def add(self, *commands: Callable[..., Any], name: str | None = None, text: str | None = None) -> None:
-        """`text`, or else the docstring of a command, is its help."""
+        """Adds commands to the group. `text`, or else the docstring of a command, is its help."""
         for command in commands:
-            self.command(name, cls=_Command, **_help_of(text or inspect.getdoc(command) or ""))(command)
+            help_text = text or inspect.getdoc(command) or ""
+            decorate = self.command(name, cls=_Command, **_help_of(help_text))
+            decorate(command)
 
 
 def _help_of(text: str) -> dict[str, Any]:
-    """The help of a command. What follows "Example: " in its text stands below the options, as it is written."""
+    """The help of a command. The text after "Example: " stands below the options, as it is written."""
     about, _, example = text.partition("\n\nExample: ")
-    return {"help": about, "epilog": f"\b\nExample: {example}" if example else None}
+    epilog = f"\b\nExample: {example}" if example else None
+    return {"help": about, "epilog": epilog}

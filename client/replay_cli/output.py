@@ -1,4 +1,4 @@
-"""What commands write: text for people, JSON for programs, and one clear line if something fails.
+"""Prints the output of commands: text for people, JSON for programs, and one clear line if something fails.
 
 Exit status: 0 all is well, 1 it failed, 2 invalid usage, 130 Ctrl-C, 143 SIGTERM.
 """
@@ -11,7 +11,7 @@ import re
 import sys
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn, TextIO
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn, TextIO
 
 import typer
 
@@ -24,13 +24,13 @@ if TYPE_CHECKING:
 _WIDTH_WITHOUT_TERMINAL = 240
 """Columns of output that goes into a file or another program, so that nothing is cut off."""
 _claimed: list[TextIO] = []
-"""What `claim_stdout` has made of standard output; empty: it has not been called."""
+"""The copy of standard output that `claim_stdout` has made; empty: it has not been called."""
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask for confirmation.")]
 
 
 def say(text: object) -> None:
-    """A line on standard output, for people."""
+    """Prints a line on standard output, for people."""
     print(one_line(str(text)), flush=True)
 
 
@@ -62,26 +62,31 @@ def need(what: str, extra: str, *modules: str) -> None:
     """Ends the command with one line that names the extra, unless all `modules` are installed. Imports none of them."""
     missing = [name for name in modules if find_spec(name) is None]
     if missing:
+        verb = "is" if len(missing) == 1 else "are"
         fail(
-            f"{what} needs {' and '.join(missing)}, which {'is' if len(missing) == 1 else 'are'} not installed: "
-            f"pip install '.[{extra}]' in a clone of the repository"
+            f"{what} needs {' and '.join(missing)}, which {verb} not installed: pip install '.[{extra}]' in a clone "
+            f"of the repository"
         )
 
 
 def printable(text: str) -> str:
     """`text` with control characters written out, which could move the cursor or worse. Newlines and tabs stay."""
-    return "".join(
-        character if character.isprintable() or character in "\n\t" else repr(character)[1:-1] for character in text
-    )
+    characters = []
+    for character in text:
+        if character.isprintable() or character in "\n\t":
+            characters.append(character)
+        else:
+            characters.append(repr(character)[1:-1])
+    return "".join(characters)
 
 
 def one_line(text: str) -> str:
-    """`text` with all control characters written out: a name of a user begins no line that the command did not."""
+    """`text` with all control characters written out, so that a name of a user cannot begin a line of its own."""
     return printable(text).replace("\n", "\\n").replace("\t", "\\t")
 
 
 def console() -> Console:
-    """Standard output for tables and colours; in colours only on a terminal, and not if NO_COLOR is set.
+    """Standard output for tables and colours. There are colours only on a terminal, and not if NO_COLOR is set.
 
     Only rich itself can send commands to the terminal: texts of servers and groups are made `printable`.
     """
@@ -91,28 +96,37 @@ def console() -> Console:
     class PrintableConsole(Console):
         def render(self, *args: Any, **options: Any) -> Iterator[Segment]:
             for segment in super().render(*args, **options):
-                yield segment if segment.control else Segment(printable(segment.text), segment.style)
+                if segment.control:
+                    yield segment
+                else:
+                    yield Segment(printable(segment.text), segment.style)
 
     width = None if sys.stdout.isatty() else _WIDTH_WITHOUT_TERMINAL
     return PrintableConsole(highlight=False, markup=False, emoji=False, width=width)
 
 
 def plain_table(columns: Sequence[str], rows: Iterable[Sequence[str]], left: Collection[str] = ()) -> Table:
-    """A table without rules, and a row a line. `left`: the columns that are aligned to the left; numbers go to the
-    right."""
+    """A table without rules, with one line for each row.
+
+    `left`: the columns that are aligned to the left. The others are aligned to the right, as numbers are.
+    """
     from rich.table import Table
 
     view = Table(box=None, header_style="bold", pad_edge=False)
     for column in columns:
-        view.add_column(column, justify="left" if column in left else "right", no_wrap=True)
+        side: Literal["left", "right"] = "left" if column in left else "right"
+        view.add_column(column, justify=side, no_wrap=True)
     for row in rows:
         view.add_row(*map(one_line, row))
     return view
 
 
 def claim_stdout() -> None:
-    """From now on only `print_json` writes to standard output. What others print in this process, and in those that it
-    starts, goes to standard error: users' functions must not break the JSON."""
+    """Makes `print_json` the only function that writes to standard output.
+
+    All other output of this process, and of the processes that it starts, goes to standard error from now on: functions
+    of users must not break the JSON.
+    """
     sys.stdout.flush()
     _claimed.append(open(os.dup(sys.stdout.fileno()), "w", encoding="utf-8"))  # noqa: SIM115  for the whole command
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
@@ -120,7 +134,7 @@ def claim_stdout() -> None:
 
 
 def ignore_stdout() -> None:
-    """Whoever reads the output has seen enough; Python would complain once more at the end."""
+    """Discards further output, because the reader of the pipe has gone. Python would complain at the end otherwise."""
     nothing = os.open(os.devnull, os.O_WRONLY)
     for stream in (sys.__stdout__, *_claimed):
         if stream is not None:
@@ -128,17 +142,22 @@ def ignore_stdout() -> None:
 
 
 def print_json(value: object, *, indent: int | None = 2) -> None:
-    """One JSON document; with `indent=None` it is one line. NaN and infinities become null."""
+    """Prints a JSON document; with `indent=None` in one line. NaN and infinities become null."""
     text = json.dumps(plain(value), indent=indent, ensure_ascii=False, allow_nan=False)
     output = _claimed[-1] if _claimed else sys.stdout
-    # JSON escapes the control characters below a space only, and a lone surrogate cannot be written.
-    print(re.sub("[\x7f-\x9f\ud800-\udfff]", lambda match: f"\\u{ord(match[0]):04x}", text), file=output, flush=True)
+    # `json` escapes only the control characters below a space. A lone surrogate cannot be written.
+    text = re.sub("[\x7f-\x9f\ud800-\udfff]", _escape, text)
+    print(text, file=output, flush=True)
 
 
-def print_result(as_json: bool, found: object, *lines: str) -> None:
-    """Prints what a command has done: `found` as JSON for programs, or `lines` for people."""
+def _escape(match: re.Match[str]) -> str:
+    return f"\\u{ord(match[0]):04x}"
+
+
+def print_result(as_json: bool, result: object, *lines: str) -> None:
+    """Prints the result of a command: `result` as JSON for programs, or `lines` for people."""
     if as_json:
-        print_json(found)
+        print_json(result)
         return
     for line in lines:
         say(line)

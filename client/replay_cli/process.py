@@ -1,4 +1,4 @@
-"""What the commands that run for long share: their log, their recipe in it, their spans, and the check of a model."""
+"""Helps the commands that run for long: their logs, traces and signals, and the check of a model."""
 
 from __future__ import annotations
 
@@ -30,25 +30,28 @@ LogLevel = Annotated[
 
 
 class TextFormatter(logging.Formatter):
-    """A line a record, with its time, level and logger, and a traceback below it after an exception."""
+    """Writes one line for each record: time, level, logger and message. A traceback follows after an exception."""
 
     def __init__(self) -> None:
         super().__init__("%(asctime)s %(levelname)s %(name)s: %(message)s")
 
     def formatMessage(self, record: logging.LogRecord) -> str:
         line = super().formatMessage(record)
-        if getattr(record, "has_lines", False) or not record.name.startswith("replay_"):
-            return line  # a recipe, and other packages, which write lists and boxes
-        return one_line(line)
+        is_ours = record.name.startswith("replay_")
+        has_lines = getattr(record, "has_lines", False)  # a recipe
+        if is_ours and not has_lines:
+            return one_line(line)
+        return line  # other packages write lists and boxes
 
 
 class JsonFormatter(logging.Formatter):
-    """A JSON document a line: `time` (UTC), `level`, `logger`, `message` and, after an exception, `exception`."""
+    """Writes each record as a line of JSON: `time` (UTC), `level`, `logger`, `message` and perhaps `exception`."""
 
     def format(self, record: logging.LogRecord) -> str:
-        seconds, milliseconds = time.gmtime(record.created), int(record.msecs)
+        seconds = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
+        milliseconds = int(record.msecs)
         line = {
-            "time": f"{time.strftime('%Y-%m-%dT%H:%M:%S', seconds)}.{milliseconds:03}Z",
+            "time": f"{seconds}.{milliseconds:03}Z",
             "level": record.levelname.lower(),
             "logger": record.name,
             "message": record.getMessage(),
@@ -59,13 +62,15 @@ class JsonFormatter(logging.Formatter):
 
 
 def log_to_stderr(level: str, form: str = "text") -> None:
+    """Sends the log of this process to standard error. `level`: the least level. `form`: text or json."""
+    formatter = JsonFormatter() if form == "json" else TextFormatter()
     handler = logging.StreamHandler()
-    handler.setFormatter(JsonFormatter() if form == "json" else TextFormatter())
+    handler.setFormatter(formatter)
     logging.basicConfig(level=level.upper(), handlers=[handler])
 
 
 def set_up_tracing(service: str) -> bool:
-    """Returns whether spans are exported.
+    """Sets up the export of spans. Returns False if the environment asks for none.
 
     OTEL_TRACES_EXPORTER is otlp (over HTTP to OTEL_EXPORTER_OTLP_ENDPOINT), console (to standard error) or none. With
     an endpoint alone it is otlp. OTEL_TRACES_SAMPLER sets the sampling.
@@ -83,7 +88,10 @@ def set_up_tracing(service: str) -> bool:
         from opentelemetry.sdk.trace.export import BatchSpanProcessor, ConsoleSpanExporter, SpanExporter
 
         if exporter == "console":
-            chosen: SpanExporter = ConsoleSpanExporter(out=sys.stderr, formatter=lambda span: span.to_json(None) + "\n")
+            # `indent=None` puts each span into one line.
+            chosen: SpanExporter = ConsoleSpanExporter(
+                out=sys.stderr, formatter=lambda span: span.to_json(indent=None) + "\n"
+            )
         else:
             from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 
@@ -93,7 +101,8 @@ def set_up_tracing(service: str) -> bool:
             f"OTEL_TRACES_EXPORTER={exporter} needs packages ({error}): "
             f"pip install '.[otel]' in a clone of the repository"
         )
-    provider = TracerProvider(resource=Resource.create({"service.name": os.environ.get("OTEL_SERVICE_NAME", service)}))
+    service_name = os.environ.get("OTEL_SERVICE_NAME", service)
+    provider = TracerProvider(resource=Resource.create({"service.name": service_name}))
     provider.add_span_processor(BatchSpanProcessor(chosen))
     trace.set_tracer_provider(provider)
     return True
@@ -106,13 +115,13 @@ def check_model(model: str) -> None:
 
 
 def is_missing(model: str) -> bool:
-    """Tells whether `model` is a path that does not exist. transformers would look for that name on the hub."""
+    """True if `model` is a path that does not exist. transformers would look for such a name on the hub."""
     return model.startswith(("/", ".", "~")) and not Path(model).is_dir()
 
 
 @contextmanager
 def loading(model: str) -> Iterator[None]:
-    """Names the model in the error of a block that loads it, and says it in one line.
+    """Turns an OSError of the block, which loads a model, into a ValueError of one line that names the model.
 
     The errors of transformers have several lines, and some of them do not name the model.
     """
@@ -125,23 +134,25 @@ def loading(model: str) -> Iterator[None]:
 def why_not_loaded(model: str, error: Exception) -> str:
     """The error of transformers in one line, with the model."""
     missing = "" if Path(model).exists() else "; there is no folder of this name here"
-    return f"--model {model} cannot be loaded{missing}: {' '.join(str(error).split())}"
+    reason = " ".join(str(error).split())
+    return f"--model {model} cannot be loaded{missing}: {reason}"
 
 
 IN_A_RUN = "REPLAY_RUN"
-"""Variable of a part of `replay run`: the process that stops it."""
+"""Environment variable of the parts of `replay run`: the id of the process that stops them."""
 SAME_REQUEST = 2.0
-"""Seconds after the first signal in which others belong to it."""
+"""Seconds after the first signal in which further signals belong to the same request."""
 
 
 class FirstSignal:
-    """Inside, the first signal that would end the command calls `act` instead, and a later one ends the command.
+    """Inside the block, the first signal calls `act` instead of ending the command. A later signal ends the command.
 
-    What comes in the two seconds after the first signal is the same request: of one Ctrl-C a rank may hear from the
-    terminal and from torchrun, and a scheduler may send two signals at once. Whoever wants to hurry waits that long.
+    Signals within SAME_REQUEST after the first one belong to the same request: a rank may get one Ctrl-C from the
+    terminal and from torchrun, and a scheduler may send two signals at once. A person who wants to hurry waits that
+    long.
 
-    A part of `replay run` may hear of one stop from a scheduler, which tells all processes, and later from the run.
-    There SIGINT alone hurries.
+    A part of `replay run` may get the signal of one stop from a scheduler, which signals all processes, and later from
+    the run. In a part, only SIGINT hurries.
     """
 
     def __init__(self, act: Callable[[], None]) -> None:
@@ -149,13 +160,13 @@ class FirstSignal:
         """The number of the first signal; 0: none has come."""
         self._act = act
         self._at = 0.0
-        """When it came, by the monotonic clock."""
+        """The time of the first signal, by the monotonic clock."""
         self._before: dict[int, Callable[[int, FrameType | None], Any]] = {}
 
     def __enter__(self) -> FirstSignal:
         for number in stop_signals():
             handler = signal.getsignal(number)
-            if callable(handler):  # an ignored one stays so
+            if callable(handler):  # an ignored signal stays ignored
                 self._before[number] = handler
                 signal.signal(number, self._hear)
         return self
@@ -171,11 +182,14 @@ class FirstSignal:
             self._at = now
             self._act()
             return
-        hurries = number == signal.SIGINT if IN_A_RUN in os.environ else now - self._at > SAME_REQUEST
+        if IN_A_RUN in os.environ:
+            hurries = number == signal.SIGINT
+        else:
+            hurries = now - self._at > SAME_REQUEST
         if hurries:
             self._before[number](number, frame)
 
 
 def say_later(function: Callable[[str], None], message: str) -> None:
-    """Calls `function` on a thread: a signal handler may interrupt a line that is being printed, and can print none."""
+    """Calls `function` on a thread. A signal handler cannot print: it may interrupt a line that is being printed."""
     threading.Thread(target=function, args=(message,)).start()

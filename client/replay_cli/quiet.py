@@ -1,4 +1,4 @@
-"""Quiet: keeps lines of libraries off standard error that stand in front of one of ours with the same reason."""
+"""Quiets libraries: they write lines to standard error that repeat the reason of an error of ours."""
 
 from __future__ import annotations
 
@@ -6,13 +6,14 @@ import os
 import sys
 
 QUIETED: set[str] = set()
-"""The variables that this process has set, and not the person: other processes do not inherit them."""
+"""The variables that this process has set, and not the person. The parts of a run do not inherit them."""
 
 
 def quiet_libraries() -> None:
-    """Set variables that the libraries read when they are imported. A variable that the person has set wins.
+    """Sets variables that the libraries read when they are imported. A variable that the person has set wins.
 
-    Of connections that fail at a server only gRPC tells, so `serve` lets it. A progress bar is for a terminal.
+    `serve` does not quiet gRPC, because only gRPC reports failed connections to a server. Progress bars are for
+    terminals.
     """
     quiet = {"HF_HUB_VERBOSITY": "error"}
     if "serve" not in sys.argv:

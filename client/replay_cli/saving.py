@@ -1,8 +1,8 @@
-"""`replay checkpoint`, `replay table export` and `import`: copies of a whole server, and of the items of a table.
+"""`replay checkpoint`, `replay table export` and `import`: copy a whole server, or the items of a table.
 
-A file of items is JSON lines or, with the package pyarrow, parquet. Its columns are plain, for a notebook; the bytes of
-the items are a column too, so that another server gets back exactly what there was. With `--rows sequences` a row is
-one sequence of a group, as data sets have them, and has no bytes.
+A file of items is JSON lines or, with the package pyarrow, Parquet. Its columns are plain values, for a notebook. The
+bytes of the items are a column too, so that an import restores exactly the same items. With `--rows sequences` a row
+is one sequence of a group, as data sets have them, and has no bytes.
 
 `import` also takes rows of data sets, which have neither keys nor bytes (replay_cli/data_rows.py).
 """
@@ -26,11 +26,12 @@ from replay_cli.items import all_items, info_document, load_tokenizer
 from replay_cli.options import Commands
 from replay_cli.output import AsJson, Yes, confirm, console, plain_table, print_json, print_result
 from replay_protos.state import document
+from replay_protos.words import counted
 
 if TYPE_CHECKING:
     from replay_cli.archive.rows import Form, Row
     from replay_client import ReplayClient, RolloutGroup
-    from replay_client.records import ItemInfo, StoredItem
+    from replay_client.records import CheckpointInfo, ItemInfo, StoredItem
 
 FileName = Annotated[Path, typer.Argument(metavar="FILE", help="Its name ends with .jsonl or .parquet.")]
 FileNames = Annotated[
@@ -44,7 +45,10 @@ FileNames = Annotated[
 
 
 _LONG = 600.0
-"""Seconds in which the server writes or reads a checkpoint."""
+"""Seconds that the server has to write or read a checkpoint."""
+_PAYLOADS_PER_CALL = 32
+_ITEM_COLUMNS = ("key", "table", "priority", "policy_version", "payload")
+"""The columns that a row of an item needs."""
 
 
 def create(
@@ -62,8 +66,10 @@ def create(
     """
     with connect(context, _LONG) as client:
         reach(client, context)
-        if name and any(each.name == name for each in ask(client.list_checkpoints)):
-            confirm(f"There is a checkpoint {name!r} already. Replace it?", yes)
+        if name:
+            names = [entry.name for entry in ask(client.list_checkpoints)]
+            if name in names:
+                confirm(f"There is a checkpoint {name!r} already. Replace it?", yes)
         written = ask(lambda: client.create_checkpoint(name))
     print_result(as_json, {"name": written}, written)
 
@@ -79,24 +85,26 @@ def list_checkpoints(
     """
     with connect(context, _LONG) as client:
         reach(client, context)
-        found = ask(lambda: client.list_checkpoints(verify=verify))
+        entries = ask(lambda: client.list_checkpoints(verify=verify))
     if as_json:
-        print_json([document(entry) for entry in found])
+        print_json([document(entry) for entry in entries])
     else:
-        from replay_dashboard.units import byte_size
-
-        rows = []
-        for entry in found:
-            made = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(entry.created))
-            facts = (
-                (str(entry.items), byte_size(entry.bytes), str(entry.policy_version)) if entry.intact else ("-",) * 3
-            )
-            state = ("verified" if verify else "complete") if entry.intact else f"not restorable: {entry.problem}"
-            rows.append((entry.name, made, *facts, state))
+        rows = [_checkpoint_cells(entry, verified=verify) for entry in entries]
         columns = ("checkpoint", "made", "items", "bytes", "policy", "state")
         console().print(plain_table(columns, rows, left=("checkpoint", "made", "state")))
-    if not all(entry.intact for entry in found):
+    if not all(entry.intact for entry in entries):
         raise typer.Exit(1)
+
+
+def _checkpoint_cells(entry: CheckpointInfo, *, verified: bool) -> tuple[str, ...]:
+    """The cells of a checkpoint in the list. `verified`: the server has read every byte of it."""
+    from replay_dashboard.units import byte_size
+
+    made = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(entry.created))
+    if not entry.intact:
+        return entry.name, made, "-", "-", "-", f"not restorable: {entry.problem}"
+    state = "verified" if verified else "complete"
+    return entry.name, made, str(entry.items), byte_size(entry.bytes), str(entry.policy_version), state
 
 
 checkpoint = Commands("Copies of a whole server.\n\nExample: replay checkpoint create")
@@ -126,13 +134,9 @@ def export(
     tags = parse_tags(tag)
     form = Form(rows == "sequences", load_tokenizer(tokenizer), payloads)
     with connect(context, 60.0) as client:
-        write(
-            file,
-            form,
-            _rows(client, islice(all_items(client, table, tags), limit), table, form),
-            {"table": table},
-            as_json,
-        )
+        exported = islice(all_items(client, table, tags), limit)
+        written = _rows(client, exported, table, form)
+        write(file, form, written, {"table": table}, as_json)
 
 
 def import_items(
@@ -170,23 +174,24 @@ def import_items(
 
 @dataclass
 class Imported:
-    """What became of the items of the files."""
+    """The numbers of items of the files, by their outcome."""
 
     inserted: int = 0
     present: int = 0
-    """They were there before."""
+    """Items that were in the server before."""
     gone: int = 0
-    """They are not there after their insert."""
+    """Items that are not in the server after their insert."""
 
     def document(self) -> dict[str, Any]:
+        """The numbers as JSON."""
         return {"items": self.inserted, "present": self.present, "gone": self.gone}
 
     def words(self, files: Sequence[Path]) -> str:
-        from replay_dashboard.units import counted
-
+        """The numbers as a line for people."""
         words = f"{counted(self.inserted, 'item')} of {', '.join(map(str, files))} inserted"
         if self.present:
-            words += f"; {self.present} {'was' if self.present == 1 else 'were'} there before"
+            verb = "was" if self.present == 1 else "were"
+            words += f"; {self.present} {verb} there before"
         if self.gone:
             words += (
                 f"; {self.gone} not there: taken or deleted, before or meanwhile, or evicted at once by a full table "
@@ -198,18 +203,22 @@ class Imported:
 def _insert_all(
     client: ReplayClient, files: Sequence[Path], table: str | None, done: Imported, *, new_keys: bool
 ) -> None:
-    """Inserts what the files hold. An item that is in several files goes into all their tables at once."""
-    priorities = _priorities_of_all(files) if len(files) > 1 and table is None else {}
+    """Inserts the items of the files. An item that is in several files goes into all their tables at once."""
+    several = len(files) > 1
+    priorities: dict[str, dict[str, float]] = {}
+    if several and table is None:
+        priorities = _priorities_of_all(files)
     known_keys: set[str] = set()
     for file in files:
         rows = _items_of(file, table)
-        while some := list(islice(rows, _PAYLOADS_PER_CALL)):
-            # A second file with the same items has nothing new.
-            fresh = [(number, row) for number, row in some if len(files) == 1 or str(row.get("key")) not in known_keys]
-            known_keys.update(str(row.get("key")) for _, row in fresh if len(files) > 1)
-            keys = [] if new_keys else [int(row["key"]) for _, row in fresh]
+        while batch := list(islice(rows, _PAYLOADS_PER_CALL)):
+            if several:
+                # An item of an earlier file is in all its tables already.
+                batch = [(number, row) for number, row in batch if str(row.get("key")) not in known_keys]
+                known_keys.update(str(row.get("key")) for _, row in batch)
+            keys = [] if new_keys else [int(row["key"]) for _, row in batch]
             before = {item.key: item for item in client.get(keys, payloads=False)}
-            for number, row in fresh:
+            for number, row in batch:
                 own = {table or row["table"]: float(row["priority"])}
                 try:
                     wanted = priorities.get(str(row["key"]), own)
@@ -227,7 +236,11 @@ def _insert_all(
 
 
 def _refuse_other_tables(item: StoredItem | None, wanted: Mapping[str, float]) -> None:
-    if item is not None and item.tables and (missing := wanted.keys() - item.tables.keys()):
+    """Raises ValueError if the item is in the server already, and not in all the tables of `wanted`."""
+    if item is None or not item.tables:
+        return
+    missing = wanted.keys() - item.tables.keys()
+    if missing:
         raise ValueError(
             f"item {item.key} is there, in {', '.join(item.tables)}, and cannot join {', '.join(sorted(missing))}: "
             f"delete it and give the files of all its tables to one `replay table import`"
@@ -238,18 +251,18 @@ def _priorities_of_all(files: Sequence[Path]) -> dict[str, dict[str, float]]:
     """The priority of each item in each of its tables, by its key."""
     from replay_cli.archive.files import read_rows
 
-    found: dict[str, dict[str, float]] = {}
+    columns = ("key", "table", "priority")
+    priorities: dict[str, dict[str, float]] = {}
     for file in files:
-        for number, row in enumerate(read_rows(file, ("key", "table", "priority")), start=1):
-            if any(row.get(name) is None for name in ("key", "table", "priority")):
+        for number, row in enumerate(read_rows(file, columns), start=1):
+            if any(row.get(name) is None for name in columns):
                 raise ValueError(f"{file}, row {number}: there is no key, table or priority")
-            found.setdefault(str(row["key"]), {})[row["table"]] = float(row["priority"])
-    return found
+            by_table = priorities.setdefault(str(row["key"]), {})
+            by_table[row["table"]] = float(row["priority"])
+    return priorities
 
 
 # ------------------------------------------------------------------------------------------------ rows
-
-_PAYLOADS_PER_CALL = 32
 
 
 def _rows(client: ReplayClient, items: Iterator[ItemInfo], table: str, form: Form) -> Iterator[Row]:
@@ -257,14 +270,15 @@ def _rows(client: ReplayClient, items: Iterator[ItemInfo], table: str, form: For
     while infos := list(islice(items, _PAYLOADS_PER_CALL)):
         stored = {item.key: item for item in client.get([info.key for info in infos])}
         for info in infos:
-            if (item := stored.get(info.key)) is not None:
-                yield from form.rows(info_document(info) | {"table": table}, item.payload)
+            if info.key in stored:
+                facts = info_document(info) | {"table": table}
+                yield from form.rows(facts, stored[info.key].payload)
 
 
 def _items_of(path: Path, table: str | None) -> Iterator[tuple[int, Row]]:
     """The rows of a file, each an item, with their numbers. Rows of a data set become groups.
 
-    `table`: where the groups go whose rows name none. Raises ValueError that names file and row.
+    `table`: the table of groups whose rows name none. Raises ValueError that names file and row.
     """
     from replay_cli.archive.files import read_rows
     from replay_cli.data_rows import items_of
@@ -274,26 +288,20 @@ def _items_of(path: Path, table: str | None) -> Iterator[tuple[int, Row]]:
             _check(number, row)
             yield number, row
     except ValueError as error:
-        raise ValueError(str(error) if str(error).startswith(str(path)) else f"{path}, {error}") from None
+        message = str(error)
+        if not message.startswith(str(path)):
+            message = f"{path}, {message}"
+        raise ValueError(message) from None
 
 
 def _check(number: int, row: Row) -> None:
-    """Raises ValueError for a row that `export` did not write, or not for `import`."""
-    from replay_cli.data_rows import NEEDED
-
-    missing = [name for name in ("key", "table", "priority", "policy_version", "payload") if row.get(name) is None]
+    """Raises ValueError for a row that `export` did not write, or did not write for `import`."""
+    missing = [name for name in _ITEM_COLUMNS if row.get(name) is None]
     if missing:
-        remedy = ""
-        if missing == ["payload"]:
-            remedy = "; export it with payloads, a row for each item"
-        elif {"key", "payload"} <= {*missing}:
-            lacking = [name for name in NEEDED if row.get(name) is None]
-            remedy = (
-                f", as `replay table export` writes them; and a sequence of your own needs {', '.join(NEEDED)}, of "
-                f"which there is no {', '.join(lacking)}, only {', '.join(map(str, row)) or 'nothing'}"
-            )
-        raise ValueError(f"row {number}: there is no {', '.join(missing)}{remedy}")
-    if not (str(row["key"]).isascii() and str(row["key"]).isdecimal() and int(row["key"]) < 1 << 64):
+        raise ValueError(f"row {number}: there is no {', '.join(missing)}{_remedy(row, missing)}")
+    key = str(row["key"])
+    is_number = key.isascii() and key.isdecimal()
+    if not is_number or int(row["key"]) >= 1 << 64:
         raise ValueError(f"row {number}: key is {row['key']!r:.80}, not a whole number below 2^64")
     if not isinstance(row["table"], str):
         raise ValueError(f"row {number}: table is {row['table']!r:.80}, not a name")
@@ -309,11 +317,30 @@ def _check(number: int, row: Row) -> None:
         raise ValueError(f"row {number}: {error}") from None
 
 
+def _remedy(row: Row, missing: Sequence[str]) -> str:
+    """The end of the message about a row that lacks columns."""
+    from replay_cli.data_rows import NEEDED
+
+    if missing == ["payload"]:
+        return "; export it with payloads, a row for each item"
+    if "key" in missing and "payload" in missing:  # perhaps a row of a data set
+        lacking = [name for name in NEEDED if row.get(name) is None]
+        return (
+            f", as `replay table export` writes them; and a sequence of your own needs {', '.join(NEEDED)}, of "
+            f"which there is no {', '.join(lacking)}, only {', '.join(map(str, row)) or 'nothing'}"
+        )
+    return ""
+
+
 def _tags_of(row: Row) -> Mapping[str, Any] | None:
-    """The tags of a row: an object, or JSON. Raises ValueError."""
+    """The tags of a row, which has them as an object or as JSON; None: it has none. Raises ValueError."""
     tags = row.get("tags")
+    if not tags:
+        return None
+    found = tags
     try:
-        found = json.loads(tags) if isinstance(tags, str) and tags else tags or None
+        if isinstance(tags, str):
+            found = json.loads(tags)
     except RecursionError:
         raise ValueError("tags are nested too deeply") from None
     if found is not None and not isinstance(found, Mapping):
@@ -322,7 +349,7 @@ def _tags_of(row: Row) -> Mapping[str, Any] | None:
 
 
 def _item_of(row: Row) -> RolloutGroup | bytes:
-    """The item of a row: a group, or bytes that are none. Raises ValueError for what is damaged."""
+    """The item of a row: a group, or bytes of another kind. Raises ValueError for a damaged payload."""
     from replay_client import RolloutGroup
     from replay_client.rollout import MAGIC
 
@@ -334,21 +361,24 @@ def _item_of(row: Row) -> RolloutGroup | bytes:
             raise ValueError(f"payload is no base64, as `export` writes it: {row['payload']!r:.80}") from None
     if not isinstance(payload, bytes):
         raise ValueError(f"payload is {payload!r:.80}, not base64 or bytes")
-    # A group tells the server the names of its columns, which tables may require. What is none goes back as it was.
+    # As a group, the item tells the server the names of its columns, which tables may require. Bytes of another kind
+    # have no columns, and are inserted as they are.
     try:
         return RolloutGroup.decode(payload)
     except ValueError as error:
-        # The other columns of its row say that it was a group, even if its first bytes do not any more.
-        if payload.startswith(MAGIC[:-1]) or row.get("rewards") is not None:
+        # If the row has rewards, the item was a group, even if its first bytes are damaged too.
+        was_group = payload.startswith(MAGIC[:-1]) or row.get("rewards") is not None
+        if was_group:
             raise ValueError(f"payload is damaged: {error}") from None
     return payload
 
 
 def _insert(client: ReplayClient, row: Row, priorities: Mapping[str, float], *, key: int | None) -> int:
-    """Inserts the item of a row into these tables. Returns its key: this one, or a new one."""
+    """Inserts the item of a row into the tables of `priorities`. Returns its key: `key`, or a new one for None."""
     return client.insert(
-        _item_of(row), priorities, key=key, policy_version=int(row["policy_version"]), tags=_tags_of(row)
+        _item_of(row),
+        priorities,
+        key=key,
+        policy_version=int(row["policy_version"]),
+        tags=_tags_of(row),
     )
-
-
-# ------------------------------------------------------------------------------------------------ files

@@ -1,6 +1,7 @@
-"""What `tables` and `top` show of a server: a headline, a row for each table, permits, clients and waits.
+"""Shows the state of a server for `tables` and `top`: a headline, a row for each table, permits, clients and waits.
 
-Both are a `Screen`: `tables` prints all of one look at the server, and `top` what fits into the terminal of many.
+Both use a `Screen`. `tables` asks the server once and prints everything. `top` asks again and again, and prints what
+fits into the terminal.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ import json
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from rich.cells import cell_len
 from rich.console import Group
@@ -33,12 +34,13 @@ _BELOW = 8
 _VALUES = 6
 """Values of a tag that a line shows."""
 _SPARE = 2
-"""The heading of the tables, and the last line of the terminal, which stays empty."""
+"""Lines for the heading of the tables, and for the last line of the terminal, which stays empty."""
 _HISTORY = 24
-"""Looks at the server that a sparkline shows."""
+"""Past rates that a sparkline shows."""
 
 
 def headline(address: str, info: ServerInfo) -> Text:
+    """The address of a server, its version and policy version, and what it holds."""
     line = Text(one_line(address), style="bold")
     bound = f" of {byte_size(info.max_bytes)}" if info.max_bytes else ""
     line.append(
@@ -49,11 +51,14 @@ def headline(address: str, info: ServerInfo) -> Text:
     return line
 
 
-def _shard_parts(name: str, shard: ServerInfo | None, wanted: bool, live: bool) -> Iterator[Text | TableView]:
-    """A server of several: a line, and its tables where there is room. Without `wanted` only what does not answer."""
+def _shard_parts(name: str, shard: ServerInfo | None, by_shard: bool, live: bool) -> Iterator[Text | TableView]:
+    """The line of one server of several; with `by_shard` only, unless the server does not answer.
+
+    Its tables follow, unless the screen is `live`: a terminal has no room for them.
+    """
     if shard is None:
         yield Text(one_line(f"{name}  does not answer"), style="red")
-    elif wanted:
+    elif by_shard:
         yield headline(name, shard)
         if not live:
             yield TableView(list(shard.tables.values()))
@@ -73,7 +78,15 @@ class TableColumn:
 
 
 def _staleness(table: TableInfo) -> str:
-    return f"{table.staleness.p50:.0f} (max {table.staleness.max:.0f})" if table.size else "-"
+    if not table.size:
+        return "-"
+    return f"{table.staleness.p50:.0f} (max {table.staleness.max:.0f})"
+
+
+def _oldest(table: TableInfo) -> str:
+    if not table.size:
+        return "-"
+    return duration(table.age.max)
 
 
 def _size(table: TableInfo) -> str:
@@ -82,8 +95,11 @@ def _size(table: TableInfo) -> str:
 
 
 def _blocked(table: TableInfo) -> str:
-    shares = table.insert_blocked_share, table.sample_blocked_share
-    return f"{shares[0]:.0%} in, {shares[1]:.0%} out" if any(shares) else "-"
+    inserts = table.insert_blocked_share
+    samples = table.sample_blocked_share
+    if not inserts and not samples:
+        return "-"
+    return f"{inserts:.0%} in, {samples:.0%} out"
 
 
 def _evicted(table: TableInfo) -> Text:
@@ -105,7 +121,7 @@ COLUMNS = (
     TableColumn("in/s", lambda table: f"{table.inserts_per_second:.1f}", goes=1),
     TableColumn("out/s", lambda table: f"{table.samples_per_second:.1f}", goes=2),
     TableColumn("staleness", _staleness, goes=6),
-    TableColumn("oldest", lambda table: duration(table.age.max) if table.size else "-", goes=7),
+    TableColumn("oldest", _oldest, goes=7),
     TableColumn("blocked", _blocked, goes=5),
     TableColumn("evicted", _evicted, goes=3),
     TableColumn("stale", _stale, goes=4),
@@ -114,64 +130,77 @@ COLUMNS = (
 
 @dataclass(frozen=True)
 class TableView:
-    """A row for each table. With `sparks` (past rates in and out, by table) also their course."""
+    """A row for each table."""
 
     tables: Sequence[TableInfo]
     sparks: Mapping[str, tuple[Sequence[float], Sequence[float]]] | None = None
+    """The past rates in and out, by table, which are shown as sparklines; None: no sparklines."""
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Table]:
         rows = [{column.name: column.cell(table) for column in COLUMNS} for table in self.tables]
         columns = _fitting(rows, options.max_width)
         view = Table(box=None, header_style="bold", pad_edge=False)
         for column in columns:
-            view.add_column(column, justify="left" if column == "table" else "right", no_wrap=True)
+            side: Literal["left", "right"] = "left" if column == "table" else "right"
+            view.add_column(column, justify=side, no_wrap=True)
         if self.sparks is not None:
             # Columns that may wrap are made narrower first; without a space in them they are cut instead.
             view.add_column("in", overflow="crop", style="green")
             view.add_column("out", overflow="crop", style="cyan")
         for table, row in zip(self.tables, rows, strict=True):
-            more = [] if self.sparks is None else map(sparkline, self.sparks.get(table.name, ((), ())))
-            view.add_row(*(row[column] for column in columns), *more)
+            cells = [row[column] for column in columns]
+            if self.sparks is not None:
+                rates_in, rates_out = self.sparks.get(table.name, ((), ()))
+                cells.append(sparkline(rates_in))
+                cells.append(sparkline(rates_out))
+            view.add_row(*cells)
         yield view
 
 
 def _fitting(rows: Sequence[Mapping[str, Cell]], width: int) -> list[str]:
     """The columns that fit as a whole into `width`: half a number would be a wrong number."""
-    wide = {
-        column.name: max(cell_len(str(cell)) for cell in (column.name, *(row[column.name] for row in rows)))
-        for column in COLUMNS
-    }
+    widths = {}
+    for column in COLUMNS:
+        cells = [column.name, *(row[column.name] for row in rows)]
+        widths[column.name] = max(cell_len(str(cell)) for cell in cells)
     names = [column.name for column in COLUMNS]
-    for column in sorted((column for column in COLUMNS if column.goes), key=lambda column: -column.goes):
-        if sum(wide[name] + 2 for name in names) - 2 > width:
+    removable = [column for column in COLUMNS if column.goes]
+    for column in sorted(removable, key=lambda column: -column.goes):
+        needed = sum(widths[name] + 2 for name in names) - 2  # two spaces between columns
+        if needed > width:
             names.remove(column.name)
     return names
 
 
 def waits(info: ServerInfo) -> list[Text]:
-    """A line for each side that is gone, each kind of request that waits, with the reason, and for items that wait."""
-    gone = [Text(one_line(f"{overdue.role} overdue: {overdue.reason}"), style="red") for overdue in info.overdue]
+    """A line for each overdue client, for each kind of waiting request with the reason, and for incomplete items."""
+    overdue = [Text(one_line(f"{client.role} overdue: {client.reason}"), style="red") for client in info.overdue]
     lines = []
     for table in info.tables.values():
         for request, wait in (("insert", table.inserting), ("sample request", table.sampling)):
             if wait.count:
                 lines.append(waiting(wait, request))
-    if info.admission is not None and (wait := info.admission.acquiring).count:
-        lines.append(waiting(wait, "permit request"))
-    lines += [
-        f"{table.name} {waits_for(table.missing_columns)}" for table in info.tables.values() if table.incomplete_items
-    ]
-    return gone + [Text(one_line(line), style="yellow") for line in lines]
+    if info.admission is not None and info.admission.acquiring.count:
+        lines.append(waiting(info.admission.acquiring, "permit request"))
+    for table in info.tables.values():
+        if table.incomplete_items:
+            lines.append(f"{table.name} {waits_for(table.missing_columns)}")
+    return overdue + [Text(one_line(line), style="yellow") for line in lines]
 
 
 def clients(info: ServerInfo) -> Iterator[Text]:
     """A line for each client that inserts, samples or publishes, with its last sign of life."""
     for client in info.clients:
-        state = "ended" if client.ended else "connected" if client.open else "not connected"
-        yield Text(
-            one_line(f"{client.role or 'client'} {client.name}: {state}, seen {duration(client.age)} ago"),
-            style="" if client.open or client.ended else "yellow",
-        )
+        style = ""
+        if client.ended:
+            state = "ended"
+        elif client.open:
+            state = "connected"
+        else:
+            state = "not connected"
+            style = "yellow"
+        line = f"{client.role or 'client'} {client.name}: {state}, seen {duration(client.age)} ago"
+        yield Text(one_line(line), style=style)
 
 
 def balances(info: ServerInfo) -> Iterator[Text]:
@@ -187,30 +216,35 @@ def tags(info: ServerInfo) -> Iterator[Text]:
     for table in info.tables.values():
         for counts in tag_counts(info, table):
             ordered = sorted(counts.values.items(), key=lambda item: -item[1].generated)
-            values = [
-                f"{value} {groups.generated} generated, {groups.stale} lost as stale, {groups.sampled} trained on"
-                for value, groups in ordered[:_VALUES]
-            ]
+            values = []
+            for value, groups in ordered[:_VALUES]:
+                outcomes = f"{groups.generated} generated, {groups.stale} lost as stale, {groups.sampled} trained on"
+                values.append(f"{value} {outcomes}")
             if len(ordered) > _VALUES:
                 values.append(f"and {counted(len(ordered) - _VALUES, 'more value')}")
             yield Text(one_line(f"{table.name} by {counts.tag}: {'; '.join(values)}"))
 
 
 def permits(info: ServerInfo) -> Iterator[Text]:
-    if (admission := info.admission) is not None:
-        partial = f" ({admission.partial_groups} partial)" if admission.permit_tables else ""
-        yield Text(
-            f"permits: {admission.running} running{partial}, {admission.accepted} accepted, "
-            f"{admission.capacity} available, {admission.expired} expired"
-        )
+    """The line of the permits, if the server gives any."""
+    admission = info.admission
+    if admission is None:
+        return
+    partial = f" ({admission.partial_groups} partial)" if admission.permit_tables else ""
+    yield Text(
+        f"permits: {admission.running} running{partial}, {admission.accepted} accepted, "
+        f"{admission.capacity} available, {admission.expired} expired"
+    )
 
 
 def sparkline(values: Sequence[float]) -> str:
-    """The values as bars; the largest is a full one."""
+    """The values as bars. The largest value has the highest bar."""
     largest = max(values, default=0.0)
     if largest <= 0:
         return _BARS[0] * len(values)
-    return "".join(_BARS[round(value / largest * (len(_BARS) - 1))] for value in values)
+    highest = len(_BARS) - 1
+    heights = [round(value / largest * highest) for value in values]
+    return "".join(_BARS[height] for height in heights)
 
 
 def capacity(table: TableInfo) -> int:
@@ -219,30 +253,43 @@ def capacity(table: TableInfo) -> int:
     return int(min(config["max_size"], config["rate_limiter"]["max_size"] or config["max_size"]))
 
 
+Rates = tuple[deque[float], deque[float]]
+"""The past rates of a table: in and out, the newest last."""
+
+
+def _no_rates() -> Rates:
+    return deque(maxlen=_HISTORY), deque(maxlen=_HISTORY)
+
+
+def _rates_by_table() -> defaultdict[str, Rates]:
+    return defaultdict(_no_rates)
+
+
 @dataclass
 class Screen:
-    """What is on the screen."""
+    """The last answer of a server, and how it is shown."""
 
     address: str
     info: ServerInfo | None = None
+    """None: the server has not answered yet."""
     problem: str = ""
-    """Why the figures are old."""
+    """The reason why `info` is old; empty: it is not."""
     by_shard: bool = False
-    """Whether each server of several has a line. One that does not answer has a line in any case."""
+    """True if each server of several has a line. A server that does not answer has a line in any case."""
     paused: bool = False
     ended: bool = False
-    _rates: defaultdict[str, tuple[deque[float], deque[float]]] = field(
-        default_factory=lambda: defaultdict(lambda: (deque(maxlen=_HISTORY), deque(maxlen=_HISTORY)))
-    )
+    _rates: defaultdict[str, Rates] = field(default_factory=_rates_by_table)
 
     def record(self, info: ServerInfo) -> None:
-        """A look at the server. Rates are what the counters did since the look before."""
+        """Stores an answer of the server, and the rates since the answer before it."""
         for name, rates in rates_between(self.info, info).items():
             for past, rate in zip(self._rates[name], rates, strict=True):
                 past.append(rate)
-        self.info, self.problem = info, ""
+        self.info = info
+        self.problem = ""
 
     def press(self, key: str) -> None:
+        """Reacts to a key of the person. An empty key means that the terminal is gone."""
         match key:
             case "q" | "\x04" | "":
                 self.ended = True
@@ -250,28 +297,48 @@ class Screen:
                 self.paused = not self.paused
 
     def render(self, height: int | None = None) -> Group:
-        """All that there is to say or, of a terminal with `height` lines, what fits: `top`, with its keys.
+        """The whole state of the server (`tables`). With `height`, what fits into so many lines, and the keys (`top`).
 
-        There tables give way to the lines below them, and say how many.
+        With `height`, tables give way to the lines below them, and a line says how many are hidden.
         """
         live = height is not None
-        keys = [Text(_HELP + "   PAUSED" * self.paused, style="dim")] * live
         problem = [Text(one_line(self.problem), style="red")] if self.problem else []
         if self.info is None:
-            return Group(Text(self.address, style="bold"), *(problem or [Text("...")]), Text(), *keys)
-        shards = [
-            part for name, shard in shards_of(self.info) for part in _shard_parts(name, shard, self.by_shard, live)
-        ]
-        above = [headline(self.address, self.info), *shards, *problem, *[Text()] * live]
+            return self._without_answer(problem, live)
+        above: list[Text | TableView] = [headline(self.address, self.info)]
+        for name, shard in shards_of(self.info):
+            above += _shard_parts(name, shard, self.by_shard, live)
+        above += problem
         below = [*permits(self.info), *waits(self.info), *balances(self.info), *tags(self.info), *clients(self.info)]
         shown = list(self.info.tables.values())
         if height is not None:
-            below = [Text(), *below[:_BELOW], *keys]
+            above.append(Text())
+            below = [Text(), *below[:_BELOW], self._keys()]
             room = height - len(above) - len(below) - _SPARE
             if len(shown) > room:
-                hidden, shown = len(shown) - max(1, room - 1), shown[: max(1, room - 1)]
+                fitting = max(1, room - 1)
+                hidden = len(shown) - fitting
+                shown = shown[:fitting]
                 below.insert(0, Text(f"and {counted(hidden, 'more table')}: `replay tables` has all", style="dim"))
         for line in (*above, *below):
             if isinstance(line, Text):
-                line.no_wrap, line.overflow = True, "ellipsis" if live else "ignore"
-        return Group(*above, TableView(shown, self._rates if live else None), *below)
+                line.no_wrap = True
+                line.overflow = "ellipsis" if live else "ignore"
+        view = TableView(shown, self._rates if live else None)
+        return Group(*above, view, *below)
+
+    def _without_answer(self, problem: Sequence[Text], live: bool) -> Group:
+        """The screen before the first answer of the server."""
+        lines = [Text(self.address, style="bold")]
+        lines += problem or [Text("...")]
+        lines.append(Text())
+        if live:
+            lines.append(self._keys())
+        return Group(*lines)
+
+    def _keys(self) -> Text:
+        """The line that names the keys."""
+        words = _HELP
+        if self.paused:
+            words += "   PAUSED"
+        return Text(words, style="dim")

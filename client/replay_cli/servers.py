@@ -85,7 +85,8 @@ def serve(
     log_to_stderr(log_level, log_format)
     set_up_tracing("replay-server")
     try:
-        loaded = _load(config, None if recipe is None else recipe_of(recipe)["serve"])
+        settings = None if recipe is None else recipe_of(recipe)["serve"]
+        loaded = _load(config, settings)
         loaded = _listening(loaded, {"listen": listen, "metrics_listen": metrics_listen})
     except ValueError as error:
         misuse(error)
@@ -99,7 +100,8 @@ def serve(
             _check(loaded)
             return
         if restore is not None:
-            if "://" in restore or os.sep in restore:
+            is_address = "://" in restore or os.sep in restore
+            if is_address:
                 if loaded.checkpoint_dir is None:
                     fail(f"--restore {restore} needs data_dir, or dir in [checkpoints]: a folder for the checkpoint")
                 restore = fetch(restore, loaded.checkpoint_dir)
@@ -107,8 +109,8 @@ def serve(
         elif replace:
             misuse("--replace goes with --restore")
         # Each connection takes a file descriptor; the soft limit is often 1024.
-        most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+        _, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard_limit, hard_limit))
         gc.disable()  # until the server has started: a start with data makes as many objects as there are items
         event_loop.run(_run(server))
     except (ValueError, OSError) as error:
@@ -116,8 +118,10 @@ def serve(
 
 
 def _check(config: Config) -> None:
-    """Prints the tables of a server. Raises ValueError for a port that is in use, and a folder that cannot be
-    written."""
+    """Prints the tables of a server.
+
+    Raises ValueError for a port that is in use, and for a folder that cannot be written.
+    """
     server = config.server
     for name in ("listen", "metrics_listen"):
         address = getattr(server, name)
@@ -131,7 +135,7 @@ def _check(config: Config) -> None:
 
 
 def _load(path: Path | None, recipe: Mapping[str, Any] | None = None) -> Config:
-    """The configuration in a file. What it does not have is that of the recipe, or the two usual tables.
+    """The configuration in a file, with settings of a recipe below it. Without both: the two usual tables.
 
     Raises ValueError.
     """
@@ -143,17 +147,17 @@ def _load(path: Path | None, recipe: Mapping[str, Any] | None = None) -> Config:
 
 
 def _listening(config: Config, addresses: Mapping[str, str | None]) -> Config:
-    """The configuration with these addresses, by the names in [server]; None: as they are. Raises ValueError."""
+    """The configuration with these addresses, by their names in [server]. None keeps an address. Raises ValueError."""
     from pydantic import ValidationError
 
     from replay_protos.settings import explain
     from replay_server.config import ServerConfig
 
-    given = {name: address for name, address in addresses.items() if address is not None}
+    changes = {name: address for name, address in addresses.items() if address is not None}
     try:
-        section = ServerConfig.model_validate(config.server.model_dump() | given)
+        section = ServerConfig.model_validate(config.server.model_dump() | changes)
     except ValidationError as error:
-        raise ValueError(in_flags(explain(error), given)) from error
+        raise ValueError(in_flags(explain(error), changes)) from error
     return config.model_copy(update={"server": section})
 
 
@@ -164,7 +168,7 @@ def _insecure(config: Config) -> Config:
 
 
 async def _run(server: ReplayServer) -> None:
-    """Serves until SIGTERM or Ctrl-C; then the server drains and saves."""
+    """Serves until SIGTERM or Ctrl-C. Then the server drains and saves."""
     from replay_client.waits import stop_signals
 
     for number in stop_signals():
@@ -173,8 +177,8 @@ async def _run(server: ReplayServer) -> None:
 
 
 def _announce(server: ReplayServer) -> None:
-    """Programs wait for these lines: they mean that the addresses answer."""
-    gc.freeze()  # the collector would walk through all that was loaded, three times
+    """Prints the addresses. They answer then: programs wait for these lines."""
+    gc.freeze()  # otherwise the collector walks through all loaded objects, three times
     gc.enable()
     say(f"listening on {server.address}")
     if server.metrics_address is not None:
@@ -207,7 +211,7 @@ def serve_weights(
     log_to_stderr("warning")
     options = access_of(context)
     names = ("token_file", "tls_cert", "tls_key")
-    token, cert, key = (options[name] or os.environ.get(f"REPLAY_{name.upper()}") for name in names)
+    token, cert, key = [options[name] or os.environ.get(f"REPLAY_{name.upper()}") for name in names]
     if folder.exists() and not folder.is_dir():
         misuse(f"{folder} is no folder: name weights_dir of the trainer")
     try:
@@ -235,12 +239,12 @@ _RAY = (
     option("namespace", "Ray's namespace of the shards.", default="replay"),
     option("ray_address", "The cluster; else the local one.", envvar="RAY_ADDRESS", metavar="HOST:PORT"),
 )
-"""Which shards."""
+"""The options of the group `shards`: they name the shards."""
 
 
 @shards.callback()
 @taking(_RAY)
-def _which(_: dict[str, Any]) -> None:
+def _name_shards(_: dict[str, Any]) -> None:
     """Run several servers in a Ray cluster, as one service."""
 
 
@@ -250,16 +254,16 @@ def _ray_of(context: typer.Context) -> dict[str, Any]:
     return context.parent.params
 
 
-_EACH = (
+_PER_SHARD = (
     option("data_dir", "Folder that all nodes share; each shard has its own folder in it.", Path, metavar="FOLDER"),
     option("port", "Shard i listens on this port + i; 0: any free port.", int, 0, min=0, max=65535),
     option("timeout", "Seconds in which all shards must serve.", float, 120.0, min=0),
 )
 
 
-@taking(_EACH)
+@taking(_PER_SHARD)
 def _size(
-    each: dict[str, Any],
+    per_shard: dict[str, Any],
     context: typer.Context,
     shards: Annotated[int, typer.Option("--shards", "-n", min=1, help="How many servers.")],
     config: ConfigFile = None,
@@ -274,13 +278,15 @@ def _size(
     insecure: Insecure = False,
     as_json: AsJson = False,
 ) -> None:
-    """`up` and `resize`, which take the same options."""
+    """Runs `up` and `resize`, which take the same options."""
     from replay_server.tables.config import parse_bytes
 
-    ray, loaded, reserved = _ray_of(context), ask(lambda: _load(config)), ask(lambda: parse_bytes(memory))
+    ray = _ray_of(context)
+    loaded = ask(lambda: _load(config))
+    reserved = ask(lambda: parse_bytes(memory))
     if insecure:
         loaded = _insecure(loaded)
-    found = _of_ray(str(context.info_name), shards, loaded, pin=pin, memory=reserved, **each, **ray)
+    found = _of_ray(str(context.info_name), shards, loaded, pin=pin, memory=reserved, **per_shard, **ray)
     _show(found, ray, as_json)
 
 
@@ -336,6 +342,7 @@ def _of_ray(verb: str, *arguments: Any, **named: Any) -> Any:
 
 
 def _show(found: list[ShardStatus], ray: dict[str, Any], as_json: bool) -> None:
+    """Prints the state of the shards."""
     address = f"ray://{ray['namespace']}/{ray['name']}"
     if as_json:
         document: dict[str, Any] = {"address": address, "shards": [vars(shard) for shard in found]}
@@ -343,10 +350,21 @@ def _show(found: list[ShardStatus], ray: dict[str, Any], as_json: bool) -> None:
         return
     rows = []
     for shard in found:
-        state = "draining" if shard.draining else "restarted" if shard.restarted else "up"
-        cells = (shard.address, shard.node[:12], str(shard.pid), str(shard.items), state)
-        rows.append((shard.name, *(cells if shard.is_up else ("-", "-", "-", "-", "away"))))
+        if shard.is_up:
+            rows.append((shard.name, shard.address, shard.node[:12], str(shard.pid), str(shard.items), _state(shard)))
+        else:
+            rows.append((shard.name, "-", "-", "-", "-", "away"))
     columns = ("shard", "address", "node", "pid", "items", "state")
     out = console()
     out.print(plain_table(columns, rows, left=("shard", "address", "node", "state")))
-    out.print(f"clients: {address}, or {','.join(shard.address for shard in found if shard.is_up)}", soft_wrap=True)
+    addresses = [shard.address for shard in found if shard.is_up]
+    out.print(f"clients: {address}, or {','.join(addresses)}", soft_wrap=True)
+
+
+def _state(shard: ShardStatus) -> str:
+    """The state of a shard that is up."""
+    if shard.draining:
+        return "draining"
+    if shard.restarted:
+        return "restarted"
+    return "up"

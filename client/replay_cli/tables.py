@@ -33,7 +33,8 @@ def tables(context: typer.Context, by_shard: ByShard = False, as_json: AsJson = 
     Example: replay tables --address 127.0.0.1:7400
     """
     with connect(context) as client:
-        info, address = ask(client.server_info), client.address
+        info = ask(client.server_info)
+        address = client.address
     if as_json:
         print_json(_document(address, info, by_shard))
         return
@@ -43,6 +44,7 @@ def tables(context: typer.Context, by_shard: ByShard = False, as_json: AsJson = 
 
 
 def _document(address: str, info: ServerInfo, by_shard: bool) -> Document:
+    """The state of a server as JSON; with `by_shard`, also that of each server of several."""
     from replay_client.records import shards_of
 
     found: Document = {"address": address} | document(info, pb.ServerInfo.DESCRIPTOR)
@@ -50,10 +52,13 @@ def _document(address: str, info: ServerInfo, by_shard: bool) -> Document:
     if shards:
         found["gone"] = [name for name, shard in shards.items() if shard is None]
     if by_shard:
-        found["shards"] = {
-            name: None if shard is None else {"address": name} | document(shard, pb.ServerInfo.DESCRIPTOR)
-            for name, shard in shards.items()
-        }
+        documents: dict[str, Document | None] = {}
+        for name, shard in shards.items():
+            if shard is None:
+                documents[name] = None
+            else:
+                documents[name] = {"address": name} | document(shard, pb.ServerInfo.DESCRIPTOR)
+        found["shards"] = documents
     return found
 
 
@@ -67,14 +72,19 @@ def top(
 
     Example: replay top --interval 5
     """
-    if not (as_json or (sys.stdin.isatty() and sys.stdout.isatty())):
-        misuse("top needs a terminal; use `replay top --json`, or `replay tables`")
+    if not as_json:
+        has_terminal = sys.stdin.isatty() and sys.stdout.isatty()
+        if not has_terminal:
+            misuse("top needs a terminal; use `replay top --json`, or `replay tables`")
     with connect(context, _ANSWER_SECONDS) as client:
-        (_print_looks if as_json else _show_looks)(client, interval, by_shard)
+        if as_json:
+            _print_looks(client, interval, by_shard)
+        else:
+            _show_looks(client, interval, by_shard)
 
 
 def _show_looks(client: ReplayClient, interval: float, by_shard: bool) -> None:
-    """On the whole terminal, until somebody presses q."""
+    """Shows the tables on the whole terminal, until somebody presses q."""
     from rich.live import Live
 
     from replay_cli.screen import Screen
@@ -97,7 +107,7 @@ def _show_looks(client: ReplayClient, interval: float, by_shard: bool) -> None:
 
 
 def _print_looks(client: ReplayClient, interval: float, by_shard: bool) -> NoReturn:
-    """A line for each look, until a signal. A look without an answer has a `problem`, and no tables."""
+    """Prints a line for each look, until a signal. A look without an answer has a `problem`, and no tables."""
     from replay_client.errors import DeadlineExceededError, ReplayError, ServerUnavailableError
 
     while True:
@@ -106,14 +116,14 @@ def _print_looks(client: ReplayClient, interval: float, by_shard: bool) -> NoRet
             look |= _document(client.address, client.server_info(), by_shard)
         except (ServerUnavailableError, DeadlineExceededError) as error:
             look |= {"address": client.address, "problem": str(error)}
-        except ReplayError as error:  # it refuses: the token was revoked
+        except ReplayError as error:  # the server refuses: the token was revoked
             fail(error)
         print_json(look, indent=None)
         time.sleep(interval)
 
 
 class Keyboard:
-    """Keys as they are pressed. The end of the block restores the terminal, however the command ends."""
+    """Reads keys as they are pressed. The end of the `with` block restores the terminal, however the command ends."""
 
     def __enter__(self) -> Self:
         self._file = sys.stdin.fileno()
@@ -188,11 +198,20 @@ def dashboard(
         server = PageServer(settings)
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         listener = socket.create_server((host, port), family=family)
-    except (ValueError, OSError) as error:
-        fail(error if isinstance(error, ValueError) else f"cannot listen on {listen}: {error.strerror}")
-    shown = socket.gethostname() if host in ("0.0.0.0", "::") else f"[{host}]" if ":" in host else host
-    url = f"http://{shown}:{listener.getsockname()[1]}/" + (f"#token={token}" if token else "")
-    # The server notes signals while it runs. One that comes before that must end it too.
+    except ValueError as error:
+        fail(error)
+    except OSError as error:
+        fail(f"cannot listen on {listen}: {error.strerror}")
+    if host in ("0.0.0.0", "::"):
+        shown_host = socket.gethostname()
+    elif ":" in host:
+        shown_host = f"[{host}]"
+    else:
+        shown_host = host
+    url = f"http://{shown_host}:{listener.getsockname()[1]}/"
+    if token is not None:
+        url += f"#token={token}"
+    # The server handles signals while it runs. A signal before that must end it too.
     early: list[int] = []
 
     def end(number: int, frame: object) -> None:
@@ -205,7 +224,7 @@ def dashboard(
     say(f"dashboard at {url}")
     if browser and (sys.platform != "linux" or {"DISPLAY", "WAYLAND_DISPLAY"} & os.environ.keys()):
         webbrowser.open(url)
-    os.nice(5)  # on a machine that they share the server goes first
+    os.nice(5)  # the replay server goes first, where the page shares its machine
     server.run(sockets=[listener])
     for number, handler in handlers.items():
         signal.signal(number, handler)

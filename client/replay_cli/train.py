@@ -1,4 +1,4 @@
-"""`replay train`: the trainer as a process."""
+"""`replay train`: runs the trainer as a process."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from replay_trainer import GRPOTrainer, PromptEvaluation
 
 EVAL_EVERY = 10
-"""Steps between evaluations with --eval-prompts, unless the configuration has eval_every."""
+"""Steps between two evaluations with --eval-prompts, unless the configuration has eval_every."""
 _evaluating = partial(in_panel, "Evaluation")
 SETTINGS = CommandSettings(GRPOConfig, also=("lora", "evaluation"), without=("output_dir",))
 _FIELDS = (
@@ -86,20 +86,24 @@ def train(
         fail(error)
     except ValueError as error:
         message = _as_typed(str(error), typed(chosen))
-        file = "" if source["config"] is None or message.startswith("--") else f"{source['config']}: "
-        misuse(f"{file}{message}")
-    if (recipe := source["recipe"]) is not None and not quiet and os.environ.get("RANK", "0") == "0":
+        if source["config"] is not None and not message.startswith("--"):
+            message = f"{source['config']}: {message}"
+        misuse(message)
+    recipe = source["recipe"]
+    is_first_rank = os.environ.get("RANK", "0") == "0"
+    if recipe is not None and not quiet and is_first_rank:
         show_recipe(recipe, "train", options)
     try:
         beat()  # now and not in the middle of the run: its file may be impossible to write
         if check:
             _check(checked, context)
             return
-        training, lora = checked.config, checked.lora
+        training = checked.config
+        lora = checked.lora
         evaluation = None
         if eval_prompts is not None:
             evaluation = _evaluation(eval_prompts, checked.reading, rewards, eval_max_tokens)
-        # Not before: they take seconds to import, and people wait for the errors above.
+        # These imports take seconds. The checks above come first, so that nobody waits for their errors.
         from transformers import AutoTokenizer
         from transformers.utils import logging as transformers_logging
 
@@ -110,8 +114,9 @@ def train(
         callbacks = [Forgiving("the exporter of spans", StepSpans())] if tracing else []
         with ReplayClient.from_env(timeout_of(context, None), **access) as client:
             with loading(model):
-                # In bfloat16 a step of 1e-6 rounds to nothing. The base of an adapter takes no step.
-                loaded = load_causal_model(model, dtype="float32" if lora is None else "auto")
+                # In bfloat16 a step of 1e-6 rounds to nothing. The base model of an adapter takes no step.
+                dtype = "float32" if lora is None else "auto"
+                loaded = load_causal_model(model, dtype=dtype)
                 tokenizer = AutoTokenizer.from_pretrained(model)
                 if lora is not None:
                     loaded = _with_adapter(loaded, lora, training.seed)
@@ -126,7 +131,7 @@ def train(
     if trainer.stopped:
         if trainer.ranks.is_first:
             complain(_stopped_where(trainer.last_step))
-        # A scheduler must not take the run for complete.
+        # A status that is not 0 tells a scheduler that the run is not complete.
         raise typer.Exit(128 + (first.number or signal.SIGTERM))
     if not quiet and trainer.ranks.is_first:
         if steps_made == 0:
@@ -135,12 +140,14 @@ def train(
 
 
 def _stop(trainer: GRPOTrainer) -> None:
+    """Asks the trainer to end after its step, and says so on the first rank."""
     trainer.stop()
     if trainer.ranks.is_first:
         say_later(complain, "stops after this step, with a training checkpoint; a second signal hurries")
 
 
 def _stopped_where(step: int | None) -> str:
+    """The line about a run that was stopped. `step`: its last step; None: the run had not begun."""
     if step is None:
         return "stopped before it began; --resume continues from the last training checkpoint"
     if step == 0:
@@ -149,7 +156,7 @@ def _stopped_where(step: int | None) -> str:
 
 
 def _check(checked: TrainOptions, context: typer.Context) -> None:
-    """Prints what is to be trained. Raises an error for what fails."""
+    """Prints the model, the number of steps and of held-out prompts. Raises the error of a check that fails."""
     from replay_client.access import Access
 
     named = context.params
@@ -188,8 +195,10 @@ def check_options(options: Mapping[str, Any], named: Mapping[str, Any]) -> Train
     section = options.get("evaluation", {})
     if named["eval_prompts"] is not None:
         settings.setdefault("eval_every", EVAL_EVERY)
-    elif named["eval_reward"] or section:
-        raise ValueError(f"{'--eval-reward' if named['eval_reward'] else '[evaluation]'} needs --eval-prompts")
+    elif named["eval_reward"]:
+        raise ValueError("--eval-reward needs --eval-prompts")
+    elif section:
+        raise ValueError("[evaluation] needs --eval-prompts")
     config = GRPOConfig(**settings)
     if lora is not None:
         _check_lora(lora)
@@ -197,10 +206,11 @@ def check_options(options: Mapping[str, Any], named: Mapping[str, Any]) -> Train
 
 
 def _check_lora(lora: Any) -> None:
-    """Raises ValueError for a section [lora] that is none, or that names an adapter which is not there."""
+    """Raises ValueError for a [lora] that is no section, or that names an adapter which does not exist."""
     if not isinstance(lora, dict):
         raise ValueError(f"lora is a section of the file: [lora], with r = 16 below it, not lora = {lora!r}")
-    if (folder := lora.get("adapter")) is not None:
+    folder = lora.get("adapter")
+    if folder is not None:
         if len(lora) > 1:
             raise ValueError("[lora] adapter names one that is there, with its own settings: leave out the others")
         if not (Path(folder) / "adapter_config.json").is_file():
@@ -208,21 +218,23 @@ def _check_lora(lora: Any) -> None:
 
 
 def _with_adapter(model: Any, lora: dict[str, Any], seed: int) -> Any:
-    """`model` with a new LoRA adapter by the section [lora], whose fields are those of peft's LoraConfig, or with the
-    one in the folder `adapter`.
+    """`model` with the LoRA adapter of the section [lora]: the one in the folder `adapter`, or a new one.
 
-    Raises ValueError for fields that it does not have, or for a model that such an adapter does not fit.
+    The other fields of the section are those of peft's LoraConfig. Raises ValueError for an unknown field, or for a
+    model that such an adapter does not fit.
     """
     need("[lora]", "lora", "peft")
     import torch
     from peft import PeftModel, get_peft_model
 
-    if (folder := lora.get("adapter")) is not None:
+    folder = lora.get("adapter")
+    if folder is not None:
         return PeftModel.from_pretrained(model, folder, is_trainable=True)
     config = _lora_config(lora)
     torch.manual_seed(seed)  # half of an adapter begins with random numbers
     with warnings.catch_warnings():
-        # That an adapter of tied embeddings may not be merged: the trainer refuses it, in one line, if it is to be.
+        # peft warns that an adapter of tied embeddings may not be merged. If it is to be merged, the trainer refuses
+        # that in one line.
         warnings.filterwarnings("ignore", "Model has `tie_word_embeddings=True`", UserWarning)
         return get_peft_model(model, config)
 
@@ -235,33 +247,34 @@ def _lora_config(lora: dict[str, Any]) -> Any:
     from replay_protos.settings import unknown_name
 
     wanted = {"target_modules": "all-linear", **lora, "task_type": "CAUSAL_LM"}
-    known = [each.name for each in fields(LoraConfig) if each.init]
-    if unknown := sorted(wanted.keys() - set(known)):
+    known = [field.name for field in fields(LoraConfig) if field.init]
+    unknown = sorted(wanted.keys() - set(known))
+    if unknown:
         raise ValueError(f"[lora]: {unknown_name(unknown[0], known)}")
     return LoraConfig(**wanted)
 
 
 @dataclass
 class _Reading:
-    """The section [evaluation]: how held-out prompts are read, by the names that the options of a generator have."""
+    """The section [evaluation]: how held-out prompts are read. The fields have the names of a generator's options."""
 
     prompt_field: str = "prompt"
     split: str = "train"
     chat: bool = False
     system: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    """None: as generators that are at work say."""
+    """None: the arguments that the running generators report."""
 
 
 def _eval_reading(section: Any) -> _Reading:
-    """Raises ValueError for what a generator has no such option for."""
+    """The section [evaluation], checked. Raises ValueError for an unknown field, or a value of the wrong type."""
     from replay_protos.settings import unknown_name
 
     if not isinstance(section, dict):
         raise ValueError(
             f"evaluation is a section of the file: [evaluation], with chat = true below it, not {section!r}"
         )
-    known = [each.name for each in fields(_Reading)]
+    known = [field.name for field in fields(_Reading)]
     for name in section:
         if name not in known:
             raise ValueError(f"[evaluation]: {unknown_name(name, known)}")
@@ -270,21 +283,23 @@ def _eval_reading(section: Any) -> _Reading:
         value = getattr(reading, name)
         if name in section and not isinstance(value, kind):
             raise ValueError(f"[evaluation] {name} must be a {kind.__name__}, not {value!r}")
-    if reading.system is not None and not (reading.chat and isinstance(reading.system, str)):
-        raise ValueError("[evaluation] system is a text, and needs chat = true")
+    if reading.system is not None:
+        is_usable = reading.chat and isinstance(reading.system, str)
+        if not is_usable:
+            raise ValueError("[evaluation] system is a text, and needs chat = true")
     return reading
 
 
 def _evaluation(prompts: str, reading: _Reading, rewards: Sequence[Reward], max_tokens: int) -> PromptEvaluation:
-    """Raises ValueError, OSError or ImportError for prompts that cannot be used."""
+    """The evaluation of a trainer. Raises ValueError, OSError or ImportError for prompts that cannot be used."""
     held_out = _held_out(prompts, reading)
-    from replay_trainer import PromptEvaluation  # needs torch; prompts that cannot be used end it before
+    from replay_trainer import PromptEvaluation  # imports torch: prompts that cannot be used fail before, and sooner
 
     return PromptEvaluation(held_out, rewards, max_tokens, chat_template_kwargs=reading.chat_template_kwargs)
 
 
 def _rewards(names: list[str] | None) -> list[Reward]:
-    """The rewards of an evaluation. Raises ValueError for a name of no function."""
+    """The reward functions of an evaluation. Raises ValueError for a name of no function."""
     from replay_generator.rewards.functions import load_reward
 
     sys.path.insert(0, os.getcwd())  # a reward function may be in a module of this folder
@@ -301,19 +316,21 @@ def _held_out(prompts: str, reading: _Reading) -> list[Prompt]:
 
 
 def _as_typed(message: str, names: set[str]) -> str:
-    """`message`, with the settings in `names` as the person types them: `--max-steps`, not `max_steps`."""
+    """`message`, with the settings in `names` as options of the command line: `--max-steps`, not `max_steps`."""
     message = message.replace("resume=True", "--resume").replace("output_dir", "--output-dir")
     return in_flags(message, names)
 
 
 def sum_up(output_dir: Path) -> None:
-    """Prints what the run came to, and where its weights are."""
+    """Prints the results of the run, and where its weights are."""
     from replay_trainer.metrics import read_metrics, summary
     from replay_trainer.weights import published
 
-    if lines := read_metrics(output_dir / "metrics.jsonl"):
-        say(f"{counted(lines[-1]['step'], 'step')}")
-        for line in summary(lines):
+    steps = read_metrics(output_dir / "metrics.jsonl")
+    if steps:
+        say(counted(steps[-1]["step"], "step"))
+        for line in summary(steps):
             say(line)
-    if folders := published(output_dir):
+    folders = published(output_dir)
+    if folders:
         say(f"weights             {folders[-1].resolve()}")

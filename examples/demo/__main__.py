@@ -6,7 +6,7 @@ import argparse
 import sys
 from pathlib import Path
 
-import matplotlib  # noqa: F401, better to know now that it is missing than when it draws the picture at the end
+import matplotlib  # noqa: F401, so that a missing matplotlib is an error now, and not at the end of the run
 
 from examples.demo.compare import COMPARED_STEPS, compare
 from examples.demo.run import DemoError, run
@@ -28,15 +28,21 @@ def main() -> None:
     parser.add_argument(
         "--compare", action="store_true", help="plain, a quarter of the batch, and the recipe; three seeds each"
     )
-    given = parser.parse_args()
-    variant = TASKS[given.task]
-    if given.compare and given.task != parser.get_default("task"):
-        parser.error(f"--compare has a task of its own: leave out --task {given.task}")
+    arguments = parser.parse_args()
+    variant = TASKS[arguments.task]
+    if arguments.compare and arguments.task != parser.get_default("task"):
+        parser.error(f"--compare has a task of its own: leave out --task {arguments.task}")
     try:
-        if given.compare:
-            compare(given.output_dir, given.max_steps or COMPARED_STEPS, given.seed, given.engine)
+        if arguments.compare:
+            compare(arguments.output_dir, arguments.max_steps or COMPARED_STEPS, arguments.seed, arguments.engine)
         else:
-            run(given.output_dir, given.max_steps or variant.steps, given.seed, given.engine, variant=variant)
+            run(
+                arguments.output_dir,
+                arguments.max_steps or variant.steps,
+                arguments.seed,
+                arguments.engine,
+                variant=variant,
+            )
     except DemoError as error:
         sys.exit(f"demo: {error}")
     except KeyboardInterrupt:

@@ -1,7 +1,7 @@
 """The task of tools.py for an agent that knows nothing of training: it is written with the package `openai`.
 
-The agent asks a chat model, computes what the model calls for, tells it the result, and takes its next words for the
-answer. `replay generate --agent` gives it an address where the policy answers.
+The agent asks a chat model, computes the product that the model calls for, and sends it the result. The next message of
+the model is the answer. `replay generate --agent` gives the agent an address where the policy answers.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ client = AsyncOpenAI(base_url="http://nobody", api_key="none")
 
 async def play(task: Task, address: Address) -> dict[str, Any]:
     """Answers one question, in two turns at most. Its metric `called` counts calls, and does not reward them."""
-    model, called = client.with_options(**address.openai), False
+    model = client.with_options(**address.openai)
+    called = False
     messages: list[Any] = [{"role": "user", "content": task.row["prompt"]}]
     for _ in range(2):
         answer = await model.chat.completions.create(model="policy", messages=messages, tools=[TOOL])
@@ -39,12 +40,14 @@ async def play(task: Task, address: Address) -> dict[str, Any]:
         called = True
         messages.append(message)
         for call in message.tool_calls:
-            messages.append({"role": "tool", "tool_call_id": call.id, "content": _computed(call.function.arguments)})
+            result = _computed(call.function.arguments)
+            messages.append({"role": "tool", "tool_call_id": call.id, "content": result})
     reward = float((message.content or "").strip() == task.row["answer"])
     return {"reward": reward, "metrics": {"called": float(called)}}
 
 
 def _computed(arguments: str) -> str:
+    """The result of a call of the calculator, or the error that the model gets."""
     try:
         return calculator(**json.loads(arguments))
     except (TypeError, ValueError) as error:

@@ -65,7 +65,7 @@ ABOUT = {
 RARE = 0.08
 """Solve rate at which the warm-up ends."""
 COMPARED_STEPS = 48
-"""Steps of the plain run; the others have four times as many, of a quarter of the groups."""
+"""Steps of the plain run. The other runs have four times as many steps, of a quarter of the groups."""
 SEEDS = 3
 SMOOTHED_GROUPS = 320
 """Fresh groups in each running mean of the reward."""
@@ -76,27 +76,29 @@ def compare(out: Path, steps: int, seed: int, engine: str, target_solve_rate: fl
     check_folder(out)
     curves: dict[str, list[Curve]] = {name: [] for name in ARMS}
     trained: dict[str, float] = {}
-    for each in range(seed, seed + seeds):
+    for arm_seed in range(seed, seed + seeds):
         for name, variant in ARMS.items():
-            folder = out / f"{name}-{each}"
+            folder = out / f"{name}-{arm_seed}"
             shutil.rmtree(folder, ignore_errors=True)
-            Console().print(f"\n{ABOUT[name]}; seed {each}:", highlight=False)
-            start = None if name == "plain" else out / f"plain-{each}"
-            run(folder, steps * GROUPS_PER_STEP // FRESH[name], each, engine, target_solve_rate, variant, start)
+            Console().print(f"\n{ABOUT[name]}; seed {arm_seed}:", highlight=False)
+            start = None if name == "plain" else out / f"plain-{arm_seed}"
+            arm_steps = steps * GROUPS_PER_STEP // FRESH[name]
+            run(folder, arm_steps, arm_seed, engine, target_solve_rate, variant, start)
             metrics = read_metrics(folder / "metrics.jsonl")
             if not metrics:
                 raise DemoError(f"{folder} has no steps to compare")
             curves[name].append(curve(metrics, FRESH[name]))
             trained[name] = trained.get(name, 0) + sum(line["train/tokens"] for line in metrics)
-    said = compared(curves, trained)
-    draw_comparison({ABOUT[name]: found for name, found in curves.items()}, out / "compare.png", said)
-    Console().print(f"\n{said}\npicture: {out / 'compare.png'}", highlight=False, soft_wrap=True)
+    text = compared(curves, trained)
+    titled = {ABOUT[name]: runs for name, runs in curves.items()}
+    draw_comparison(titled, out / "compare.png", text)
+    Console().print(f"\n{text}\npicture: {out / 'compare.png'}", highlight=False, soft_wrap=True)
 
 
 def curve(metrics: Sequence[Mapping[str, Any]], fresh: int, smoothed: int = SMOOTHED_GROUPS) -> Curve:
-    """Of each step: the tokens of all fresh groups so far, and the mean reward of the last `smoothed` of them.
+    """For each step, the tokens of all fresh groups so far, and the mean reward of the last `smoothed` of these groups.
 
-    It begins where half as many groups are there: the mean of a few groups is mostly luck.
+    The curve begins at half as many groups, because the mean of a few groups is mostly luck.
     """
     tokens = np.cumsum([line["fresh/groups"] * GROUP_SIZE * line["fresh/completion_length_mean"] for line in metrics])
     rewards = running_mean([line["fresh/reward_mean"] for line in metrics], smoothed // fresh)
@@ -105,9 +107,9 @@ def curve(metrics: Sequence[Mapping[str, Any]], fresh: int, smoothed: int = SMOO
 
 
 def compared(curves: Mapping[str, Sequence[Curve]], trained: Mapping[str, float]) -> str:
-    """What the runs say: the share of plain's generated tokens that each arm needs to plain's best reward.
+    """A line for each arm: its last rewards, and the share of plain's generated tokens that it needs to plain's best.
 
-    `trained`: tokens that all runs of an arm trained on.
+    `trained`: the number of tokens that all runs of an arm trained on.
     """
     lines = []
     for name, runs in curves.items():
@@ -115,37 +117,50 @@ def compared(curves: Mapping[str, Sequence[Curve]], trained: Mapping[str, float]
         cost = trained[name] / sum(tokens[-1] for tokens, _ in runs)
         needed = ""
         if name != "plain":
-            shares = [share_needed(*pair) for pair in zip(runs, curves["plain"], strict=True)]
-            each = ", ".join(map(shown, sorted(shares)))
-            needed = f"; plain's best with {shown(median(shares))} of its generated tokens ({each})"
+            shares = [share_needed(arm, plain) for arm, plain in zip(runs, curves["plain"], strict=True)]
+            words = ", ".join(map(shown, sorted(shares)))
+            needed = f"; plain's best with {shown(median(shares))} of its generated tokens ({words})"
         lines.append(f"{name}: reward {ends} at the end{needed}; {cost:.1f} trained tokens for a generated one")
     return "\n".join(lines)
 
 
 def share_needed(arm: Curve, plain: Curve) -> float:
-    """Tokens that an arm needs to plain's best reward, of those that plain needs; inf if it never gets there."""
-    level = max(plain[1])
-    of_arm, of_plain = (
-        next((at for at, reward in zip(*each, strict=True) if reward >= level), math.inf) for each in (arm, plain)
-    )
-    return of_arm / of_plain
+    """The tokens that an arm needs to plain's best reward, divided by those of plain; inf if it never reaches it."""
+    _, plain_rewards = plain
+    level = max(plain_rewards)
+    return tokens_to(level, arm) / tokens_to(level, plain)
+
+
+def tokens_to(level: float, curve: Curve) -> float:
+    """The generated tokens at which a curve first reaches a mean reward; inf if it never does."""
+    for tokens, reward in zip(*curve, strict=True):
+        if reward >= level:
+            return tokens
+    return math.inf
 
 
 def shown(share: float) -> str:
+    """A share in words."""
     return f"{share:.2f}" if math.isfinite(share) else "never"
 
 
-def draw_comparison(curves: Mapping[str, Sequence[Curve]], path: Path, said: str = "") -> None:
-    """Writes a PNG: for each name the mean of its runs by generated tokens, and a band from the least to the most."""
+def draw_comparison(curves: Mapping[str, Sequence[Curve]], path: Path, text: str = "") -> None:
+    """Writes a PNG: for each name the mean of its runs by generated tokens, and a band from the least to the most.
+
+    `text` stands below.
+    """
     with figure_of(path, figsize=(9, 5.5)) as (figure, axis):
         for name, runs in curves.items():
-            at = np.linspace(max(tokens[0] for tokens, _ in runs), min(tokens[-1] for tokens, _ in runs), 100)
-            rewards = np.array([np.interp(at, *each) for each in runs])
+            # The range in which all runs have values.
+            first = max(tokens[0] for tokens, _ in runs)
+            last = min(tokens[-1] for tokens, _ in runs)
+            at = np.linspace(first, last, 100)
+            rewards = np.array([np.interp(at, *curve) for curve in runs])
             axis.plot(at / 1000, rewards.mean(axis=0), label=name)
             axis.fill_between(at / 1000, rewards.min(axis=0), rewards.max(axis=0), alpha=0.15)
         axis.set_xlabel("thousand generated tokens")
         axis.set_ylabel("mean reward of the groups generated now")
         axis.grid(alpha=0.3)
         axis.legend()
-        figure.text(0.02, 0.02, said, fontsize=7)
-        figure.tight_layout(rect=(0, 0.03 * len(said.splitlines()), 1, 1))
+        figure.text(0.02, 0.02, text, fontsize=7)
+        figure.tight_layout(rect=(0, 0.03 * len(text.splitlines()), 1, 1))

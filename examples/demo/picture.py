@@ -13,7 +13,7 @@ PANELS = {
     "Staleness": ("fresh/staleness_mean", "policy versions between generation and training"),
     "Importance ratio": ("correction/ratio_mean", "trainer / sampler, mean over tokens before truncation"),
 }
-"""Title of each panel: the metric, and what it is."""
+"""The metric of each panel and its meaning, by the title of the panel."""
 CALLED = "called"
 """The share of rollouts that called the tool, at each version of the policy."""
 TOOL_PANELS = {
@@ -59,5 +59,9 @@ def figure_of(path: Path, *shape: int, **options: Any) -> Iterator[tuple[Any, An
 
 
 def running_mean(values: list[float], width: int) -> list[float]:
-    """The mean of the last `width` values at each place."""
-    return [sum(values[max(0, i + 1 - width) : i + 1]) / min(i + 1, width) for i in range(len(values))]
+    """The mean of the last `width` values at each position."""
+    means = []
+    for end in range(1, len(values) + 1):
+        window = values[max(0, end - width) : end]
+        means.append(sum(window) / len(window))
+    return means

@@ -1,4 +1,4 @@
-"""What the parts of the demo need, made once in one folder: for parts that run as services of their own.
+"""Makes the files of the demo once, in one folder, for parts that run as services of their own.
 
     python -m examples.demo.prepare FOLDER [SEED [TARGET [TASK]]]
 
@@ -18,12 +18,15 @@ from examples.demo import task
 from examples.demo.variants import TASKS
 
 READY = "ready"
-"""Written last: what lies beside it is complete."""
+"""The file that is written last. Where it exists, the other files are complete."""
 
 
 def prepare(folder: Path, seed: int = 0, target_solve_rate: float | None = None, kind: str = "sums") -> bool:
-    """Whether there was anything to do. Raises SystemExit if the model does not get to `target_solve_rate` (None: that
-    of the demo). `kind`: "sums", or "tools"."""
+    """Makes the files. Returns False if they were there already.
+
+    `target_solve_rate`: the solve rate at which the warm-up ends; None: that of the demo. `kind`: "sums" or "tools".
+    Raises SystemExit if the model does not reach the solve rate.
+    """
     if (folder / READY).exists():
         return False
     variant = TASKS[kind]
@@ -39,6 +42,10 @@ def prepare(folder: Path, seed: int = 0, target_solve_rate: float | None = None,
 
 
 if __name__ == "__main__":
-    folder, seed, target, kind = [*sys.argv[1:], *("0", "", "sums")[len(sys.argv) - 2 :]]
-    done = prepare(Path(folder), int(seed), float(target) if target else None, kind)
-    print(f"{folder}: {'made' if done else 'it was ready'}", flush=True)
+    defaults = ("0", "", "sums")
+    arguments = sys.argv[1:]
+    folder, seed, target, kind = [*arguments, *defaults[len(arguments) - 1 :]]
+    target_solve_rate = float(target) if target else None
+    is_new = prepare(Path(folder), int(seed), target_solve_rate, kind)
+    result = "made" if is_new else "it was ready"
+    print(f"{folder}: {result}", flush=True)

@@ -34,11 +34,12 @@ RUN_FILE = "run.toml"
 CALLED_AS = ("reward/called", "reward/rollout/called")
 """The generator's metric of the share that called the tool: from a reward function, or from an agent."""
 SETTINGS = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-"""Of all processes: two busy ones on two cores do not wait for each other's threads, and nothing is looked up."""
+"""Environment of all processes. One thread each: busy processes on two cores would wait for each other's threads.
+Offline: nothing is looked up on the hub."""
 
 
 class DemoError(Exception):
-    """The demo cannot go on; the message says which part failed and why."""
+    """The demo cannot go on. The message names the part that failed, and the reason."""
 
 
 def run(
@@ -52,9 +53,9 @@ def run(
 ) -> None:
     """Run the demo; return when the trainer has done its steps. Raises DemoError, and KeyboardInterrupt after a signal.
 
-    `target_solve_rate`: at which the warm-up ends; None: that of the variant.
-    `warm`: a folder with the model that this demo begins with, and no warm-up is made: an earlier demo's, or one that
-    has `warm` and `prompts.jsonl` from elsewhere.
+    `target_solve_rate`: the solve rate at which the warm-up ends; None: that of the variant.
+    `warm`: a folder with `warm` and `prompts.jsonl`, such as that of an earlier demo. The demo begins with its model,
+    and makes no warm-up.
     """
     with StopSignals() as signals:
         plan = _run(out, steps, seed, engine, target_solve_rate, variant, warm, signals)
@@ -140,7 +141,7 @@ def show_results(out: Path, plan: RunPlan, variant: Variant) -> None:
 
 
 def _link(source: str, target: str) -> None:
-    """The file again, without a second copy of it where the file system can do that."""
+    """Copies a file, as a hard link if the file system has them."""
     try:
         os.link(source, target)
     except OSError:
@@ -156,7 +157,7 @@ def check_folder(out: Path) -> None:
 
 
 def prepare(out: Path, seed: int) -> None:
-    """An empty folder; what an earlier demo left in it is removed, anything else is not touched."""
+    """Makes the folder, and removes the files of an earlier demo from it. Other files stay."""
     check_folder(out)
     for name in ("config", "logs", "model", "server", "warm", "train"):
         shutil.rmtree(out / name, ignore_errors=True)
@@ -169,7 +170,7 @@ def prepare(out: Path, seed: int) -> None:
 
 
 def add_calls(metrics: list[dict[str, Any]], generated: Sequence[Mapping[str, Any]]) -> None:
-    """Write CALLED into each step from whose version of the policy the generator has counted calls."""
+    """Write CALLED into the steps for whose version of the policy the generator has counted calls."""
     shares = {}
     for line in generated:
         for name in CALLED_AS:
@@ -182,7 +183,10 @@ def add_calls(metrics: list[dict[str, Any]], generated: Sequence[Mapping[str, An
 
 
 def summarise(metrics: list[dict[str, Any]], generated: Mapping[str, Any]) -> Iterator[str]:
-    """What the run came to, a line each: the trainer's part, then the generator's. `generated`: its last line."""
+    """The results of the run as lines: first the trainer's, then the generator's.
+
+    `generated`: the last line of the generator's metrics.
+    """
     seconds = sum(line["time/step"] for line in metrics)
     yield ""
     yield from summary(metrics)
@@ -192,7 +196,9 @@ def summarise(metrics: list[dict[str, Any]], generated: Mapping[str, Any]) -> It
     tokens = generated.get("tokens", 0)
     yield f"generated           {counted(generated.get('groups', 0), 'group')}, {tokens / seconds:.0f} tokens/s"
     difference = generated.get("probe_max_difference")
+    if difference is None:
+        difference = math.nan
     yield (
-        f"engine, trainer     differ by {math.nan if difference is None else difference:.1e} nats on the probe, after "
+        f"engine, trainer     differ by {difference:.1e} nats on the probe, after "
         f"{generated.get('reloads', 0)} reloads of the weights"
     )

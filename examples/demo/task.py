@@ -32,22 +32,25 @@ from examples.demo import tools
 
 Row = dict[str, str]
 Batch = tuple[Tensor, Tensor]
-"""Right-padded ids (R, S), and labels (R, S) that are -100 outside of what the policy writes."""
+"""Right-padded ids (R, S), and labels (R, S) that are -100 outside the tokens of the policy."""
 
 CHARACTERS = "0123456789+-=*? abcdefghijklmnopqrstuvwxyz"
-PAD, EOS, UNK = "<pad>", "<eos>", "<unk>"
-PAD_ID, EOS_ID = 0, 1
+PAD = "<pad>"
+EOS = "<eos>"
+UNK = "<unk>"
+PAD_ID = 0
+EOS_ID = 1
 _IDS = {character: index + 3 for index, character in enumerate(CHARACTERS)}
 _WARM_UP_BATCH = 64
 _CHECKED = 256
-"""Rows with which it is checked."""
+"""Rows with which the warm-up is checked."""
 _RAMP_STEPS = 20
 """Steps of the warm-up in which the learning rate rises."""
 _WARM_UP_SECONDS = 120.0
-"""Of computing: a warm-up that has not reached its solve rate then has failed. On a busy machine it may take longer."""
+"""Processor seconds after which a warm-up without its solve rate has failed. On a busy machine it may take longer."""
 
-# (digits of the first operand, digits of the second) -> share of the problems.  A second operand of
-# one digit is learnt first; 2+2 digits stays hard and keeps some groups all wrong for long.
+# (digits of the first operand, digits of the second) -> share of the problems. The model learns a second operand of one
+# digit first. Sums of 2+2 digits stay hard, so that all rollouts of some groups are wrong for long.
 SIZES: dict[tuple[int, int], float] = {(1, 1): 0.05, (2, 1): 0.35, (3, 1): 0.45, (2, 2): 0.15}
 
 
@@ -87,18 +90,32 @@ def make_model(seed: int, vocabulary: int = len(CHARACTERS) + 3) -> Qwen2ForCaus
 
 def a_sum(rng: random.Random) -> tuple[str, str]:
     """A prompt and its answer; operand sizes are drawn from SIZES."""
-    sizes, shares = list(SIZES), list(SIZES.values())
-    first, second = (
-        rng.randrange(10 ** (digits - 1) if digits > 1 else 0, 10**digits) for digits in rng.choices(sizes, shares)[0]
-    )
-    return f"{first}+{second}=", str(first + second)[::-1]
+    sizes = list(SIZES)
+    shares = list(SIZES.values())
+    first_digits, second_digits = rng.choices(sizes, shares)[0]
+    first = _number(rng, first_digits)
+    second = _number(rng, second_digits)
+    return f"{first}+{second}=", _reversed(first + second)
+
+
+def _number(rng: random.Random, digits: int) -> int:
+    """A random number with so many digits; 0 has one digit."""
+    least = 10 ** (digits - 1) if digits > 1 else 0
+    return rng.randrange(least, 10**digits)
+
+
+def _reversed(number: int) -> str:
+    """The digits of a number, the least significant one first."""
+    return str(number)[::-1]
 
 
 def two_steps(rng: random.Random) -> tuple[str, str]:
     """A prompt with three operands and its answer, the sums on the way: "38+5+9=" and "34 25" (43 and 52)."""
-    first, second, third = rng.randrange(10, 100), rng.randrange(1, 10), rng.randrange(1, 10)
+    first = rng.randrange(10, 100)
+    second = rng.randrange(1, 10)
+    third = rng.randrange(1, 10)
     middle = first + second
-    return f"{first}+{second}+{third}=", f"{str(middle)[::-1]} {str(middle + third)[::-1]}"
+    return f"{first}+{second}+{third}=", f"{_reversed(middle)} {_reversed(middle + third)}"
 
 
 PROBLEMS: dict[str, Callable[[random.Random], tuple[str, str]]] = {
@@ -124,22 +141,29 @@ def encode(text: str) -> list[int]:
 
 
 def supervised_batch(rows: Sequence[Row]) -> Batch:
-    """The prompts with their answers, which the policy writes."""
-    return padded([(encode(row["prompt"]), [*encode(row["answer"]), EOS_ID]) for row in rows])
+    """The prompts with their answers. The labels are the answers."""
+    conversations = []
+    for row in rows:
+        prompt = encode(row["prompt"])
+        answer = [*encode(row["answer"]), EOS_ID]
+        conversations.append((prompt, answer))
+    return padded(conversations)
 
 
 def padded(conversations: Sequence[Sequence[list[int]]]) -> Batch:
-    """Conversations as the tokens of their turns: what is given, what the policy writes, what is given, and so on."""
-    width = max(sum(map(len, turns)) for turns in conversations)
-    ids, labels = torch.full((len(conversations), width), PAD_ID), torch.full((len(conversations), width), -100)
-    for i, turns in enumerate(conversations):
-        end = 0
+    """The batch of R conversations, each a list of turns in tokens. The labels are every second turn: the policy's."""
+    shape = (len(conversations), max(sum(map(len, turns)) for turns in conversations))
+    ids_RS = torch.full(shape, PAD_ID)
+    labels_RS = torch.full(shape, -100)
+    for row, turns in enumerate(conversations):
+        start = 0
         for number, turn in enumerate(turns):
-            start, end = end, end + len(turn)
-            ids[i, start:end] = torch.tensor(turn)
+            end = start + len(turn)
+            ids_RS[row, start:end] = torch.tensor(turn)
             if number % 2:
-                labels[i, start:end] = ids[i, start:end]
-    return ids, labels
+                labels_RS[row, start:end] = ids_RS[row, start:end]
+            start = end
+    return ids_RS, labels_RS
 
 
 @torch.no_grad()
@@ -155,17 +179,18 @@ def warm_up(
     model: Any, rows: Sequence[Row], checked: Sequence[Row], *, seed: int, learning_rate: float, check_every: int
 ) -> Iterator[dict[str, float]]:
     """`imitate` for the answers of `rows`, checked with those of `checked`."""
-    taught, held_out = supervised_batch(rows), supervised_batch(checked)
+    taught = supervised_batch(rows)
+    held_out = supervised_batch(checked)
     return imitate(model, taught, held_out, seed=seed, learning_rate=learning_rate, check_every=check_every)
 
 
 def imitate(
     model: Any, taught: Batch, checked: Batch, *, seed: int, learning_rate: float, check_every: int
 ) -> Iterator[dict[str, float]]:
-    """Trains on what the policy writes in `taught`, without end. Yields `steps`, `loss` and `solve_rate` of `checked`.
+    """Trains on the labels of `taught`, without end. Yields `steps`, `loss`, and the `solve_rate` of `checked`.
 
-    It yields every `check_every` steps. The number of steps that a model needs differs by seed, so the caller ends the
-    training by the solve rate.
+    There is a result every `check_every` steps. The number of steps that a model needs differs by seed, so the caller
+    ends the training by the solve rate.
     """
     rng = random.Random(seed)
     torch.manual_seed(seed)
@@ -188,24 +213,27 @@ def imitate(
 
 
 def lessons(tokenizer: PreTrainedTokenizerFast, rows: Sequence[Row], kind: str) -> tuple[Batch, Batch]:
-    """What the warm-up of one of PROBLEMS teaches, and what it is checked with."""
+    """The batch that the warm-up of one of PROBLEMS teaches, and the batch that checks it."""
     if kind != "tools":
         return supervised_batch(rows), supervised_batch(rows[:_CHECKED])
-    with_tool, alone = (tools.demonstrations(tokenizer, rows, with_tool=each) for each in (True, False))
-    # Most without the tool, so that the policy begins with few calls.
+    with_tool = tools.demonstrations(tokenizer, rows, with_tool=True)
+    alone = tools.demonstrations(tokenizer, rows, with_tool=False)
+    # Most demonstrations are without the tool, so that the policy begins with few calls.
     return padded(with_tool + 2 * alone), padded(with_tool[:_CHECKED])
 
 
 def main(command: str, folder: Path, seed: int, target_solve_rate: float, kind: str = "sums") -> None:
     """Does one of the two commands above; prints progress as JSON lines."""
-    tokenizer, rows = make_tokenizer(), problems(seed, 3000, kind)
+    tokenizer = make_tokenizer()
+    rows = problems(seed, 3000, kind)
     if kind == "tools":
         tools.teach_chat(tokenizer)
     model = make_model(seed, len(tokenizer))
     logging.disable_progress_bar()
     if command == "make":
         save(model, tokenizer, folder / "warm")
-        (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        lines = [json.dumps(row) + "\n" for row in rows]
+        (folder / "prompts.jsonl").write_text("".join(lines))
         return
     # One thread: with two, a second busy process on two cores makes this five times slower.
     torch.set_num_threads(1)
@@ -224,7 +252,7 @@ def main(command: str, folder: Path, seed: int, target_solve_rate: float, kind: 
 
 
 def save(model: Any, tokenizer: Any, folder: Path) -> None:
-    """Writes a model, file by file in the place of one that an engine may be reading."""
+    """Writes a model. It replaces an older one file by file, because an engine may be reading the older one."""
     unfinished = folder.with_name(f"{folder.name}.new")
     model.save_pretrained(unfinished)
     tokenizer.save_pretrained(unfinished)

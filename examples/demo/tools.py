@@ -1,15 +1,16 @@
 """A tiny task with a tool: products of two numbers, which the policy may compute by a calculator, in two turns.
 
-    <user>47*86<eos><assistant>                                                           given
+    <user>47*86<eos><assistant>                                                                 the environment
     <tool_call>{"name": "calculator", "arguments": {"expression": "47*86"}}</tool_call><eos>    the policy
-    <tool>4042<eos><assistant>                                                            given
-    4042<eos>                                                                             the policy
+    <tool>4042<eos><assistant>                                                                  the environment
+    4042<eos>                                                                                   the policy
 
-A model of a million parameters cannot multiply such numbers by itself. Its warm-up shows it both ways, with the tool
-and without, and ends early. So at first it often answers by itself, and wrongly, or makes mistakes when it copies. The
-reward of the answer is what teaches it to call the calculator, and to copy well.
+A model of a million parameters cannot multiply such numbers by itself. The warm-up shows it both ways, with the tool
+and without, and ends early. So at first the model often answers by itself, and wrongly, or makes mistakes when it
+copies. The reward of the answer teaches it to call the calculator, and to copy well.
 
-The words around a call are one token each. In a larger model they are many, and nothing else changes.
+The texts before and after the expression of a call are one token each. In a larger model they are many tokens, and
+nothing else changes.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ CALL_BEGINS = '<tool_call>{"name": "calculator", "arguments": {"expression": "'
 CALL_ENDS = '"}}</tool_call>'
 ROLES = ("<user>", "<assistant>", "<tool>")
 TOKENS = (*ROLES, CALL_BEGINS, CALL_ENDS)
-"""What the tokenizer of the tools knows besides characters."""
+"""The tokens of the tokenizer besides characters."""
 CHAT_TEMPLATE = (
     "{% for message in messages %}{{ '<' + message['role'] + '>' + message['content'] + eos_token }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<assistant>' }}{% endif %}"
@@ -41,7 +42,8 @@ def calculator(expression: str) -> str:
     Args:
         expression: For example "47*86".
     """
-    if (factors := re.fullmatch(r"(\d+)\*(\d+)", expression)) is None:
+    factors = re.fullmatch(r"(\d+)\*(\d+)", expression)
+    if factors is None:
         raise ValueError("write it as 47*86")
     return str(int(factors[1]) * int(factors[2]))
 
@@ -57,7 +59,8 @@ def called(row: Mapping[str, Any], text: str, rollout: Rollout) -> float:
 
 def a_product(rng: random.Random) -> tuple[str, str]:
     """A prompt with two factors of two digits, and its answer: "47*86" and "4042"."""
-    first, second = rng.randrange(10, 100), rng.randrange(10, 100)
+    first = rng.randrange(10, 100)
+    second = rng.randrange(10, 100)
     return f"{first}*{second}", str(first * second)
 
 
@@ -71,14 +74,17 @@ def teach_chat(tokenizer: PreTrainedTokenizerFast) -> PreTrainedTokenizerFast:
 def demonstrations(
     tokenizer: Any, rows: Iterable[Mapping[str, str]], *, with_tool: bool
 ) -> list[tuple[list[int], ...]]:
-    """For each row the tokens of its turns as the tool loop makes them: given, of the policy, given, of the policy."""
-    found = []
+    """For each row the tokens of its turns, as the tool loop makes them.
+
+    Turns of the environment and of the policy alternate; the first is the environment's.
+    """
+    conversations = []
     for row in rows:
         message = {"role": "user", "content": row["prompt"]}
         turns = [tokenizer.apply_chat_template([message], add_generation_prompt=True, tokenize=False)]
         if with_tool:
-            turns += [CALL_BEGINS + row["prompt"] + CALL_ENDS + tokenizer.eos_token]
-            turns += [f"<tool>{row['answer']}{tokenizer.eos_token}<assistant>"]
-        turns += [row["answer"] + tokenizer.eos_token]
-        found.append(tuple(tokenizer.encode(turn, add_special_tokens=False) for turn in turns))
-    return found
+            turns.append(CALL_BEGINS + row["prompt"] + CALL_ENDS + tokenizer.eos_token)
+            turns.append(f"<tool>{row['answer']}{tokenizer.eos_token}<assistant>")
+        turns.append(row["answer"] + tokenizer.eos_token)
+        conversations.append(tuple(tokenizer.encode(turn, add_special_tokens=False) for turn in turns))
+    return conversations

@@ -1,4 +1,4 @@
-"""The variants of the demo: for each the sections of its run file, its task, and how long it goes on."""
+"""The variants of the demo: the sections of the run file, the task, and the number of steps of each."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SUMS: Sections = {
         "group_size": GROUP_SIZE,
         "max_tokens": 6,
         "priority": "advantage",
-        # What so short completions cost is less than what it costs to store them.
+        # To store so short completions would cost more than to generate them again.
         "partial_groups_table": "",
         "metrics_interval": 0.5,
     },
@@ -60,11 +60,11 @@ class Variant:
     """One demo."""
 
     sections: Sections = field(default_factory=lambda: SUMS)
-    """Of its run file."""
+    """The sections of its run file."""
     task: str = "sums"
     """One of task.PROBLEMS, unless the model and the prompts are made elsewhere: see `run`."""
     panels: Mapping[str, tuple[str, str]] = field(default_factory=lambda: PANELS)
-    """What the picture shows."""
+    """The panels of its picture."""
     steps: int = 150
     """Training steps, unless the user says otherwise."""
     solve_rate: float = 0.4
@@ -72,7 +72,7 @@ class Variant:
 
 
 def changed(sections: Sections, changes: Sections) -> dict[str, Any]:
-    """Sections with `changes` in their place, field by field. A change to None takes the field away."""
+    """Sections with `changes`, field by field. None as a change removes the field."""
     result = dict(sections)
     for name, change in changes.items():
         before = result.get(name)
@@ -90,7 +90,7 @@ _TOOLS: Sections = {
         "max_tokens": 12,
         "chat": True,
         "rollout": "examples.demo.tools:rollout",
-        # It counts the calls, and does not reward them.
+        # `called` has the weight 0: it counts the calls, and does not reward them.
         "reward": ["exact_match", "examples.demo.tools:called=0"],
     },
     "train": {"learning_rate": 1.5e-4},
@@ -102,4 +102,4 @@ DEMO = Variant()
 WITH_TOOL = Variant(changed(SUMS, _TOOLS), task="tools", panels=TOOL_PANELS, steps=50, solve_rate=0.1)
 WITH_AGENT = Variant(changed(WITH_TOOL.sections, _AGENT), task="tools", panels=TOOL_PANELS, steps=50, solve_rate=0.1)
 TASKS: dict[str, Variant] = {"sums": DEMO, "tools": WITH_TOOL, "agent": WITH_AGENT}
-"""By the name that users type."""
+"""The variants by the names that users type."""

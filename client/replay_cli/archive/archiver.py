@@ -1,13 +1,13 @@
-"""Archiver: writes the copies that a table makes of its items (`copy_to`) into segments, until nobody needs it.
+"""Archiver: writes the copies that a table makes of its items (`copy_to`) into segments, until it is told to end.
 
     draw, under a lease ──▶ write into the open segment ──▶ finish it ──▶ acknowledge all that is in it
 
-An item leaves the copies when the segment that has it is on the disk under its name. So a kill loses nothing. What was
-in the open segment comes back to the table when its lease ends, and goes into another segment. A kill between the name
-and the acknowledgement leaves items in two segments; readers count an item once, by its key.
+An item leaves the table of copies when the segment with the item is on the disk under its final name. So a kill loses
+nothing. The items of the open segment come back to the table when their lease ends, and go into another segment. A kill
+between the rename and the acknowledgement leaves items in two segments; readers count an item once, by its key.
 
-The archiver is a client like any other, and one that nobody waits for. It rests between two draws, so that the server
-has its time for others. If it is slow or stands still, the copies let their oldest items go, and count them.
+The archiver is a client like any other, and nobody waits for it. It rests between two draws, so that the server has
+time for other clients. If the archiver is slow or hangs, the table of copies evicts its oldest items, and counts them.
 """
 
 from __future__ import annotations
@@ -24,27 +24,27 @@ from replay_cli.archive.rows import Row
 from replay_cli.archive.segments import GROUP_ROWS, SegmentWriter, remove_unfinished
 from replay_client import LeaseRenewer, ReplayClient
 from replay_client.errors import GONE, DeadlineExceededError, ReplayError
-from replay_client.records import Sample
+from replay_client.records import Sample, ServerInfo
 from replay_client.waits import WaitLog
 from replay_protos.words import counted
 
 log = logging.getLogger("replay_cli.archive")
 
 BYTES_PER_DRAW = 8 << 20
-"""Payload bytes that a draw should have."""
+"""Payload bytes at which a draw aims."""
 MOST_ROWS = 256
-"""Rows that a draw has at most."""
+"""Most rows of a draw."""
 DRAW_SECONDS = 1.0
-"""Seconds that a draw waits for its rows, if fewer are there."""
+"""Seconds that a draw waits for items, if there are fewer than it asks for."""
 REST = 9.0
-"""The archiver rests nine times as long as a draw took. So the server works for it a tenth of the time at most,
-and less when it is busy, for then a draw takes longer. What comes faster waits in the table meanwhile."""
+"""The archiver rests nine times as long as a draw took. So the server works for the archiver a tenth of the time at
+most. A busy server works for it even less, because a draw takes longer. Items that come faster wait in the table."""
 MOST_REST = 1.0
-"""Seconds that it rests at most."""
+"""Most seconds of a rest."""
 LAST_SECONDS = 5.0
-"""Seconds for which an archiver that is to end still draws what waits."""
+"""Seconds for which an archiver that was told to end still draws waiting items."""
 MOST_SILENCE = 600.0
-"""Seconds without an answer of the server, after which nobody needs its archiver any more."""
+"""Seconds without an answer of the server, after which the archiver gives up."""
 
 
 @dataclass
@@ -53,13 +53,15 @@ class OpenSegment:
 
     writer: SegmentWriter
     begun: float
+    """The time of its first row, by the monotonic clock."""
     nbytes: int = 0
+    """Bytes of the payloads in it."""
     samples: list[Sample] = field(default_factory=list)
-    """Without their payloads."""
+    """The samples without their payloads."""
 
 
 class Archiver:
-    """Archives one table. Raises ValueError if it is none of copies, or `folder` is no folder."""
+    """Archives one table of copies. Raises ValueError if the table holds no copies, OSError if there is no folder."""
 
     def __init__(
         self,
@@ -72,47 +74,64 @@ class Archiver:
         segment_seconds: float = 60.0,
         lease: float = 60.0,
     ) -> None:
-        """`say` gets a line for each finished segment. `table`: that of the copies; "": the only one of the server.
+        """`say` gets a line for each finished segment. `table`: the table of copies; "": the only one of the server.
 
-        A segment is finished after so many bytes of payloads, at most a quarter of what the server may hold, for it
-        holds them meanwhile; or after so many seconds. `lease`: seconds after which the items of a killed archiver come
-        back to the table.
+        A segment is finished after `segment_bytes` bytes of payloads or `segment_seconds` seconds. It has at most a
+        quarter of the bytes that the server may hold, because the server holds them meanwhile. `lease`: seconds after
+        which the items of a killed archiver come back to the table.
         """
         folder.mkdir(parents=True, exist_ok=True)
-        self._client, self._folder, self._say = client, folder, say
-        self._segment_seconds, self._lease = segment_seconds, lease
+        self._client = client
+        self._folder = folder
+        self._say = say
+        self._segment_seconds = segment_seconds
+        self._lease = lease
         info = client.server_info()
-        sources = {json.loads(each.config)["copy_to"]: name for name, each in info.tables.items()}
-        copies = [name for name in sources if name is not None and table in ("", name)]
-        if len(copies) != 1:
-            names = ", ".join(filter(None, sources)) or "none, so set copy_to at the table whose groups are to be kept"
-            raise ValueError(f"which table has the copies to archive? Those of the server at {client.address}: {names}")
-        [self._table] = copies
-        self._source = sources[self._table]
-        self._most_bytes = min(segment_bytes, info.max_bytes // 4 or segment_bytes)
+        self._table, self._source = self._find_copies(info, table)
+        self._most_bytes = segment_bytes
+        quarter = info.max_bytes // 4
+        if quarter:  # 0: the server has no limit
+            self._most_bytes = min(segment_bytes, quarter)
         self._open: OpenSegment | None = None
         self._rows = 1
         """The number of rows that the next draw asks for."""
-        if removed := remove_unfinished(folder):
+        removed = remove_unfinished(folder)
+        if removed:
             segments = counted(removed, "segment")
             log.warning("removed %s that a killed archiver left unfinished; the items come again", segments)
 
-    def run(self, ends: Callable[[], bool]) -> None:
-        """Archives until `ends`. Then what still waits gets LAST_SECONDS, and the open segment is finished.
+    def _find_copies(self, info: ServerInfo, table: str) -> tuple[str, str]:
+        """The table of copies, and the table whose items it copies. Raises ValueError unless there is exactly one."""
+        sources: dict[str, str] = {}
+        for name, source in info.tables.items():
+            copy_to = json.loads(source.config)["copy_to"]
+            if copy_to is not None:
+                sources[copy_to] = name
+        copies = [name for name in sources if table in ("", name)]
+        if len(copies) != 1:
+            names = ", ".join(sources) or "none, so set copy_to at the table whose groups are to be kept"
+            raise ValueError(
+                f"which table has the copies to archive? Those of the server at {self._client.address}: {names}"
+            )
+        return copies[0], sources[copies[0]]
 
-        While the server does not answer, this waits for it. Raises ServerUnavailableError after MOST_SILENCE, and
-        TableNotFoundError if there are no copies any more.
+    def run(self, ends: Callable[[], bool]) -> None:
+        """Archives until `ends()` is true. Then draws waiting items for LAST_SECONDS, and finishes the open segment.
+
+        While the server does not answer, `run` waits for it. Raises ServerUnavailableError after MOST_SILENCE, and
+        TableNotFoundError if the table of copies is gone.
         """
-        waits, answered = WaitLog("the archiver"), time.monotonic()
+        waits = WaitLog("the archiver")
+        answered = time.monotonic()
         with self._client.auto_renew([], self._lease, lambda lost: None) as renewer:
             try:
                 while not ends():
                     try:
                         begun = time.monotonic()
-                        came = self._step(renewer, DRAW_SECONDS)
+                        items = self._step(renewer, DRAW_SECONDS)
                         waits.go_on()
                         answered = time.monotonic()
-                        if came:
+                        if items:
                             time.sleep(min(REST * (answered - begun), MOST_REST))
                     except GONE as error:
                         if time.monotonic() - answered > MOST_SILENCE:
@@ -127,7 +146,7 @@ class Archiver:
                 self._give_up()
 
     def _step(self, renewer: LeaseRenewer, seconds: float) -> int:
-        """Draws items, for at most `seconds`, and writes them; finishes the open segment if its time has come.
+        """Draws items, for at most `seconds`, and writes them. Finishes the open segment if it is large or old enough.
 
         Returns the number of items.
         """
@@ -137,22 +156,29 @@ class Archiver:
         if samples:
             renewer.add(samples)
             self._write(samples)
-        if (segment := self._open) is not None and (
-            segment.nbytes >= self._most_bytes or time.monotonic() - segment.begun >= self._segment_seconds
-        ):
-            self._finish(renewer)
+        segment = self._open
+        if segment is not None:
+            is_large = segment.nbytes >= self._most_bytes
+            if is_large or time.monotonic() - segment.begun >= self._segment_seconds:
+                self._finish(renewer)
         return len(samples)
 
     def _write(self, samples: list[Sample]) -> None:
+        """Writes samples into the open segment, and sets the number of rows of the next draw by their size."""
         if self._open is None:
             self._open = OpenSegment(SegmentWriter(self._folder), time.monotonic())
-        self._open.writer.add([row for sample in samples for row in self._rows_of(sample)])
+        rows: list[Row] = []
+        for sample in samples:
+            rows += self._rows_of(sample)
+        self._open.writer.add(rows)
         nbytes = sum(len(sample.payload) for sample in samples)
         self._open.nbytes += nbytes
-        self._rows = max(1, min(MOST_ROWS, len(samples) * BYTES_PER_DRAW // max(1, nbytes)))
+        wanted = len(samples) * BYTES_PER_DRAW // max(1, nbytes)
+        self._rows = max(1, min(MOST_ROWS, wanted))
         self._open.samples += [Sample(sample.info, b"") for sample in samples]
 
     def _rows_of(self, sample: Sample) -> list[Row]:
+        """The rows of a sample in a segment."""
         info = sample.info
         facts = {
             "key": str(info.key),
@@ -168,23 +194,27 @@ class Archiver:
         return [row | {"inserted_at": time.time() - info.age} for row in GROUP_ROWS.rows(facts, sample.payload)]
 
     def _finish(self, renewer: LeaseRenewer) -> None:
-        """Finishes the open segment, and lets the server forget what is in it."""
-        if (segment := self._open) is None:
+        """Finishes the open segment, and acknowledges its items to the server."""
+        segment = self._open
+        if segment is None:
             return
         path = segment.writer.finish()
         self._open = None
         renewer.forget(segment.samples)
-        if missing := self._client.acknowledge(segment.samples).missing:  # their leases ended, so they may be back
+        missing = self._client.acknowledge(segment.samples).missing
+        if missing:  # their leases ended, so the items may be back in the table
             keys = [sample.info.key for sample in segment.samples if sample.info.lease_id in missing]
             self._client.consume(self._table, keys)
         self._say(f"{path.name}: {counted(segment.writer.rows, 'item')}, {counted(segment.nbytes, 'byte')}")
-        if lacking := segment.writer.lacking:
+        lacking = segment.writer.lacking
+        if lacking:
             message = "%s: %s without columns that could not be written, but with the payload; the first is %s"
             log.warning(message, path.name, counted(len(lacking), "item"), lacking[0])
 
     def _give_up(self) -> None:
-        """Requeues what is in the open segment, as far as the server answers."""
-        if (segment := self._open) is None:
+        """Discards the open segment, and requeues its items if the server answers."""
+        segment = self._open
+        if segment is None:
             return
         self._open = None
         segment.writer.discard()

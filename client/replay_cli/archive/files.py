@@ -1,4 +1,4 @@
-"""Files of rows: JSON lines, or Parquet with the package pyarrow, as the end of the name says."""
+"""Writes and reads files of rows: Parquet (with the package pyarrow) if the name says so, and else JSON lines."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from replay_generator.prompts.files import json_lines
 from replay_protos.state import plain
 
 _ROWS_PER_BATCH = 256
-"""Rows in memory at the same time, and in one row group of a parquet file."""
+"""Rows that a writer has in memory at the same time, and rows of one row group of a parquet file."""
 _ROWS_PER_READ = 32
 """Rows of a parquet file in memory at the same time. A row may hold thousands of tokens, each an object of Python."""
 
 
 def write_rows(path: Path, columns: Mapping[str, str], rows: Iterable[Row]) -> int:
-    """Writes the rows beside the file and renames it at the end. Returns how many there were."""
+    """Writes the rows into a file beside `path`, and renames it at the end. Returns the number of rows."""
     unfinished = path.with_name(path.name + ".tmp")
-    writer = _write_parquet if path.suffix == ".parquet" else _write_jsonl
+    write = _write_parquet if path.suffix == ".parquet" else _write_jsonl
     try:
-        count = writer(unfinished, columns, iter(rows))
+        count = write(unfinished, columns, iter(rows))
         unfinished.replace(path)
     finally:
         unfinished.unlink(missing_ok=True)
@@ -32,31 +32,38 @@ def write_rows(path: Path, columns: Mapping[str, str], rows: Iterable[Row]) -> i
 
 
 def read_rows(path: Path, columns: Sequence[str] | None = None) -> Iterator[Row]:
-    """The rows of a file; with `columns`, these are enough.
+    """The rows of a file. With `columns`, a row may lack all other columns.
 
-    Raises ValueError that names a file of another kind, OSError if it cannot be read.
+    Raises ValueError that names a file of another kind, OSError if the file cannot be read.
     """
-    return _read_parquet(path, columns) if path.suffix == ".parquet" else (row for _, row in json_lines(path))
+    if path.suffix == ".parquet":
+        return _read_parquet(path, columns)
+    return (row for _, row in json_lines(path))
 
 
 def _write_jsonl(path: Path, columns: Mapping[str, str], rows: Iterator[Row]) -> int:
     count = 0
     with path.open("w", encoding="utf-8") as file:
         for row in rows:
-            file.write(json.dumps({name: _plain(value) for name, value in row.items()}, ensure_ascii=False) + "\n")
+            document = {name: _plain(value) for name, value in row.items()}
+            file.write(json.dumps(document, ensure_ascii=False) + "\n")
             count += 1
     return count
 
 
 def _plain(value: Any) -> Any:
+    """A value as JSON has it."""
     if isinstance(value, bytes):
         return base64.b64encode(value).decode()
-    # `plain` looks at each entry of a list, and the tokens of a group may be a million.
-    whole = getattr(getattr(value, "dtype", None), "kind", "") in ("i", "b")
-    return value.tolist() if whole else plain(value)
+    dtype = getattr(value, "dtype", None)
+    if getattr(dtype, "kind", "") in ("i", "b"):  # an array of integers or booleans
+        # `plain` would look at each entry, and a group may have a million tokens.
+        return value.tolist()
+    return plain(value)
 
 
 def schema_of(columns: Mapping[str, str]) -> Any:
+    """The schema of pyarrow for columns with these types, by name."""
     import pyarrow
 
     kinds = {"int": pyarrow.int64(), "float": pyarrow.float64(), "str": pyarrow.string(), "bytes": pyarrow.binary()}
@@ -69,7 +76,8 @@ def schema_of(columns: Mapping[str, str]) -> Any:
 def _write_parquet(path: Path, columns: Mapping[str, str], rows: Iterator[Row]) -> int:
     from pyarrow import parquet
 
-    schema, count = schema_of(columns), 0
+    schema = schema_of(columns)
+    count = 0
     with parquet.ParquetWriter(path, schema) as writer:
         while batch := list(islice(rows, _ROWS_PER_BATCH)):
             writer.write_table(table_of(batch, columns, schema))
@@ -81,9 +89,12 @@ def table_of(rows: Sequence[Row], columns: Mapping[str, str], schema: Any) -> An
     """The rows as a table of pyarrow. `schema` is that of `columns`."""
     import pyarrow
 
-    texts = [name for name, kind in columns.items() if kind == "json"]
-    rows = [row | {name: _json_of(row[name]) for name in texts} for row in rows]
-    return pyarrow.Table.from_pylist(rows, schema=schema)
+    json_columns = [name for name, kind in columns.items() if kind == "json"]
+    with_texts = []
+    for row in rows:
+        texts = {name: _json_of(row[name]) for name in json_columns}
+        with_texts.append(row | texts)
+    return pyarrow.Table.from_pylist(with_texts, schema=schema)
 
 
 def _json_of(value: Any) -> str | None:

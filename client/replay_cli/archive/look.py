@@ -1,4 +1,4 @@
-"""`replay archive list`, `step` and `export`: what an archive has."""
+"""`replay archive list`, `step` and `export`: show the groups of an archive, and write them into files."""
 
 from __future__ import annotations
 
@@ -16,14 +16,15 @@ from replay_cli.connection import ask, parse_key, parse_tags
 from replay_cli.items import load_tokenizer
 from replay_cli.options import option, taking
 from replay_cli.output import AsJson, console, fail, misuse, need, plain_table, print_json, say
+from replay_protos.words import counted
 
 if TYPE_CHECKING:
     from replay_cli.archive.outcomes import Outcome
-    from replay_cli.archive.rows import Row
+    from replay_cli.archive.rows import Form, Row
 
 Folder = Annotated[Path, typer.Argument(metavar="FOLDER", help="Folder of the archive, as of `replay archive run`.")]
 _STEPS = "steps.jsonl of the trainer: says what it trained on."
-_WHICH = (
+_SELECTION = (
     option("steps_path", _STEPS, Path, metavar="FILE"),
     option("key", "Only this item; repeatable.", list[int], parser=parse_key, metavar="KEY"),
     option("prompt_id", "Only groups with this prompt_id."),
@@ -31,14 +32,14 @@ _WHICH = (
     option("tag", "Only items with this tag; repeatable.", list[str], metavar="NAME=VALUE"),
     option("outcome", "Only groups that ended so.", Literal["trained", "left-out", "unusable", "unknown"]),
 )
-"""Which groups, by what they are and by what became of them."""
+"""Options that select groups of an archive, by their properties and by their outcome."""
 _SHOWN = ("key", "prompt_id", "policy_version", "group_size", "reward_mean", "reward_std", "bytes", "tags", "table")
 """Columns of a list, beside the outcome."""
 
 
-@taking(_WHICH)
+@taking(_SELECTION)
 def list_groups(
-    which: dict[str, Any],
+    selection: dict[str, Any],
     folder: Folder,
     limit: Annotated[int, typer.Option(min=1, help="The most groups to print, the oldest first.")] = 100,
     as_json: AsJson = False,
@@ -47,8 +48,12 @@ def list_groups(
 
     Example: replay archive list runs/archive --steps-path runs/mine/steps.jsonl --outcome trained
     """
-    found = _groups(folder, which, [*_SHOWN, "inserted_at"])
-    (print_json if as_json else _print_groups)(ask(lambda: list(islice(found, limit))))
+    groups = _groups(folder, selection, [*_SHOWN, "inserted_at"])
+    rows = ask(lambda: list(islice(groups, limit)))
+    if as_json:
+        print_json(rows)
+    else:
+        _print_groups(rows)
 
 
 def show_step(
@@ -61,33 +66,47 @@ def show_step(
 
     Example: replay archive step runs/archive 120 --steps-path runs/mine/steps.jsonl
     """
-    from replay_cli.archive.outcomes import read_steps
-    from replay_dashboard.units import counted
-
-    outcomes = ask(lambda: next((made for step, made in read_steps(steps) if step == number), None))
+    outcomes = ask(lambda: _outcomes_of_step(steps, number))
     if outcomes is None:
         fail(f"{steps} has no step {number}")
-    keys = [each.key for each in outcomes]
-    groups_of_step = _groups(folder, {"steps_path": steps, "key": keys}, _SHOWN) if keys else iter(())
-    found = ask(lambda: {row["key"]: row for row in groups_of_step})
+    keys = [outcome.key for outcome in outcomes]
+    archived: dict[str, Row] = {}
+    if keys:
+        groups_of_step = _groups(folder, {"steps_path": steps, "key": keys}, _SHOWN)
+        archived = ask(lambda: {row["key"]: row for row in groups_of_step})
     document: dict[str, list[Row]] = {"trained": [], "left_out": [], "unusable": []}
-    for each in outcomes:
-        document[each.outcome.replace("-", "_")].append(_used(each, found))
+    for outcome in outcomes:
+        document[outcome.outcome.replace("-", "_")].append(_used(outcome, archived))
     if as_json:
         print_json({"step": number} | document)
         return
+    missing = 0
     for kind, groups in document.items():
+        missing += sum(not group["archived"] for group in groups)
         if groups:
             say(f"{kind.replace('_', ' ')}: {len(groups)}")
             _print_groups(groups)
-    if missing := sum(not each["archived"] for groups in document.values() for each in groups):
+    if missing:
+        line = f"in no finished file: {missing}"
         open_files = len(list(folder.glob("groups-*.tmp")))
-        say(f"in no finished file: {missing}" + f"; {counted(open_files, 'file')} not finished yet" * bool(open_files))
+        if open_files:
+            line += f"; {counted(open_files, 'file')} not finished yet"
+        say(line)
 
 
-@taking(_WHICH)
+def _outcomes_of_step(path: Path, number: int) -> list[Outcome] | None:
+    """The outcomes of the groups of a step, from the trainer's steps.jsonl; None: the file has no such step."""
+    from replay_cli.archive.outcomes import read_steps
+
+    for step, outcomes in read_steps(path):
+        if step == number:
+            return outcomes
+    return None
+
+
+@taking(_SELECTION)
 def export_archive(
-    which: dict[str, Any],
+    selection: dict[str, Any],
     folder: Folder,
     file: Annotated[Path, typer.Argument(metavar="FILE", help="Its name ends with .jsonl or .parquet.")],
     rows: WhichRows = "groups",
@@ -102,67 +121,82 @@ def export_archive(
     from replay_cli.archive.rows import ITEM_COLUMNS, Form
 
     form = Form(rows == "sequences", load_tokenizer(tokenizer), payloads)
-    groups = _groups(folder, which, [*ITEM_COLUMNS, "payload"])
-    found = (written for row in groups for written in form.rows(row, row["payload"]))
-    write(file, form, found, {"folder": str(folder)}, as_json)
+    groups = _groups(folder, selection, [*ITEM_COLUMNS, "payload"])
+    write(file, form, _rows(form, groups), {"folder": str(folder)}, as_json)
 
 
-def _groups(folder: Path, which: Mapping[str, Any], columns: Iterable[str]) -> Iterator[Row]:
-    """The groups that `which` names, with their `outcome`, and in `said` all that is known of it."""
+def _rows(form: Form, groups: Iterable[Row]) -> Iterator[Row]:
+    """The rows that an export writes of these groups."""
+    for group in groups:
+        yield from form.rows(group, group["payload"])
+
+
+def _groups(folder: Path, selection: Mapping[str, Any], columns: Iterable[str]) -> Iterator[Row]:
+    """The selected groups, with their `outcome`, and in `said` all that the trainer wrote about it."""
     need("an archive", "parquet", "pyarrow")
     from replay_cli.archive.outcomes import Outcomes
     from replay_cli.archive.reading import read_groups
 
-    where, tags = _where(which), parse_tags(which.get("tag"))
-    outcomes = ask(lambda: Outcomes(which.get("steps_path")))
+    where = _where(selection)
+    tags = parse_tags(selection.get("tag"))
+    outcomes = ask(lambda: Outcomes(selection.get("steps_path")))
+    wanted = selection.get("outcome")
     for row in read_groups(folder, columns, where, tags):
-        became = outcomes.of(row["key"])
-        if which.get("outcome") in (None, became):
-            yield row | {"outcome": became, "said": outcomes.words(row["key"])}
+        outcome = outcomes.of(row["key"])
+        if wanted in (None, outcome):
+            yield row | {"outcome": outcome, "said": outcomes.words(row["key"])}
 
 
-def _where(which: Mapping[str, Any]) -> Any:
+def _where(selection: Mapping[str, Any]) -> Any:
     """The conditions on columns for pyarrow; None: there are none."""
     from pyarrow.compute import field
 
     conditions = []
-    if keys := which.get("key"):
-        conditions.append(field("key").isin(list(map(str, keys))))
-    if (prompt := which.get("prompt_id")) is not None:
-        conditions.append(field("prompt_id") == prompt)
-    if version := which.get("policy_version"):
-        least, dots, most = version.partition("..")
-        if not all(end == "" or (end.isascii() and end.isdecimal()) for end in (least, most)):
-            misuse(f"--version {version!r} is not a policy version, nor a range such as 40..50")
+    keys = selection.get("key")
+    if keys:
+        conditions.append(field("key").isin([str(key) for key in keys]))
+    prompt_id = selection.get("prompt_id")
+    if prompt_id is not None:
+        conditions.append(field("prompt_id") == prompt_id)
+    versions = selection.get("policy_version")
+    if versions:
+        least, dots, most = versions.partition("..")
+        for end in (least, most):
+            is_number = end.isascii() and end.isdecimal()
+            if end and not is_number:
+                misuse(f"--version {versions!r} is not a policy version, nor a range such as 40..50")
         if least:
             conditions.append(field("policy_version") >= int(least))
-        if most or not dots:
+        if most or not dots:  # without dots, the version is the least and the most
             conditions.append(field("policy_version") <= int(most or least))
     return reduce(and_, conditions) if conditions else None
 
 
-def _used(each: Outcome, found: dict[str, Row]) -> Row:
-    """A group of a step: what the trainer said of it, and what the archive has."""
-    row = found.get(each.key, {})
-    facts = {name: value for name, value in each.facts.items() if name not in ("key", "table")}
-    return row | facts | {"key": each.key, "archived": bool(row)}
+def _used(outcome: Outcome, archived: Mapping[str, Row]) -> Row:
+    """A group of a step: the facts that the trainer wrote of it, and those of the archive."""
+    row = archived.get(outcome.key, {})
+    facts = {name: value for name, value in outcome.facts.items() if name not in ("key", "table")}
+    return row | facts | {"key": outcome.key, "archived": bool(row)}
 
 
 def _print_groups(rows: list[Row]) -> None:
-    cells = [
-        (
-            row["key"],
-            str(row.get("prompt_id") or "-"),
-            str(row.get("policy_version", "-")),
-            _number(row.get("reward_mean")),
-            _number(row.get("reward_std")),
-            str(row.get("bytes", "-")),
-            ", ".join(f"{name}={value}" for name, value in row.get("tags", {}).items()) or "-",
-            str(row.get("outcome", "in no finished file")),
-            str(row.get("said") or row.get("reason") or "-"),
+    """Prints a table with a line for each group."""
+    cells = []
+    for row in rows:
+        tags = [f"{name}={value}" for name, value in row.get("tags", {}).items()]
+        cells.append(
+            (
+                row["key"],
+                str(row.get("prompt_id") or "-"),
+                str(row.get("policy_version", "-")),
+                _number(row.get("reward_mean")),
+                _number(row.get("reward_std")),
+                str(row.get("bytes", "-")),
+                ", ".join(tags) or "-",
+                str(row.get("outcome", "in no finished file")),
+                str(row.get("said") or row.get("reason") or "-"),
+            )
         )
-        for row in rows
-    ]
     columns = ("key", "prompt", "version", "reward mean", "std", "bytes", "tags", "outcome", "what is known")
     console().print(plain_table(columns, cells, left=("key", "prompt", "tags", "outcome", "what is known")))
 

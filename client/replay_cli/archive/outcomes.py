@@ -1,7 +1,7 @@
-"""Outcomes: what a trainer did with each group, from its `steps.jsonl`.
+"""Outcomes: tells what a trainer did with each group, from its `steps.jsonl`.
 
-The trainer knows what it trained on, left out and rejected. All else is `unknown`: the group is still in the server,
-or it left unused, which the counters of its table say (`replay tables`).
+The trainer writes which groups it trained on, left out and rejected. Every other group is `unknown`: it is still in the
+server, or it left unused, which the counters of its table show (`replay tables`).
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ OUTCOMES = ("trained", "left-out", "unusable", "unknown")
 
 @dataclass(frozen=True)
 class Outcome:
-    """One step of the trainer used a group, or left it out. The trainer wrote so in its steps.jsonl."""
+    """The use that one step of the trainer made of a group, by the trainer's steps.jsonl."""
 
     step: int
     what: str
-    """fresh or replayed, of a group that the step trained on; left-out or unusable."""
+    """fresh or replayed, if the step trained on the group; else left-out or unusable."""
     key: str
     facts: dict[str, Any]
-    """As the step's line has it."""
+    """The group's entry in the line of the step."""
 
     @property
     def outcome(self) -> str:
@@ -35,14 +35,14 @@ class Outcome:
         return self.what if self.what in OUTCOMES else "trained"
 
     def words(self) -> str:
-        """Such as `step 412 (fresh)`."""
+        """The outcome in words, such as `step 412 (fresh)`."""
         return f"step {self.step} ({self.what})"
 
 
 def read_steps(path: Path) -> Iterator[tuple[int, list[Outcome]]]:
-    """The steps of a file, in order, each with what it did with its groups.
+    """The steps of a file, in order: the number of each step, and the outcomes of its groups.
 
-    Raises ValueError that names file and line, OSError if it cannot be read.
+    Raises ValueError that names file and line, OSError if the file cannot be read.
     """
     for number, line in json_lines(path):
         try:
@@ -53,26 +53,35 @@ def read_steps(path: Path) -> Iterator[tuple[int, list[Outcome]]]:
 
 
 def _outcomes_of(line: dict[str, Any]) -> list[Outcome]:
-    outcomes = [("left-out", group) for group in line["left_out"]] + [("unusable", group) for group in line["unusable"]]
-    whats = [(str(group["source"]), group) for group in line["trained"]] + outcomes
-    return [Outcome(int(line["step"]), what, str(int(group["key"])), group) for what, group in whats]
+    """The outcomes in a line of the file: trained groups first, then those left out, then unusable ones."""
+    unused = [("left-out", group) for group in line["left_out"]]
+    unused += [("unusable", group) for group in line["unusable"]]
+    trained = [(str(group["source"]), group) for group in line["trained"]]
+    step = int(line["step"])
+    return [Outcome(step, what, str(int(group["key"])), group) for what, group in trained + unused]
 
 
 class Outcomes:
     """Tells what became of each group by its key."""
 
     def __init__(self, steps: Path | None) -> None:
-        """`steps`: the trainer's steps.jsonl; None: nothing is known. Raises as `read_steps`."""
+        """`steps`: the trainer's steps.jsonl; None: nothing is known. Raises the errors of `read_steps`."""
         self._outcomes: dict[str, list[Outcome]] = defaultdict(list)
-        for _, outcomes in () if steps is None else read_steps(steps):
-            for each in outcomes:
-                self._outcomes[each.key].append(each)
+        if steps is None:
+            return
+        for _, outcomes in read_steps(steps):
+            for outcome in outcomes:
+                self._outcomes[outcome.key].append(outcome)
 
     def of(self, key: str) -> str:
-        """One of OUTCOMES."""
-        outcomes = [each.outcome for each in self._outcomes.get(key, ())]
-        return "trained" if "trained" in outcomes else (outcomes or ["unknown"])[-1]
+        """The outcome of a group: `trained` if a step trained on it, else the last one. One of OUTCOMES."""
+        outcomes = [outcome.outcome for outcome in self._outcomes.get(key, ())]
+        if not outcomes:
+            return "unknown"
+        if "trained" in outcomes:
+            return "trained"
+        return outcomes[-1]
 
     def words(self, key: str) -> str:
-        """All that is known, such as `step 412 (fresh); step 430 (replayed)`."""
-        return "; ".join(each.words() for each in self._outcomes.get(key, ()))
+        """All outcomes of a group in words, such as `step 412 (fresh); step 430 (replayed)`."""
+        return "; ".join(outcome.words() for outcome in self._outcomes.get(key, ()))

@@ -1,7 +1,7 @@
-"""Reading: looks into the segments of an archive. Each item counts once, however often a kill had it written.
+"""Reads the segments of an archive. Each item counts once, even if a kill had it written several times.
 
-Readers need no server, and disturb no archiver: a segment that is there never changes. Filters are given to pyarrow,
-which reads only the columns and the parts of the files that they need.
+Readers need no server, and disturb no archiver: a finished segment never changes. pyarrow applies the filters, and
+reads only the columns and the parts of the files that they need.
 """
 
 from __future__ import annotations
@@ -30,16 +30,18 @@ def read_groups(
 ) -> Iterator[Row]:
     """The items of the archive in a folder, in the order in which they were archived, each once.
 
-    `where`: the condition on columns by which pyarrow filters rows as it reads them; None: there is none. `tags`: those
-    that an item has, and their values as text. A file that is damaged is left out, from where the damage begins, and
-    named in the log. Raises ValueError if there is no such folder.
+    `where`: the condition on columns by which pyarrow filters rows as it reads them; None: there is none. `tags`: the
+    tags that an item must have, with their values as text. A damaged file is read up to the damage, and named in the
+    log. Raises ValueError if there is no such folder.
     """
     chosen = list(columns)
+    needed = list(dict.fromkeys([*chosen, "key", "tags"]))  # each once, in this order
+    wanted_tags = tags or {}
     known_keys = set[str]()
-    for row in _rows(folder, list(dict.fromkeys([*chosen, "key", "tags"])), where):
+    for row in _rows(folder, needed, where):
         row["tags"] = json.loads(row["tags"] or "{}")
-        having = all(str(row["tags"].get(name, "")) == value for name, value in (tags or {}).items())
-        if having and row["key"] not in known_keys:
+        has_tags = all(str(row["tags"].get(name, "")) == value for name, value in wanted_tags.items())
+        if has_tags and row["key"] not in known_keys:
             known_keys.add(row["key"])
             yield {name: row[name] for name in chosen}
 
@@ -47,12 +49,12 @@ def read_groups(
 def _rows(folder: Path, columns: list[str], where: Any) -> Iterator[Row]:
     from pyarrow import ArrowException, dataset
 
-    how = dataset.ParquetFragmentScanOptions(page_checksum_verification=True)
-    checked = dataset.ParquetFileFormat(default_fragment_scan_options=how)
+    options = dataset.ParquetFragmentScanOptions(page_checksum_verification=True)
+    checked = dataset.ParquetFileFormat(default_fragment_scan_options=options)
     for path in segments(folder):
         try:
-            found = dataset.dataset(str(path), format=checked, schema=schema_of(GROUP_COLUMNS))
-            for batch in found.to_batches(columns=columns, filter=where, batch_size=_ROWS_PER_READ):
+            segment = dataset.dataset(str(path), format=checked, schema=schema_of(GROUP_COLUMNS))
+            for batch in segment.to_batches(columns=columns, filter=where, batch_size=_ROWS_PER_READ):
                 yield from batch.to_pylist()
         except (ArrowException, OSError) as error:
             message = "replay: %s is damaged, and what cannot be read of it is left out: %s"

@@ -1,4 +1,4 @@
-"""Rows of items, as files have them: which columns there are, and what an item has in them.
+"""Makes the rows of items for files, and declares their columns.
 
 A row is one item, or one sequence of its group. `replay table export` and the archive write the same rows, and
 `replay table import` takes both.
@@ -32,7 +32,7 @@ GROUP_COLUMNS: dict[str, tuple[str, Callable[[RolloutGroup], Any]]] = {
     "reward_std": ("float", lambda group: float(group.rewards.std()) if group.rewards.size else None),
 }
 """The columns that an export reads from a group: by name the type (int, float, str, or list of one of them), and the
-function that reads it.
+function that reads the value.
 
 A list has one value for each rollout; `context_tokens`, `completion_tokens` and `mean_logprobs` have one for each of
 its sequences. Null where an item is not a group."""
@@ -47,10 +47,10 @@ ITEM_COLUMNS = {
     "bytes": "int",
     "tags": "json",
 }
-"""The columns that the server keeps of an item; of type json is an object, in parquet as text. Keys are strings: they
-have 64 bits, and many readers keep only 53."""
+"""The columns with the server's facts about an item. The type json is an object, in Parquet as text. Keys are strings,
+because they have 64 bits, and many readers support only 53."""
 TEXT_COLUMNS = {"prompt": "str", "contexts": "list of str", "completions": "list of str"}
-"""With a tokenizer."""
+"""The further columns of a group with a tokenizer."""
 PAYLOAD = "payload"
 """The bytes of the item, which `import` needs. In JSON lines they are in base64."""
 
@@ -77,22 +77,23 @@ SEQUENCE_COLUMNS = {
 }
 """The columns that an export reads from a sequence, with `--rows sequences`. Null where an item is not a group.
 
-It is sequence number `sequence` of the `sequences` of rollout number `rollout` of `rollouts`. Its tokens are those of
-`prompt_ids`, which all sequences of the group share, of `context_ids` and of `completion_ids`. The lists below have an
-entry for each of `completion_ids`: `loss_mask` says which are trained on, and an unknown log-probability is NaN, in
-JSON lines null. Without advantages of tokens, `token_advantages` is null."""
+The sequence has the number `sequence` among the `sequences` of its rollout, and the rollout the number `rollout` among
+the `rollouts` of its group. The tokens of the sequence are `prompt_ids`, which all sequences of the group share, then
+`context_ids` and `completion_ids`. The lists of float and bool have an entry for each token of `completion_ids`:
+`loss_mask` is true for tokens that are trained on, and an unknown log-probability is NaN, in JSON lines null. Without
+advantages of tokens, `token_advantages` is null."""
 SEQUENCE_TEXTS = {"prompt": "str", "context": "str", "completion": "str"}
-"""With a tokenizer."""
+"""The further columns of a sequence with a tokenizer."""
 
 
 @dataclass
 class Form:
-    """Which rows and columns an export writes."""
+    """The kind of rows and columns that an export writes."""
 
     sequences: bool
     """The export writes a row for each sequence of a group; if False, a row for each item."""
     text: TokenText
-    """Without a tokenizer: no texts."""
+    """The tokenizer. Without one, the rows have no texts."""
     payloads: bool
     """The rows of items have their bytes."""
     items: int = field(default=0, init=False)
@@ -101,49 +102,74 @@ class Form:
     def columns(self) -> dict[str, str]:
         """The type of each column of the file, in their order."""
         if self.sequences:
-            kinds, texts = ITEM_COLUMNS | SEQUENCE_COLUMNS, SEQUENCE_TEXTS
+            columns = ITEM_COLUMNS | SEQUENCE_COLUMNS
+            texts = SEQUENCE_TEXTS
         else:
-            kinds, texts = ITEM_COLUMNS | {name: kind for name, (kind, _) in GROUP_COLUMNS.items()}, TEXT_COLUMNS
-        kinds |= texts if self.text.source else {}
-        return kinds | ({PAYLOAD: "bytes"} if self.payloads and not self.sequences else {})
+            columns = ITEM_COLUMNS | {name: kind for name, (kind, _) in GROUP_COLUMNS.items()}
+            texts = TEXT_COLUMNS
+        if self.text.source:
+            columns |= texts
+        if self.payloads and not self.sequences:
+            columns[PAYLOAD] = "bytes"
+        return columns
 
     def rows(self, facts: Row, payload: Buffer) -> Iterator[Row]:
-        """The rows of an item. `facts`: what the server says of it."""
+        """The rows of an item. `facts`: the server's facts about it, by ITEM_COLUMNS."""
         self.items += 1
-        group, columns = group_of(payload), self.columns()
-        if self.sequences:
-            found = [{}] if group is None else sequence_rows(group, self.text)
+        columns = self.columns()
+        group = group_of(payload)
+        if group is None:
+            rows: list[Row] = [{}]
+        elif self.sequences:
+            rows = sequence_rows(group, self.text)
         else:
-            found = [{} if group is None else {name: of(group) for name, (_, of) in GROUP_COLUMNS.items()}]
-            if group is not None and self.text.source:
-                found[0] |= _texts(group, self.text)
-        known = {name: facts[name] for name in ITEM_COLUMNS}
+            rows = [group_row(group, self.text)]
+        item = {name: facts[name] for name in ITEM_COLUMNS}
         if PAYLOAD in columns:
-            known[PAYLOAD] = bytes(payload)
-        for row in found:
-            yield dict.fromkeys(columns) | known | row
+            item[PAYLOAD] = bytes(payload)
+        for row in rows:
+            yield dict.fromkeys(columns) | item | row
+
+
+def group_row(group: RolloutGroup, text: TokenText) -> Row:
+    """The columns of a group, by GROUP_COLUMNS, and its texts if there is a tokenizer."""
+    row = {name: read(group) for name, (_, read) in GROUP_COLUMNS.items()}
+    if text.source:
+        row |= _texts(group, text)
+    return row
 
 
 def sequence_rows(group: RolloutGroup, text: TokenText) -> list[Row]:
     """The columns of each sequence of a group, by SEQUENCE_COLUMNS, and its texts if there is a tokenizer."""
-    shared, trained_T, rows = group.prompt_ids.size, group.trained_mask, list[Row]()
-    places = ((rollout, part) for rollout, parts in enumerate(counts_of(group)) for part in range(parts))
-    prompts, spans, counts = group.prompts(), group.sampled_spans(), counts_of(group)
+    shared = group.prompt_ids.size
+    trained_T = group.trained_mask
+    counts_G = counts_of(group)
+    numbers_S: list[tuple[int, int]] = []  # of the rollout, and of the sequence in the rollout
+    for rollout, count in enumerate(counts_G):
+        numbers_S += [(rollout, sequence) for sequence in range(count)]
+    prompts_S = group.prompts()
+    spans_S = group.sampled_spans()
+    turns_S = turns_of(group)
     meta = {name: value for name, value in group.meta.items() if name != "turns"}
-    for (rollout, part), before, span, turns in zip(places, prompts, spans, turns_of(group), strict=True):
+    rows = []
+    for numbers, prompt_ids, span, turns in zip(numbers_S, prompts_S, spans_S, turns_S, strict=True):
+        rollout, sequence = numbers
+        token_advantages = None
+        if group.token_advantages is not None:
+            token_advantages = group.token_advantages[span]
         row: Row = {
             "prompt_id": group.prompt_id,
             "rollouts": group.group_size,
             "rollout": rollout,
-            "sequences": counts[rollout],
-            "sequence": part,
+            "sequences": counts_G[rollout],
+            "sequence": sequence,
             "policy_version_end": None if group.policy_version_end is None else int(group.policy_version_end),
             "prompt_ids": group.prompt_ids,
-            "context_ids": before[shared:],
+            "context_ids": prompt_ids[shared:],
             "completion_ids": group.completion_ids[span],
             "loss_mask": trained_T[span],
             "logprobs": group.rollout_logprobs[span],
-            "token_advantages": None if group.token_advantages is None else group.token_advantages[span],
+            "token_advantages": token_advantages,
             "reward": float(group.rewards[rollout]),
             "advantage": float(group.advantages[rollout]),
             "finish_reason": None if group.finish_reasons is None else str(group.finish_reasons[rollout]),
@@ -152,13 +178,14 @@ def sequence_rows(group: RolloutGroup, text: TokenText) -> list[Row]:
             "meta": meta,
         }
         if text.source:
-            row |= {name: text.text(row[f"{name}_ids"].tolist()) for name in ("prompt", "context", "completion")}
+            for name in SEQUENCE_TEXTS:
+                row[name] = text.text(row[f"{name}_ids"].tolist())
         rows.append(row)
     return rows
 
 
 def group_of(payload: Buffer) -> RolloutGroup | None:
-    """The group that the payload of an item is; None: it is something else."""
+    """The group in the payload of an item; None: the payload is no group."""
     try:
         return RolloutGroup.decode(payload)
     except ValueError:
@@ -166,6 +193,7 @@ def group_of(payload: Buffer) -> RolloutGroup | None:
 
 
 def _texts(group: RolloutGroup, text: TokenText) -> Row:
+    """The texts of a group, by TEXT_COLUMNS."""
     shared = group.prompt_ids.size
     return {
         "prompt": text.text(group.prompt_ids.tolist()),
@@ -176,9 +204,12 @@ def _texts(group: RolloutGroup, text: TokenText) -> Row:
 
 def counts_of(group: RolloutGroup) -> list[int]:
     """The number of sequences of each rollout."""
-    return [1] * group.group_size if group.sequence_counts is None else group.sequence_counts.tolist()
+    if group.sequence_counts is None:
+        return [1] * group.group_size
+    counts: list[int] = group.sequence_counts.tolist()
+    return counts
 
 
 def _mean_logprobs(group: RolloutGroup) -> list[float | None]:
-    """The mean of the known log-probabilities of each sequence; null where none is known."""
+    """The mean of the known log-probabilities of each sequence; None where none is known."""
     return [facts["mean_logprob"] for facts in completion_facts(group)]

@@ -1,4 +1,4 @@
-"""`replay archive run`: a reader, as a process beside a server, that writes the archive."""
+"""`replay archive run`: runs the archiver as a process beside a server."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from replay_cli.options import option, taking
 from replay_cli.output import need, say
 from replay_cli.process import LogFormat, LogLevel, log_to_stderr
 
-_HOW = (
+_SETTINGS = (
     option("segment_bytes", "Finish a file after so many bytes of payloads.", int, 64 << 20, min=1),
     option("segment_seconds", "Finish a file after so many seconds.", float, 60.0, min=0.1),
     option("lease", "Seconds after which the items of a killed archiver come back.", float, 60.0, min=1.0),
@@ -23,9 +23,9 @@ _HOW = (
 )
 
 
-@taking(_HOW)
+@taking(_SETTINGS)
 def run_archiver(
-    how: dict[str, Any],
+    settings: dict[str, Any],
     context: typer.Context,
     folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Folder of the files. It is made if need be.")],
     log_level: LogLevel = "info",
@@ -47,7 +47,7 @@ def run_archiver(
     for number in stop_signals():
         signal.signal(number, lambda *_: ended.set())
     with connect(context, 30.0, named=True) as client:
-        archiver = ask(lambda: Archiver(client, folder, say, **how))
+        archiver = ask(lambda: Archiver(client, folder, say, **settings))
         say(f"archiving {client.address} into {folder}")
         ask(lambda: archiver.run(ended.is_set))
         client.leave()

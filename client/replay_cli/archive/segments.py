@@ -1,10 +1,10 @@
-"""Segments: the Parquet files of an archive. A file is there as a whole, or not at all.
+"""Segments: writes the Parquet files of an archive. A reader sees the whole file, or no file.
 
-A segment is written under a name that ends with `.tmp`, forced to the disk, and renamed. Before, no reader sees it.
-Its writer holds a lock on it, so that who starts after a kill knows what nobody will finish, and removes it.
+A segment is written under a name that ends with `.tmp`, forced to the disk, and renamed. No reader sees it before that.
+The writer holds a lock on the file. After a kill, the next archiver finds the file without a lock, and removes it.
 
-It has the items in the rows of `replay table export`, with the time of their insert. Names sort by the time at which
-segments were begun.
+A segment has the rows of `replay table export`, with the time of the insert. The names of segments sort by the time at
+which they were begun.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ GROUP_ROWS = Form(sequences=False, text=TokenText(), payloads=True)
 GROUP_COLUMNS = GROUP_ROWS.columns() | {"inserted_at": "float"}
 """`inserted_at` in seconds since the epoch."""
 _UNWRITABLE = (ValueError, TypeError, OverflowError, NotImplementedError)
-"""What pyarrow raises for a value that its column cannot hold."""
+"""The errors of pyarrow for a value that its column cannot hold."""
 
 
 class SegmentWriter:
-    """A segment that is being written. Raises OSError where the disk does."""
+    """A segment that is being written. Its methods raise OSError if the disk fails."""
 
     def __init__(self, folder: Path) -> None:
         from pyarrow import parquet
@@ -39,36 +39,44 @@ class SegmentWriter:
         self._schema = schema_of(GROUP_COLUMNS)
         self._file: Any = self._unfinished.open("xb")
         fcntl.flock(self._file, fcntl.LOCK_EX)
-        # A dictionary of payloads would cost much and spare nothing, and readers filter by other columns.
+        # Payloads differ, so a dictionary of them would cost much and save nothing. Readers do not filter by payloads
+        # and lists, so they need no statistics of them.
         flat = [name for name, kind in GROUP_COLUMNS.items() if kind in ("int", "float", "str")]
-        how = {"use_dictionary": flat, "write_statistics": flat, "write_page_checksum": True}
-        self._writer = parquet.ParquetWriter(self._file, self._schema, **how)
+        self._writer = parquet.ParquetWriter(
+            self._file,
+            self._schema,
+            use_dictionary=flat,
+            write_statistics=flat,
+            write_page_checksum=True,
+        )
         self.rows = 0
         self.lacking: list[str] = []
-        """What is wrong with each row that went without columns that could not be written."""
+        """A message for each row that was written without some columns, which could not be written."""
 
     def add(self, rows: Sequence[Row]) -> None:
         """Writes rows, without values that their columns cannot hold. They are in the file when it is finished."""
         try:
             table = table_of(rows, GROUP_COLUMNS, self._schema)
-        except _UNWRITABLE:  # were the row left, or the writer to end, it would come again for ever
+        except _UNWRITABLE:  # a row that is not written would come back with each lease, for ever
             table = table_of([self._writable(row) for row in rows], GROUP_COLUMNS, self._schema)
         self._writer.write_table(table)
         self.rows += len(rows)
 
     def _writable(self, row: Row) -> Row:
-        wrong = {}
+        """The row, with null in the columns that cannot hold its values. Notes the first problem in `lacking`."""
+        wrong: dict[str, Exception] = {}
         for name, kind in GROUP_COLUMNS.items():
             try:
                 table_of([row], {name: kind}, schema_of({name: kind}))
             except _UNWRITABLE as error:
                 wrong[name] = error
         if wrong:
-            self.lacking.append(f"{row['key']} without {', '.join(wrong)}: {next(iter(wrong.values()))}")
+            errors = list(wrong.values())
+            self.lacking.append(f"{row['key']} without {', '.join(wrong)}: {errors[0]}")
         return row | dict.fromkeys(wrong)
 
     def finish(self) -> Path:
-        """Forces the segment to the disk, and gives it its name."""
+        """Forces the segment to the disk, and gives it its final name, which is returned."""
         self._writer.close()
         self._file.flush()
         os.fsync(self._file.fileno())
@@ -76,7 +84,7 @@ class SegmentWriter:
         self._file.close()
         folder = os.open(self._path.parent, os.O_RDONLY)
         try:
-            os.fsync(folder)  # the name, too
+            os.fsync(folder)  # forces the new name to the disk
         finally:
             os.close(folder)
         return self._path
@@ -88,16 +96,18 @@ class SegmentWriter:
 
 
 def remove_unfinished(folder: Path) -> int:
-    """Removes the segments that a killed process left unfinished. Returns how many there were."""
+    """Removes the segments that a killed process left unfinished. Returns the number of them."""
     removed = 0
-    for path in filter(Path.is_file, folder.glob("*.parquet.tmp")):  # to open a FIFO waits for its writer
+    for path in folder.glob("*.parquet.tmp"):
+        if not path.is_file():
+            continue  # such as a FIFO, whose opening waits for a writer
         try:
             with path.open("rb") as file:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 path.unlink()
                 removed += 1
         except (BlockingIOError, FileNotFoundError):
-            continue  # somebody writes it, or has just finished it
+            continue  # an archiver writes the segment, or has just finished it
     return removed
 
 

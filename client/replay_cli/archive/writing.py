@@ -1,4 +1,4 @@
-"""Writing: items or groups as rows into a file, for `replay table export` and `replay archive export`."""
+"""Writes items or groups as rows into a file, for `replay table export` and `replay archive export`."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import typer
 
 from replay_cli.connection import ask
 from replay_cli.output import misuse, need, print_result
+from replay_protos.words import counted
 
 if TYPE_CHECKING:
     from replay_cli.archive.rows import Form, Row
@@ -32,9 +33,8 @@ WithPayloads = Annotated[
 
 
 def write(file: Path, form: Form, rows: Iterator[Row], origin: dict[str, str], as_json: bool) -> None:
-    """Writes an export, and prints how much it has. `origin`: what the rows are of, by the name that JSON gives it."""
+    """Writes an export, and prints its size. `origin`: the source of the rows, by its name in JSON."""
     from replay_cli.archive.files import write_rows
-    from replay_dashboard.units import counted
 
     check_name(file)
     count = ask(lambda: write_rows(file, form.columns(), rows))
@@ -44,7 +44,7 @@ def write(file: Path, form: Form, rows: Iterator[Row], origin: dict[str, str], a
 
 
 def check_name(path: Path) -> None:
-    """Ends the command unless the end of the name is that of a kind of files that can be written and read."""
+    """Ends the command unless the end of the name is that of JSON lines or Parquet."""
     if path.suffix == ".parquet":
         need("a .parquet file", "parquet", "pyarrow")
     elif path.suffix not in (".jsonl", ".json"):

@@ -1,7 +1,7 @@
 """Recipes: settings of server, generator and trainer that belong together, in a file of this folder for each.
 
-A command with --recipe takes its part of the file as if the user had written it into the file of --config. What a user
-sets wins. Nobody else knows of recipes.
+A command with --recipe takes its part of the file as if the user had written it into the file of --config. A setting of
+the user wins. Servers, generators and trainers get settings only, and no recipe.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ RECIPES = tuple(sorted(path.stem for path in _FOLDER.glob("*.toml")))
 
 
 def recipe_of(name: str) -> dict[str, Any]:
-    """What the file of this recipe holds: `about`, and the settings of the commands by their names.
+    """The contents of a recipe's file: `about`, and the settings of the commands by their names.
 
-    Raises ValueError that names the recipes that there are.
+    Raises ValueError that lists the recipes.
     """
     if name not in RECIPES:
         raise ValueError(f"recipe must be one of {', '.join(RECIPES)}, not {name!r}")
@@ -30,28 +30,37 @@ def recipe_of(name: str) -> dict[str, Any]:
 
 
 def show_recipe(name: str, command: str, actual: Settings) -> None:
-    """Logs each setting of the recipe, with what the user has set in its place. Call it when the log is set up."""
+    """Logs each setting of the recipe, with the user's value if that differs. Call it when the log is set up.
+
+    `actual`: the settings with which the command runs.
+    """
     recipe = recipe_of(name)
     lines = [f"recipe {name}: {recipe['about']}"]
-    for place, wanted, found in _pairs(recipe[command], actual):
-        line = f"    {place} = {json.dumps(found)}"
-        lines.append(line if found == wanted else f"{line}  (yours; the recipe has {json.dumps(wanted)})")
+    for name, recommended, value in _compare(recipe[command], actual):
+        line = f"    {name} = {json.dumps(value)}"
+        if value != recommended:
+            line += f"  (yours; the recipe has {json.dumps(recommended)})"
+        lines.append(line)
     log = logging.getLogger("replay_server.recipe")
-    log.setLevel(logging.INFO)  # a command whose log begins at warnings says this all the same
-    log.info("\n".join(lines), extra={"has_lines": True})  # JSON, with all control characters written out
+    log.setLevel(logging.INFO)  # some commands log only warnings, and the recipe is to be seen all the same
+    # `has_lines` keeps the lines apart. A value cannot break them: JSON writes control characters out.
+    log.info("\n".join(lines), extra={"has_lines": True})
 
 
-def _pairs(wanted: Settings, actual: Settings, place: str = "") -> Iterator[tuple[str, Any, Any]]:
-    """The place of each setting of the recipe, what it has there, and what is there."""
-    for name, value in wanted.items():
-        found = actual[name]
-        if name == "tables" and isinstance(value[0], Mapping):
-            value, found = _by_name(value), _by_name(found)
-        if isinstance(value, Mapping) and isinstance(found, Mapping):
-            yield from _pairs(value, {**dict.fromkeys(value), **found}, f"{place}{name}.")
+def _compare(recipe: Settings, actual: Settings, section: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """The full name of each setting of the recipe (`section.name`), its value there, and its actual value."""
+    for name, recommended in recipe.items():
+        value = actual[name]
+        if name == "tables" and isinstance(recommended[0], Mapping):
+            recommended = _by_name(recommended)
+            value = _by_name(value)
+        if isinstance(recommended, Mapping) and isinstance(value, Mapping):
+            complete = {**dict.fromkeys(recommended), **value}
+            yield from _compare(recommended, complete, f"{section}{name}.")
         else:
-            yield f"{place}{name}", value, found
+            yield f"{section}{name}", recommended, value
 
 
 def _by_name(tables: list[Settings]) -> Settings:
+    """The settings of tables without their names, by their names."""
     return {table["name"]: {name: value for name, value in table.items() if name != "name"} for table in tables}

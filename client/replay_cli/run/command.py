@@ -47,7 +47,8 @@ def run(
         misuse(error)
     try:
         lock = FolderLock(plan.output_dir, "run")
-        # A run that goes on has its port, and is the better reason. Without a folder, a mistake leaves none behind.
+        # The lock comes before the checks: if the run is under way, its port is in use, and "it runs already" is the
+        # better message. Without a folder the lock comes after them, so that a mistake creates no folder.
         is_held = not check and plan.output_dir.exists()
         if is_held:
             _hold(lock)
@@ -72,7 +73,7 @@ def run(
         if runner.trainer.status != 0:
             step = runner.status.step
             where = f"after step {step}" if step else "before its first step"
-            with suppress(OSError):  # a terminal that was closed
+            with suppress(OSError):  # the terminal was closed
                 complain(f"stopped {where}; the same command goes on with the run")
             raise typer.Exit(128 + signals.first) from None
         reason = ""

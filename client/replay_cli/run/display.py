@@ -1,4 +1,4 @@
-"""Display: shows how a run stands, by a line for each part on a terminal, or by a line each ten seconds in a file."""
+"""Display: shows the state of a run, as a line for each part on a terminal, or a line every ten seconds in a file."""
 
 from __future__ import annotations
 
@@ -19,23 +19,25 @@ from replay_protos.words import counted
 logger = logging.getLogger(__name__)
 
 LINE_SECONDS = 10.0
-"""Between two lines where the output is no terminal."""
+"""Seconds between two lines if the output is no terminal."""
 _NAME_WIDTH = 12
 _STYLES = {"running": "green", "died": "red"}
 
 
 class Display:
-    """Shows how a run stands. Use it in a `with` block."""
+    """Shows the state of a run. Use it in a `with` block."""
 
     def __init__(self, as_json: bool) -> None:
         """`as_json`: lines of JSON for programs."""
         self._as_json = as_json
         self._console = console()
-        self._live = (
-            None if as_json or not self._console.is_terminal else Live(console=self._console, auto_refresh=False)
-        )
+        self._live: Live | None = None
+        if self._console.is_terminal and not as_json:
+            self._live = Live(console=self._console, auto_refresh=False)
         self._is_gone = False
+        """True once the output cannot be written any more."""
         self._line_at = 0.0
+        """The time of the next line, by the monotonic clock."""
         self._last_doing = ""
 
     def __enter__(self) -> Self:
@@ -51,16 +53,16 @@ class Display:
                 ignore_stdout()
 
     def show(self, status: RunStatus) -> None:
-        """Show how the run stands now. Where nobody reads the output any more, the run goes on without."""
+        """Show the state of the run now. If the output cannot be written any more, the run goes on without it."""
         news = status.take_news()
         if self._is_gone:
             return
         try:
             self._show(status, news)
-        except OSError:  # a terminal that was closed, a pipe whose reader has ended
+        except OSError:  # the terminal was closed, or the reader of the pipe has ended
             self._is_gone = True
             ignore_stdout()
-        except Exception as error:  # such as a character that the terminal does not have: no reason to end a run
+        except Exception as error:  # such as a character that the terminal does not have; it must not end the run
             self._is_gone = True
             logger.error("the run goes on without a display: %s: %s", type(error).__name__, error)
 
@@ -98,13 +100,14 @@ class Display:
 
 
 def terminal_lines(status: RunStatus) -> Iterator[Text]:
-    """The lines on a terminal."""
+    """The lines on a terminal: one for each part, one for the learning, and one for what the runner does."""
     for part in status.parts:
         state = part.state
         line = Text(f"{part.name:<{_NAME_WIDTH}}")
         line.append(state, style=_STYLES.get(state, ""))
         words = words_of(status, part)
-        line.append(f", {words}" if words else "")
+        if words:
+            line.append(f", {words}")
         yield line
     yield Text(f"{'learning':<{_NAME_WIDTH}}{learning_of(status)}")
     if status.doing:
@@ -112,13 +115,13 @@ def terminal_lines(status: RunStatus) -> Iterator[Text]:
 
 
 def line_of(status: RunStatus) -> str:
-    """The same as one line, for a file."""
+    """The state of the run as one line, for a file."""
     words = [status.doing] if status.doing else []
     for part in status.parts:
         more = words_of(status, part)
         state = part.state
         if state == "ended" and not more:
-            continue  # it prepared something, long ago
+            continue  # the part that prepared the run ended long ago
         if state != "running":
             more = f"{state}, {more}" if more else state
         words.append(f"{part.name} {more}".rstrip())
@@ -135,7 +138,7 @@ def words_of(status: RunStatus, part: Part) -> str:
         return f"{status.address}{again}" if status.address else ""
     if part.name == "trainer":
         return f"step {status.step} of {status.plan.max_steps}{again}"
-    names = [each.name for each in status.plan.generators]
+    names = [generator.name for generator in status.plan.generators]
     if part.name not in names:
         return ""
     number = names.index(part.name)

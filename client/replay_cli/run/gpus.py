@@ -1,7 +1,7 @@
-"""GPUs of a run: what a person writes as `gpus`, and which GPUs that is on this machine.
+"""Finds the GPUs of this machine that a person names in the setting `gpus` of a run.
 
-A number counts among the GPUs that the shell sees: those of CUDA_VISIBLE_DEVICES where it is set, as under Slurm, and
-else those that nvidia-smi lists. A GPU is named in the environment of a part as CUDA_VISIBLE_DEVICES names it.
+A number is the position of a GPU among those that the shell sees: the GPUs of CUDA_VISIBLE_DEVICES if it is set, as
+under Slurm, and else those that nvidia-smi lists. The environment of a part names a GPU as CUDA_VISIBLE_DEVICES does.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from collections.abc import Mapping, Sequence
 
 VARIABLE = "CUDA_VISIBLE_DEVICES"
 _ORDER = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
-"""Lets CUDA count as nvidia-smi does; without it, the fastest GPU comes first."""
+"""Makes CUDA number the GPUs as nvidia-smi does. Otherwise the fastest GPU comes first."""
 _QUERY = ("nvidia-smi", "--query-gpu=index,uuid", "--format=csv,noheader")
 _SECONDS = 60.0
-"""Most seconds of nvidia-smi: the driver of a machine that has just started takes long."""
+"""Seconds that nvidia-smi may take, at most. The driver of a machine that has just started takes long."""
 _UUID = re.compile(r"(GPU|MIG)-[\w/-]+")
 _RANGE = re.compile(r"(\d+)(?:-(\d+))?")
 _MOST = 1024
@@ -26,15 +26,17 @@ class Gpus:
     """The GPUs that the shell sees, in its order."""
 
     def __init__(self, environ: Mapping[str, str]) -> None:
-        """Asks nothing yet: nvidia-smi is called when it is needed. `environ`: the environment of the shell."""
-        self._path = environ
+        """Starts nothing: nvidia-smi is called when it is needed. `environ`: the environment of the shell."""
+        self._environ = environ
         self._restricted = environ.get(VARIABLE)
         self._listed: dict[str, str] | None = None
+        """The UUIDs by index; None: nvidia-smi has not been called."""
         self._why_none = ""
+        """The reason why nvidia-smi lists no GPUs; empty: there is none."""
 
     @property
     def visible(self) -> list[str]:
-        """The names of all GPUs, as CUDA_VISIBLE_DEVICES has them."""
+        """The names of all GPUs, as CUDA_VISIBLE_DEVICES would name them."""
         if self._restricted is None:
             return [*self._uuids()]
         names = []
@@ -51,10 +53,10 @@ class Gpus:
         Raises ValueError for what names no GPU, for a GPU that is not here, and for one that comes twice.
         """
         found: list[str] = []
-        for each in _numbers_and_uuids(wanted):
-            name = self._with_number(each) if isinstance(each, int) else self._with_uuid(each)
+        for gpu in _numbers_and_uuids(wanted):
+            name = self._with_number(gpu) if isinstance(gpu, int) else self._with_uuid(gpu)
             if name in found:
-                raise ValueError(f"{wanted!r} names the GPU {each} twice")
+                raise ValueError(f"{wanted!r} names the GPU {gpu} twice")
             found.append(name)
         if not found:
             raise ValueError(f"{wanted!r} names no GPUs")
@@ -66,6 +68,7 @@ class Gpus:
         return {VARIABLE: ",".join(names), **order}
 
     def _with_number(self, number: int) -> str:
+        """The name of the GPU with this number. Raises ValueError."""
         visible = self.visible
         if number < len(visible):
             return visible[number]
@@ -78,17 +81,19 @@ class Gpus:
         raise ValueError(f"there is no GPU {number}; {here}, and numbers begin with 0")
 
     def _with_uuid(self, uuid: str) -> str:
+        """The name of the GPU with this UUID. Raises ValueError."""
         visible = self.visible
         for name in visible:
-            # CUDA takes the beginning of a UUID for the whole.
+            # CUDA accepts the beginning of a UUID.
             if name.startswith(uuid):
                 return name
         for index, listed in self._uuids().items():
             if listed.startswith(uuid) and index in visible:
                 return index
         if uuid.startswith("MIG-") and self._restricted is None:
-            return uuid  # the list of nvidia-smi has whole GPUs alone
-        raise ValueError(f"there is no GPU {uuid} here: {', '.join(self._uuids().values()) or 'nvidia-smi lists none'}")
+            return uuid  # nvidia-smi lists whole GPUs only
+        listed = ", ".join(self._uuids().values()) or "nvidia-smi lists none"
+        raise ValueError(f"there is no GPU {uuid} here: {listed}")
 
     def _uuids(self) -> dict[str, str]:
         """The UUID of each GPU of the machine by its index, as nvidia-smi lists them."""
@@ -100,12 +105,16 @@ class Gpus:
         return self._listed
 
     def _lines(self) -> list[str]:
+        """The lines of nvidia-smi. If it fails, there are none, and `_why_none` has the reason."""
         try:
-            done = subprocess.run(_QUERY, env=self._path, capture_output=True, text=True, timeout=_SECONDS, check=True)
+            done = subprocess.run(
+                _QUERY, env=self._environ, capture_output=True, text=True, timeout=_SECONDS, check=True
+            )
         except FileNotFoundError:
             self._why_none = "nvidia-smi is not on the PATH"
         except subprocess.CalledProcessError as error:
-            self._why_none = f"nvidia-smi says: {' '.join((error.stdout + error.stderr).split())[:200]}"
+            output = " ".join((error.stdout + error.stderr).split())
+            self._why_none = f"nvidia-smi says: {output[:200]}"
         except (OSError, subprocess.TimeoutExpired) as error:
             self._why_none = f"nvidia-smi gives no answer: {error}"
         else:

@@ -1,4 +1,4 @@
-"""Part: one command of a run as a process, which is started again where it dies, with its output in a file."""
+"""Part: runs one command of a run as a process, which can be started again, with its output in a file."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from subprocess import DEVNULL, STDOUT
 from replay_client import supervisor
 
 MOST_READ = 1 << 16
-"""Bytes of the end of a log in which its last words are looked for."""
+"""Bytes at the end of a file that are read."""
 
 
 class Part:
     """One command of a run: the server, the trainer or a generator.
 
-    A supervisor runs it, so that its descendants end with it, and with the process that made the part, however that
-    ends. That process must start the part from its main thread.
+    A supervisor runs the command. So all descendants of the command end with it, and with the process that made the
+    part, however that process ends. That process must start the part from its main thread.
     """
 
     def __init__(self, name: str, command: Sequence[str], environment: Mapping[str, str], log: Path) -> None:
-        """`environment`: all that the process gets. `log`: the file to which its output is appended."""
+        """`environment`: all variables of the process. `log`: the file to which its output is appended."""
         self.name = name
         self.log = log
         self.starts = 0
         self.status: int | None = None
-        """The exit status of its last process, as shells have it; None: it runs, or has not been started."""
+        """The exit status of the last process, as shells report it; None: it runs, or has not been started."""
         self.finished = False
         """True once the part has done all of its work. The runner does not start it again then."""
         self.is_stopping = False
@@ -40,7 +40,7 @@ class Part:
 
     @property
     def pid(self) -> int | None:
-        """The process of the supervisor, while it runs."""
+        """The process id of the supervisor; None: it does not run."""
         return None if self._process is None else self._process.pid
 
     @property
@@ -50,7 +50,7 @@ class Part:
 
     @property
     def state(self) -> str:
-        """waiting, running, stopping, stopped, ended (it has done its work) or died."""
+        """The state in a word: waiting, running, stopping, stopped, ended (its work is done) or died."""
         if self.runs:
             return "stopping" if self.is_stopping else "running"
         if not self.starts:
@@ -66,7 +66,8 @@ class Part:
         self.log.parent.mkdir(parents=True, exist_ok=True)
         with self.log.open("ab") as log:
             self._log_begin = log.tell()
-            # A session: Ctrl-C of a terminal reaches `replay run` alone, which stops its parts in order.
+            # In a session of its own, the part does not get Ctrl-C of the terminal: `replay run` alone gets it, and
+            # stops its parts in order.
             self._process = subprocess.Popen(
                 command,
                 stdin=DEVNULL,
@@ -112,7 +113,7 @@ class Part:
             return ""
 
     def last_words(self) -> str:
-        """The last line of its output that is not empty."""
+        """The last line of the output that is not empty."""
         lines = [line.strip() for line in self.output().splitlines() if line.strip()]
         return lines[-1] if lines else "it wrote nothing"
 

@@ -1,7 +1,7 @@
-"""The plan of a run: which processes it has, with their commands, GPUs and files.
+"""Makes the plan of a run: its processes, with their commands, GPUs and files.
 
-Each part is an ordinary command with a file of its own, `output_dir/config/NAME.toml`, with which a person can start it
-by hand.
+Each part is an ordinary command with a file of its own, `output_dir/config/NAME.toml`. With that file, a person can
+start the part by hand.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ _GPU_SHARE = 0.9
 _BESIDE_TRAINER = 0.45
 """The share of a GPU's memory that all engines on it take together, if the trainer uses the GPU too."""
 _LONG = str(7 * 24 * 3600)
-"""Seconds that torchrun lets its ranks end: `replay run` decides when they have had enough."""
+"""Seconds that torchrun gives its ranks to end. They are many, because `replay run` decides how long it waits."""
 SERVER_PATIENCE = "600"
-"""Seconds that a generator waits for a server that is away, which starts again and reads what it has stored."""
+"""Seconds that a generator waits for a server that is away: it is started again, and reads its data."""
 
 
 @dataclass(frozen=True)
@@ -40,18 +40,18 @@ class PartPlan:
     """One process of a run."""
 
     name: str
-    """server, trainer, generator; several generators are generator-1, generator-2, ..."""
+    """server, trainer or generator; several generators are generator-1, generator-2, ..."""
     command: tuple[str, ...]
-    """The whole command line. Whoever starts it sets REPLAY_ADDRESS, or appends `--listen` for the server."""
+    """The command line without the address. The runner sets REPLAY_ADDRESS, or appends `--listen` for the server."""
     environment: Mapping[str, str]
-    """Variables that the process gets besides those of the shell."""
+    """The variables of the process besides those of the shell."""
 
 
 def environment_of(part: PartPlan, environ: Mapping[str, str]) -> dict[str, str]:
-    """The environment of a part: that of the shell, without what it says of other servers, and the part's own."""
+    """The environment of a part: the variables of the shell, without those of other servers, and the part's own."""
     inherited = {}
     for name, value in environ.items():
-        # Each part decides for itself which libraries it quiets: of failed connections only the server tells.
+        # Each part decides for itself which libraries it quiets: only the server reports failed connections.
         if not name.startswith("REPLAY_") and name not in quiet.QUIETED:
             inherited[name] = value
     return inherited | dict(part.environment)
@@ -64,26 +64,25 @@ class RunPlan:
     source: Path
     """The run file."""
     output_dir: Path
-    """Absolute."""
+    """The folder of the run, absolute."""
     max_steps: int
     listen: str
     """host:port of the server; port 0: a free one."""
     server: PartPlan
-    """Whoever starts it appends `--listen`."""
     generators: tuple[PartPlan, ...]
     trainer: PartPlan
     rollouts_table: str
-    """Table of fresh groups."""
+    """The table of fresh groups."""
     train_dir: Path
-    """The trainer's output_dir, with metrics.jsonl."""
+    """The output_dir of the trainer, with metrics.jsonl."""
     generator_metrics: tuple[Path, ...]
     """The metrics file of each generator."""
     files: Mapping[Path, str]
     """The text of each file that the runner writes before it starts a process, by absolute path."""
     client_config: Path | None
-    """One of these files: how clients reach the server. None: by its address alone."""
+    """The file in `files` that says how clients reach the server; None: they need its address only."""
     about: Mapping[str, str]
-    """What each part does, by its name: for `describe`."""
+    """A description of each part for `describe`, by the name of the part."""
 
     @property
     def parts(self) -> tuple[PartPlan, ...]:
@@ -91,20 +90,22 @@ class RunPlan:
         return (self.server, self.trainer, *self.generators)
 
     def describe(self) -> list[str]:
-        """What would run where: a line for each part."""
+        """A line for each part: its name, its description and its GPUs."""
         width = max(len(part.name) for part in self.parts)
         lines = []
         for part in self.parts:
+            line = f"{part.name:{width}}  {self.about[part.name]}"
             gpus = part.environment.get(VARIABLE)
-            where = "" if gpus is None else f", GPU {gpus}"
-            lines.append(f"{part.name:{width}}  {self.about[part.name]}{where}")
+            if gpus is not None:
+                line += f", GPU {gpus}"
+            lines.append(line)
         return lines
 
 
 def read_run(path: Path, sets: Sequence[str], recipe: str | None, environ: Mapping[str, str]) -> RunPlan:
     """The plan of the run in a file. `sets`: texts NAME=VALUE; `environ`: the environment of the shell.
 
-    It starts nothing but nvidia-smi, and writes nothing. Raises ValueError in one line, with file, section and field.
+    Starts nothing but nvidia-smi, and writes nothing. Raises ValueError in one line, with file, section and field.
     """
     run = read_run_file(path, sets, recipe)
     gpus = Gpus(environ)
@@ -132,20 +133,22 @@ def read_run(path: Path, sets: Sequence[str], recipe: str | None, environ: Mappi
     generators = []
     metrics = []
     command: tuple[str, ...]
-    for index, own in enumerate(engines):
+    for index, engine in enumerate(engines):
         ending = "" if processes == 1 else f"-{index + 1}"
         file = config / f"generate{ending}.toml"
-        metrics.append(run.output_dir / f"generator-{index + 1}.jsonl")
-        files[file] = tomli_w.dumps(_settings_of_generator(run, index, metrics[-1], shares[index]))
+        metrics_file = run.output_dir / f"generator-{index + 1}.jsonl"
+        metrics.append(metrics_file)
+        files[file] = tomli_w.dumps(_settings_of_generator(run, index, metrics_file, shares[index]))
         command = (sys.executable, *replay, "--timeout", SERVER_PATIENCE, "generate", "--config", str(file))
-        environment = {} if own is None else gpus.environment(own)
+        environment = {} if engine is None else gpus.environment(engine)
         generators.append(PartPlan(f"generator{ending}", command, environment))
 
     environment = {} if train_gpus is None else gpus.environment(train_gpus)
     launcher: tuple[str, ...] = ()
     if ranks > 1:
         launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks))
-        # Otherwise torchrun kills its ranks after 30 s, perhaps amid a checkpoint. Before torch 2.12 it knows no other.
+        # By default torchrun kills its ranks after 30 s, perhaps in the middle of a checkpoint. Before torch 2.12 that
+        # time cannot be changed.
         environment["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = _LONG
     command = (sys.executable, *launcher, *replay, "train", "--config", str(config / "train.toml"))
     return RunPlan(
@@ -166,12 +169,14 @@ def read_run(path: Path, sets: Sequence[str], recipe: str | None, environ: Mappi
 
 
 def _about(run: RunFile, generators: Sequence[PartPlan], ranks: int) -> dict[str, str]:
-    """What each part does, by its name."""
+    """A description of each part, by the name of the part."""
     server = run.server.server
-    steps = f"replay train, {counted(run.trainer.max_steps, 'step')}"
+    trainer = f"replay train, {counted(run.trainer.max_steps, 'step')}"
+    if ranks > 1:
+        trainer += f", {ranks} ranks"
     about = {
         "server": f"replay serve, listens on {server.listen}, data in {server.data_dir}",
-        "trainer": steps if ranks == 1 else f"{steps}, {ranks} ranks",
+        "trainer": trainer,
     }
     for part in generators:
         about[part.name] = f"replay generate, engine {run.engine}"
@@ -179,10 +184,10 @@ def _about(run: RunFile, generators: Sequence[PartPlan], ranks: int) -> dict[str
 
 
 def _settings_of_generator(run: RunFile, index: int, metrics: Path, share: float | None) -> Settings:
-    """The file of one generator.
+    """The contents of the file of one generator. `share`: the part of a GPU's memory for vLLM; None: its default.
 
-    With the same seed two generators would complete the same prompts in the same order, with the same random numbers:
-    each has a seed of its own. With a `prompts_table` they share one order, that of the generator which began.
+    With the same seed, two generators would complete the same prompts in the same order, with the same random numbers.
+    So each generator has a seed of its own. With a `prompts_table`, all share the order of the first one.
     """
     settings = run.generate | {"seed": run.seed + index, "metrics_path": str(metrics)}
     if share is not None:
@@ -193,13 +198,15 @@ def _settings_of_generator(run: RunFile, index: int, metrics: Path, share: float
 def _check_ranks(run: RunFile, ranks: int) -> None:
     """Raises ValueError unless every rank takes an equal part of a step, and the table can hold it."""
     trainer = run.trainer
-    for what, count in {"fresh": trainer.fresh_groups_per_step, "replayed": trainer.replayed_groups_per_step}.items():
+    counts = {"fresh group": trainer.fresh_groups_per_step, "replayed group": trainer.replayed_groups_per_step}
+    for noun, count in counts.items():
         if count % ranks:
             raise ValueError(
-                f"{run.at('train')} groups_per_step: {counted(count, f'{what} group')} of a step cannot be shared out "
+                f"{run.at('train')} groups_per_step: {counted(count, noun)} of a step cannot be shared out "
                 f"among the {ranks} GPUs: a multiple of {ranks} can"
             )
-    limiter = next(table.rate_limiter for table in run.server.tables if table.name == trainer.rollouts_table)
+    tables = {table.name: table for table in run.server.tables}
+    limiter = tables[trainer.rollouts_table].rate_limiter
     part = trainer.fresh_groups_per_step // ranks
     if limiter.max_size is not None and limiter.max_size < part:
         raise ValueError(
@@ -213,7 +220,7 @@ def _check_ranks(run: RunFile, ranks: int) -> None:
 
 
 def _found(run: RunFile, gpus: Gpus, section: str, wanted: object) -> list[str] | None:
-    """The names of the GPUs of a section; None: it names none, and its processes see what the shell sees."""
+    """The names of the GPUs of a section; None: it names none, and its processes see the GPUs of the shell."""
     if wanted is None:
         return None
     place = f"{run.at(section)} gpus:"
@@ -224,7 +231,7 @@ def _found(run: RunFile, gpus: Gpus, section: str, wanted: object) -> list[str] 
 
 
 def _gpus_of_engine(run: RunFile) -> int:
-    """GPUs of one engine: those of vLLM's tensor, pipeline and data parallelism. Raises ValueError."""
+    """The number of GPUs of one engine, by vLLM's tensor, pipeline and data parallelism. Raises ValueError."""
     count = 1
     if run.engine != "vllm":
         return count
@@ -237,7 +244,10 @@ def _gpus_of_engine(run: RunFile) -> int:
 
 
 def _processes(run: RunFile, gpus: list[str] | None, engine_gpus: int) -> int:
-    """How many generators there are. Raises ValueError if their GPUs cannot be shared out, or one address."""
+    """The number of generators.
+
+    Raises ValueError if the GPUs cannot be shared out among them, or if several would listen on one address.
+    """
     count = _count_of_processes(run, gpus, engine_gpus)
     if count > 1 and "sessions" in run.generate:
         raise ValueError(f"{run.at('generate')} sessions: {count} processes cannot listen on one address: make it one")
@@ -245,21 +255,27 @@ def _processes(run: RunFile, gpus: list[str] | None, engine_gpus: int) -> int:
 
 
 def _count_of_processes(run: RunFile, gpus: list[str] | None, engine_gpus: int) -> int:
+    """The number of generators. Raises ValueError if the GPUs cannot be shared out among them."""
     if gpus is None:
         return run.processes or 1
-    each = f"an engine takes {engine_gpus} of them (engine_arg: tensor_parallel_size and the like)"
+    place = f"{run.at('generate')} gpus:"
+    reason = f"for an engine takes {engine_gpus} of them (engine_arg: tensor_parallel_size and the like)"
     if run.processes is None:
         if len(gpus) % engine_gpus:
-            raise ValueError(f"{run.at('generate')} gpus: {len(gpus)} cannot be shared out, for {each}")
+            raise ValueError(f"{place} {len(gpus)} cannot be shared out, {reason}")
         return len(gpus) // engine_gpus
     needed = run.processes * engine_gpus
-    if needed == len(gpus) or (run.shared_gpus and needed % len(gpus) == 0 and len(gpus) % engine_gpus == 0):
+    if needed == len(gpus):
         return run.processes
-    raise ValueError(f"{run.at('generate')} gpus: {run.processes} processes need {needed}, not {len(gpus)}, for {each}")
+    # With shared_gpus, several engines may use the same GPUs. Each GPU has the same number of engines.
+    divides_evenly = needed % len(gpus) == 0 and len(gpus) % engine_gpus == 0
+    if run.shared_gpus and divides_evenly:
+        return run.processes
+    raise ValueError(f"{place} {run.processes} processes need {needed}, not {len(gpus)}, {reason}")
 
 
 def _shared_out(gpus: list[str] | None, processes: int, engine_gpus: int) -> list[list[str] | None]:
-    """The GPUs of each generator; None: those that the shell sees."""
+    """The GPUs of each generator; None: the GPUs of the shell."""
     if gpus is None:
         return [None] * processes
     groups = [gpus[first : first + engine_gpus] for first in range(0, len(gpus), engine_gpus)]
@@ -273,45 +289,75 @@ def _memory_shares(
     train_gpus: list[str] | None,
     engine_gpus: int,
 ) -> list[float | None]:
-    """What each vLLM may take of the memory of its GPUs, as a share; None: as much as it wants.
+    """The share of the memory of its GPUs that each vLLM may take; None: vLLM's default.
 
-    A side without `gpus` uses the first ones that it sees. Raises ValueError if both sides use one without
-    `shared_gpus`. An engine of transformers without `gpus` may: it takes no more memory than it needs.
+    A section without `gpus` uses the first GPUs that it sees. Raises ValueError if trainer and generators use the same
+    GPU without `shared_gpus`. Engines of transformers without `gpus` may share GPUs: they take the memory that they
+    need, and no more.
     """
     trained_on = set(train_gpus or ())
     if train_gpus is None and run.trainer.device == "auto":
         trained_on = set(gpus.visible[:1])
-    used = [set(own or ()) for own in engines]
+    gpus_of_engines = [set(names or ()) for names in engines]
     if engines[0] is None and run.engine == "vllm":
-        used = [set(gpus.visible[:engine_gpus]) for _ in engines]
-    both = trained_on.intersection(*[set().union(*used)])
-    if both and not run.shared_gpus:
-        silent = [name for name, named in {"generate": engines[0], "train": train_gpus}.items() if named is None]
-        why = f", for [{silent[0]}] names none and takes the first" if silent else ""
-        raise ValueError(
-            f"{run.at('train')} gpus: GPU {', '.join(sorted(both))} is that of [generate] too{why}: name others, or "
-            "set shared_gpus = true above all sections"
-        )
+        first_gpus = gpus.visible[:engine_gpus]
+        gpus_of_engines = [set(first_gpus) for _ in engines]
+    if not run.shared_gpus:
+        _check_apart(run, trained_on, gpus_of_engines, engines[0], train_gpus)
     if run.engine != "vllm":
-        return [None] * len(engines)
-    crowd = Counter(name for own in used for name in own)
+        return [None for _ in engines]
+    engines_on: Counter[str] = Counter()
+    for names in gpus_of_engines:
+        engines_on.update(names)
     shares: list[float | None] = []
-    for own in used:
-        most = max((crowd[name] for name in own), default=0)
-        whole = _BESIDE_TRAINER if own & trained_on else _GPU_SHARE
-        is_alone = most <= 1 and not own & trained_on
-        shares.append(None if is_alone else round(whole / most, 3))
+    for names in gpus_of_engines:
+        most_engines = max((engines_on[name] for name in names), default=0)
+        is_beside_trainer = not names.isdisjoint(trained_on)
+        if is_beside_trainer:
+            shares.append(round(_BESIDE_TRAINER / most_engines, 3))
+        elif most_engines > 1:
+            shares.append(round(_GPU_SHARE / most_engines, 3))
+        else:
+            shares.append(None)
     return shares
+
+
+def _check_apart(
+    run: RunFile,
+    trained_on: set[str],
+    gpus_of_engines: Sequence[set[str]],
+    generate_gpus: list[str] | None,
+    train_gpus: list[str] | None,
+) -> None:
+    """Raises ValueError if the trainer and a generator use the same GPU.
+
+    `generate_gpus`, `train_gpus`: the GPUs that the sections name; None: the section names none.
+    """
+    generated_on: set[str] = set()
+    for names in gpus_of_engines:
+        generated_on |= names
+    both = trained_on & generated_on
+    if not both:
+        return
+    reason = ""
+    if generate_gpus is None:
+        reason = ", for [generate] names none and takes the first"
+    elif train_gpus is None:
+        reason = ", for [train] names none and takes the first"
+    raise ValueError(
+        f"{run.at('train')} gpus: GPU {', '.join(sorted(both))} is that of [generate] too{reason}: name others, or "
+        "set shared_gpus = true above all sections"
+    )
 
 
 # ------------------------------------------------------------------------------------------------ the checks of parts
 
 
 def check_deeply(plan: RunPlan) -> None:
-    """Lets each part check its settings where it will run: `replay generate --check` and the like, side by side.
+    """Lets each part check its settings on this machine: `replay generate --check` and the like, all at once.
 
-    Nothing is started that stays, and nothing is written into output_dir. Raises ValueError with the first line that a
-    part has to say.
+    No process stays, and nothing is written into output_dir. Raises ValueError with the line of the first part that
+    fails.
     """
     with TemporaryDirectory(prefix="replay-run-") as folder:
         moved = {}
@@ -329,14 +375,17 @@ def check_deeply(plan: RunPlan) -> None:
                     raise ValueError(_line_of(plan, part, errors.read_text(errors="replace"), moved))
         finally:
             for _, process, _ in checks:
-                process.terminate()  # its supervisor ends all that it has started
+                process.terminate()  # the supervisor ends the check with all its descendants
                 process.wait()
 
 
 def _start_check(part: PartPlan, moved: Mapping[str, str], errors: Path) -> subprocess.Popen[bytes]:
-    # Not by torchrun: one rank checks for all. Into a file: what a user's function starts may hold a pipe open.
-    words = part.command[part.command.index("replay_cli") + 1 :]
-    command = [*_COMMAND, *(moved.get(word, word) for word in words), "--check"]
+    """Starts the check of a part. `moved`: the copies of the files of the plan. `errors`: gets standard error."""
+    # The command begins behind `replay_cli`. So torchrun is left out: one rank checks for all.
+    begin = part.command.index("replay_cli") + 1
+    arguments = [moved.get(argument, argument) for argument in part.command[begin:]]
+    command = [*_COMMAND, *arguments, "--check"]
+    # Standard error is a file, because a process that a user's function starts could hold a pipe open.
     with errors.open("wb") as file:
         return subprocess.Popen(
             supervised(command),
@@ -348,15 +397,18 @@ def _start_check(part: PartPlan, moved: Mapping[str, str], errors: Path) -> subp
 
 
 _SECTIONS = {"server": "serve", "trainer": "train"}
-"""Of the run file, by the name of a part; all others are generators."""
+"""The section of a part in the run file. All parts that are not here are generators."""
 
 
 def _line_of(plan: RunPlan, part: PartPlan, errors: str, moved: Mapping[str, str]) -> str:
-    """What a part says of its settings, as the run file has them."""
-    lines = [line for line in errors.splitlines() if line.startswith("replay: ")] or errors.splitlines()
+    """The message of a check that failed, with the names of the run file. `errors`: the standard error of the check."""
+    lines = errors.splitlines()
+    our_lines = [line for line in lines if line.startswith("replay: ")]
+    if our_lines:
+        lines = our_lines
     message = lines[-1].removeprefix("replay: ") if lines else "its check failed without a word"
     for path, copy in moved.items():
         message = message.replace(f"{copy}: ", "").replace(copy, path)
-    if re.match(r"--(model|output-dir)\b", message):  # above all sections
+    if re.match(r"--(model|output-dir)\b", message):  # these settings stand above all sections
         return f"{plan.source}: {as_fields(message)}"
     return placed(f"{plan.source}: [{_SECTIONS.get(part.name, 'generate')}]", message)

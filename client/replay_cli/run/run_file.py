@@ -1,8 +1,8 @@
-"""The file of a run: the settings of server, generators and trainer, checked together before anything starts.
+"""Reads the file of a run: the settings of server, generators and trainer, checked together before anything starts.
 
-A recipe is a part of such a file. Each section is checked by the settings of its command. What follows from another
-section is derived (`_derive`), and refused where a person repeats it, because two numbers that must agree will differ
-one day.
+A recipe is a part of such a file. The classes of settings of the commands check the sections. A setting that follows
+from another section is derived. It is refused if a person writes it too (`_DERIVED`), because two numbers that must
+agree will differ one day.
 """
 
 from __future__ import annotations
@@ -39,17 +39,15 @@ Settings = dict[str, Any]
 
 SECTIONS = ("generate", "train", "serve", "client")
 _OWN = ("model", "output_dir", "shared_gpus")
-"""What stands above all sections."""
-_OF_PROCESSES = {"generate": ("processes", "gpus"), "train": ("gpus",)}
-"""What a section has beside the settings of its command."""
+"""The settings that stand above all sections."""
 LISTEN = "127.0.0.1:0"
-"""Where the server of a run listens, unless [serve.server] says so."""
+"""The address of the server, if [serve.server] has none."""
 _MAX_STALENESS = 2
-"""Of [serve.admission], if it does not say: it keeps trainer and generators busy."""
+"""The bound of [serve.admission], if it has none. It keeps trainer and generators busy."""
 QUEUED_STEPS = 4
-"""Steps whose fresh groups the usual queue holds."""
+"""The size of the usual queue, in fresh groups of so many steps."""
 _POOLED_STEPS = 32
-"""Steps whose groups the usual pool holds: more than its max_staleness leaves in it."""
+"""The size of the usual pool, in groups of so many steps: more than its max_staleness leaves in it."""
 _PARTIAL_GROUPS = "partial_groups"
 _AT_TOP = "model stands above all sections, for generators and trainer alike"
 _DERIVED: dict[str, dict[str, str]] = {
@@ -70,45 +68,47 @@ _DERIVED: dict[str, dict[str, str]] = {
         "name": "each part of a run has a name of its own",
     },
 }
-"""By section and name: why nobody sets it."""
+"""The derived settings: the reason why nobody sets one, by section and name."""
 
 
 @dataclass(frozen=True)
 class RunFile:
-    """The settings of a run, checked. Those of a section are complete: the file of a command by hand."""
+    """The settings of a run, checked. With those of a section, a person could start its command by hand."""
 
     path: Path
     model: str
     output_dir: Path
-    """Absolute."""
+    """The folder of the run, absolute."""
     shared_gpus: bool
+    """True if trainer and generators may use the same GPUs."""
     processes: int | None
-    """Generators; None: as many as their GPUs allow."""
+    """The number of generators; None: as many as their GPUs allow."""
     generate_gpus: object
-    """As the person wrote them; None: not given."""
+    """The setting `gpus` of [generate], as the person wrote it; None: there is none."""
     train_gpus: object
+    """The setting `gpus` of [train]."""
     generate: Settings
-    """Without what differs between generators: seed and metrics_path."""
+    """The section [generate] without seed and metrics_path, which differ between generators."""
     train: Settings
     serve: Settings
     client: Settings
-    """Empty: no settings of the connection."""
+    """The section [client]: the settings of the connection."""
     generator: GeneratorConfig
     trainer: GRPOConfig
     server: Config
     engine: str
     engine_args: Settings
     seed: int
-    """Of the first generator."""
+    """The seed of the first generator."""
 
     def at(self, section: str) -> str:
-        """What an error about this section begins with."""
+        """The begin of an error about this section: `run.toml: [train]`."""
         return f"{self.path}: [{section}]"
 
 
 @contextmanager
 def naming(place: str) -> Iterator[None]:
-    """Puts the place of what is wrong before the message of a ValueError, and names settings as the file has them."""
+    """Puts `place` before the message of a ValueError, and names settings as the run file does."""
     try:
         yield
     except ValueError as error:
@@ -116,9 +116,9 @@ def naming(place: str) -> Iterator[None]:
 
 
 def placed(place: str, message: str) -> str:
-    """`message` about a section, as the run file has it. `place`: the file, and the section in brackets.
+    """`message`, about settings of a section, with their place before it. `place`: the file and `[section]`.
 
-    A section of the section's own stands in it: `[train.lora]`.
+    A message about a section inside the section joins both: `[train.lora]`.
     """
     message = as_fields(message)
     if message.startswith("[") and place.endswith("]"):
@@ -128,21 +128,22 @@ def placed(place: str, message: str) -> str:
 
 def as_fields(message: str) -> str:
     """`message`, with the options of commands as fields of a file: `eval_prompts`, not `--eval-prompts`."""
-    return re.sub(r"(?<![\w-])--([a-z][a-z-]+)", lambda match: match[1].replace("-", "_"), message)
+    return re.sub(r"(?<![\w-])--([a-z][a-z-]+)", _as_field, message)
+
+
+def _as_field(match: re.Match[str]) -> str:
+    return match[1].replace("-", "_")
 
 
 def read_run_file(path: Path, sets: Sequence[str] = (), recipe: str | None = None) -> RunFile:
-    """Reads the file, with the settings of a recipe below it and those of `sets` above it: `train.max_steps=100`.
+    """Reads the file of a run. Settings of a recipe give way to it, and those of `sets` (`train.max_steps=100`) win.
 
     Raises ValueError in one line, with the file, the section and the field. Starts and writes nothing.
     """
     found = _with_sets(_read(path), sets)
     _check_names(path, found)
     settings = {name: found.get(name, {}) for name in SECTIONS}
-    for name, reasons in _DERIVED.items():
-        for field, reason in reasons.items():
-            if field in settings[name]:
-                raise ValueError(f"{path}: [{name}] {field}: leave it out: {reason}")
+    _refuse_derived(path, settings)
     if recipe is not None:
         settings = _above_recipe(settings, recipe)
     model = _text_at_top(path, found, "model")
@@ -152,18 +153,23 @@ def read_run_file(path: Path, sets: Sequence[str] = (), recipe: str | None = Non
     shared = found.get("shared_gpus", False)
     if not isinstance(shared, bool):
         raise ValueError(f"{path}: shared_gpus must be true or false, not {shared!r}")
-    own = {name: {field: settings[name].pop(field, None) for field in fields} for name, fields in _OF_PROCESSES.items()}
-    processes = own["generate"]["processes"]
-    if processes is not None and (not isinstance(processes, int) or isinstance(processes, bool) or processes < 1):
-        raise ValueError(f"{path}: [generate] processes must be a whole number from 1, not {processes!r}")
+    # The commands do not have these settings.
+    processes = settings["generate"].pop("processes", None)
+    generate_gpus = settings["generate"].pop("gpus", None)
+    train_gpus = settings["train"].pop("gpus", None)
+    if processes is not None:
+        is_number = isinstance(processes, int) and not isinstance(processes, bool)
+        if not is_number or processes < 1:
+            raise ValueError(f"{path}: [generate] processes must be a whole number from 1, not {processes!r}")
 
     settings["train"] |= {"model": model, "output_dir": str(output_dir / "train"), "resume": True}
     with naming(f"{path}: [train]"):
         named, options = _parsed(train.train, train.SETTINGS, settings["train"])
-        trainer = train.check_options(options | {"output_dir": str(output_dir / "train")}, named).config
-    usual_tables = "tables" not in settings["serve"]
-    generate_section = settings["generate"] | _for_weights(trainer, output_dir, settings["generate"]) | {"model": model}
-    if usual_tables:
+        options |= {"output_dir": str(output_dir / "train")}
+        trainer = train.check_options(options, named).config
+    generate_section = settings["generate"] | _weights_settings(trainer, output_dir, settings["generate"])
+    generate_section["model"] = model
+    if "tables" not in settings["serve"]:
         generate_section.setdefault("tables", [trainer.rollouts_table])
     _store_partial_groups(generate_section, settings["serve"])
     with naming(f"{path}: [generate]"):
@@ -173,8 +179,9 @@ def read_run_file(path: Path, sets: Sequence[str] = (), recipe: str | None = Non
     if generator.group_size == 1 and trainer.teacher is None:
         remedy = "make it 2 or more, or let [train] have a teacher (teacher_weight)"
         raise ValueError(f"{path}: [generate] group_size 1: {OF_ONE}: {remedy}")
-    if why := why_scaled_again(trainer.scale_rewards, generator.advantages):
-        raise ValueError(f"{path}: [train] scale_rewards: {why}")
+    reason = why_scaled_again(trainer.scale_rewards, generator.advantages)
+    if reason:
+        raise ValueError(f"{path}: [train] scale_rewards: {reason}")
     serve = _served(path, settings["serve"], trainer, generator, output_dir)
     server = _config_of(path, serve)
     _check_tables(path, server, trainer, generator)
@@ -185,8 +192,8 @@ def read_run_file(path: Path, sets: Sequence[str] = (), recipe: str | None = Non
         output_dir=output_dir,
         shared_gpus=shared,
         processes=processes,
-        generate_gpus=own["generate"]["gpus"],
-        train_gpus=own["train"]["gpus"],
+        generate_gpus=generate_gpus,
+        train_gpus=train_gpus,
         generate=generate_section,
         train=settings["train"],
         serve=serve,
@@ -204,7 +211,7 @@ def read_run_file(path: Path, sets: Sequence[str] = (), recipe: str | None = Non
 
 
 def _read(path: Path) -> Settings:
-    """What the file says, with names as in Python. Raises ValueError."""
+    """The settings of the file, with names as in Python: `max_steps` for `max-steps`. Raises ValueError."""
     try:
         found = parse_toml(path.read_text())
     except (OSError, UnicodeDecodeError) as error:
@@ -217,6 +224,14 @@ def _read(path: Path) -> Settings:
         if isinstance(found.get(name), dict):
             found[name] = with_underscores(found[name])
     return found
+
+
+def _refuse_derived(path: Path, settings: Mapping[str, Settings]) -> None:
+    """Raises ValueError if a section has a setting that is derived."""
+    for section, reasons in _DERIVED.items():
+        for field, reason in reasons.items():
+            if field in settings[section]:
+                raise ValueError(f"{path}: [{section}] {field}: leave it out: {reason}")
 
 
 def _with_sets(found: Settings, sets: Sequence[str]) -> Settings:
@@ -238,21 +253,22 @@ def _with_sets(found: Settings, sets: Sequence[str]) -> Settings:
 
 
 def _has_null(value: object) -> bool:
-    # No recursion: JSON may be nested deeper than Python can call.
-    parts = [value]
-    while parts:
-        part = parts.pop()
+    """True if a JSON value is null, or contains one."""
+    # A stack in the place of recursion: JSON may be nested deeper than Python can call.
+    stack = [value]
+    while stack:
+        part = stack.pop()
         if part is None:
             return True
         if isinstance(part, dict):
-            parts.extend(part.values())
+            stack.extend(part.values())
         elif isinstance(part, list):
-            parts.extend(part)
+            stack.extend(part)
     return False
 
 
 def _check_names(path: Path, found: Mapping[str, Any]) -> None:
-    """Raises ValueError for a name above the sections that there is not, and for a section that is none."""
+    """Raises ValueError for an unknown name above the sections or in [client], and for a value of the wrong kind."""
     known = (*_OWN, *SECTIONS)
     for name, value in found.items():
         if name not in known:
@@ -266,18 +282,21 @@ def _check_names(path: Path, found: Mapping[str, Any]) -> None:
             raise ValueError(f"{path}: [client] {name} must be a text, true or false, not {value!r}")
 
 
+_EXAMPLES = {"model": 'model = "Qwen/Qwen3-0.6B"', "output_dir": 'output_dir = "runs/mine"'}
+
+
 def _text_at_top(path: Path, found: Mapping[str, Any], name: str) -> str:
+    """The text of a setting that is needed above all sections. Raises ValueError."""
     value = found.get(name)
     if value is None:
-        example = {"model": 'model = "Qwen/Qwen3-0.6B"', "output_dir": 'output_dir = "runs/mine"'}[name]
-        raise ValueError(f"{path}: {name} is needed above all sections, for example {example}")
+        raise ValueError(f"{path}: {name} is needed above all sections, for example {_EXAMPLES[name]}")
     if not isinstance(value, str) or not value:
         raise ValueError(f"{path}: {name} must be a text that is not empty, not {value!r}")
     return value
 
 
 def _above_recipe(settings: Mapping[str, Settings], name: str) -> dict[str, Settings]:
-    """The settings of a person over those of a recipe. What is derived counts for more than a recipe."""
+    """The settings of a person over those of a recipe. The recipe gives way to derived settings too."""
     recipe = recipe_of(name)
     recipe["serve"].get("admission", {}).pop("fresh_groups_per_step", None)
     for section, reasons in _DERIVED.items():
@@ -292,7 +311,7 @@ def _parsed(command: Callable[..., Any], settings: CommandSettings, section: Set
     Raises ValueError.
     """
     commands = Commands("One command.")
-    commands.add(command, lambda: None)  # typer makes a group only of several
+    commands.add(command, lambda: None)  # typer makes a group only of several commands
     parsed = typer.main.get_command(commands).commands[command.__name__]  # type: ignore[attr-defined]
     context = parsed.context_class(parsed, info_name=command.__name__)
     settings.keep(context, section)
@@ -307,38 +326,49 @@ def _parsed(command: Callable[..., Any], settings: CommandSettings, section: Set
     return context.params, settings.resolve(context, context.params, {})
 
 
-# ------------------------------------------------------------------------------------------------ what follows
+# ------------------------------------------------------------------------------------------------ derived settings
 
 
-def _for_weights(trainer: GRPOConfig, output_dir: Path, own: Settings) -> Settings:
-    """Where generators find the weights of the trainer."""
-    found: Settings = {"wait_for_policy": True, "weights_root": str(trainer.weights_dir or trainer.output_dir)}
-    if trainer.weights_url is not None:
-        found["weights_root"] = trainer.weights_url
-        found["weights_cache"] = own.get("weights_cache", str(output_dir / "weights-cache"))
-    return found
+def _weights_settings(trainer: GRPOConfig, output_dir: Path, section: Settings) -> Settings:
+    """The settings with which generators find the weights of the trainer. `section`: [generate] of the person."""
+    settings: Settings = {"wait_for_policy": True}
+    if trainer.weights_url is None:
+        settings["weights_root"] = str(trainer.weights_dir or trainer.output_dir)
+    else:
+        settings["weights_root"] = trainer.weights_url
+        settings["weights_cache"] = section.get("weights_cache", str(output_dir / "weights-cache"))
+    return settings
 
 
-def _store_partial_groups(own: Settings, serve: Settings) -> None:
-    """Lets generators store what they have finished of their groups, unless the person has settled that.
+def _store_partial_groups(section: Settings, serve: Settings) -> None:
+    """Makes generators store the finished rollouts of partial groups, unless the person has decided otherwise.
 
-    The permits of a generator that is killed come with its groups to the one that is started again. Otherwise they
-    come back only after `permit_ttl`, ten minutes, in which nobody may generate. An empty text switches it off.
+    The generator that replaces a killed one then gets the groups of the killed one, with their permits. Otherwise the
+    permits come back only after `permit_ttl`, ten minutes, in which nobody may generate. An empty text for
+    `partial_groups_table` switches this off.
     """
     admission = serve.get("admission", {})
-    if "partial_groups_table" not in own and "permit_tables" not in admission:
-        own["partial_groups_table"] = _PARTIAL_GROUPS
-    if own.get("partial_groups_table") == "":
-        del own["partial_groups_table"]
+    if "partial_groups_table" not in section and "permit_tables" not in admission:
+        section["partial_groups_table"] = _PARTIAL_GROUPS
+    if section.get("partial_groups_table") == "":
+        del section["partial_groups_table"]
 
 
 def _served(path: Path, own: Settings, trainer: GRPOConfig, generator: GeneratorConfig, output_dir: Path) -> Settings:
-    """The settings of the server, with what fits the trainer where the person has not said it. Raises ValueError."""
+    """The settings of the server. `own`: those of the person; the others fit the trainer. Raises ValueError."""
     for name, kind in {"server": dict, "admission": dict, "tables": list}.items():
         if name in own and not isinstance(own[name], kind):
             brackets = "[[serve.tables]]" if name == "tables" else f"[serve.{name}]"
             raise ValueError(f"{path}: [serve] {name} is a section: write {brackets}, not {name} = ...")
-    admission = {"max_staleness": _MAX_STALENESS, **own.get("admission", {})}
+    server = {"listen": LISTEN, "data_dir": str(output_dir / "server"), **own.get("server", {})}
+    admission = _admission_of(path, own.get("admission", {}), trainer, generator)
+    tables = own.get("tables") or _usual_tables(trainer, generator)
+    return {**own, "server": server, "admission": admission, "tables": tables}
+
+
+def _admission_of(path: Path, own: Settings, trainer: GRPOConfig, generator: GeneratorConfig) -> Settings:
+    """The section [serve.admission]. `own`: the settings of the person in it. Raises ValueError."""
+    admission = {"max_staleness": _MAX_STALENESS, **own}
     fresh = trainer.fresh_groups_per_step
     place = f"{path}: [serve.admission] fresh_groups_per_step"
     if "fresh_groups_per_step" not in admission:
@@ -353,17 +383,12 @@ def _served(path: Path, own: Settings, trainer: GRPOConfig, generator: Generator
     stages = [name for name in (generator.partial_groups_table, generator.unscored_table) if name is not None]
     if stages:
         admission.setdefault("permit_tables", stages)
-    return {
-        **own,
-        "server": {"listen": LISTEN, "data_dir": str(output_dir / "server"), **own.get("server", {})},
-        "admission": admission,
-        "tables": own.get("tables") or _usual_tables(trainer, generator),
-    }
+    return admission
 
 
 def _usual_tables(trainer: GRPOConfig, generator: GeneratorConfig) -> list[Settings]:
-    """The tables of `replay serve` without a configuration, by the names and in the sizes of the trainer."""
-    queue, pool = (table.model_dump(mode="json", exclude_unset=True) for table in DEFAULT_TABLES)
+    """The tables of `replay serve` without a configuration, with the names of the trainer, in sizes for its steps."""
+    queue, pool = [table.model_dump(mode="json", exclude_unset=True) for table in DEFAULT_TABLES]
     queue |= {
         "name": trainer.rollouts_table,
         "rate_limiter": {"type": "queue", "max_size": QUEUED_STEPS * trainer.fresh_groups_per_step},
@@ -380,13 +405,14 @@ def _usual_tables(trainer: GRPOConfig, generator: GeneratorConfig) -> list[Setti
 
 
 def _config_of(path: Path, serve: Settings) -> Config:
+    """The configuration of the server, checked. Raises ValueError."""
     try:
         return Config.model_validate(serve)
     except ValidationError as error:
         raise ValueError(f"{path}: {explain(error, sections='serve.')}") from error
 
 
-# ------------------------------------------------------------------------------------------------ what must agree
+# ------------------------------------------------------------------------------------------------ across sections
 
 
 def _check_tables(path: Path, server: Config, trainer: GRPOConfig, generator: GeneratorConfig) -> None:
@@ -401,7 +427,9 @@ def _check_tables(path: Path, server: Config, trainer: GRPOConfig, generator: Ge
     for section, field, table in named:
         if table not in tables:
             raise ValueError(f"{path}: [{section}] {field}: in [[serve.tables]] {unknown_name(table, tables)}")
-    reached = {name for first in generator.tables for name in _way_of(first, tables)}
+    reached: set[str] = set()
+    for table in generator.tables:
+        reached.update(_passed_tables(table, tables))
     if trainer.rollouts_table not in reached:
         raise ValueError(
             f"{path}: [generate] tables: groups of {', '.join(generator.tables)} never get to the rollouts_table of "
@@ -409,8 +437,8 @@ def _check_tables(path: Path, server: Config, trainer: GRPOConfig, generator: Ge
         )
 
 
-def _way_of(first: str, tables: Mapping[str, TableConfig]) -> Iterator[str]:
-    """The tables that a group passes."""
+def _passed_tables(first: str, tables: Mapping[str, TableConfig]) -> Iterator[str]:
+    """The names of the tables that a group passes after its insert into `first`."""
     name: str | None = first
     while name is not None:
         yield name

@@ -3,8 +3,8 @@
     server ──▶ trainer ─┐                          stop:  generators ──▶ trainer, after its step ──▶ server
            └─▶ generators ┴─▶ ... ──▶ last step ──────────▶ generators ──▶ server
 
-It is a plain loop on the main thread, which looks at its parts a few times a second. A signal only asks for the end: no
-exception interrupts a part that is being started.
+The runner is a plain loop on the main thread, which polls its parts a few times a second. A signal only sets a flag. So
+no exception interrupts the start of a part.
 """
 
 from __future__ import annotations
@@ -24,27 +24,27 @@ from replay_client import supervisor
 from replay_client.waits import STOP_SECONDS, StopSignals
 
 LOOK_SECONDS = 0.25
-"""Between two looks at the parts."""
+"""Seconds between two polls of the parts."""
 MOST_DEATHS = 3
-"""A part that dies so often, while the trainer makes no new step, ends the run."""
+"""The run ends if a part dies so often while the trainer makes no new step."""
 FIRST_PAUSE = 1.0
-"""Seconds until a part that died is started again; twice as long after each further death."""
+"""Seconds until a part that died is started again. The pause doubles with each further death."""
 HURRY_SECONDS = 10.0
-"""Seconds that a part gets to end after a second signal; then it is killed."""
+"""Seconds that a part has to end after a second signal. Then it is killed."""
 LISTEN_SECONDS = 600.0
-"""Seconds in which the server must listen. It reads what it has stored before that."""
+"""Seconds in which the server must listen. Before that, it reads its data."""
 ORPHAN_SECONDS = 5.0
-"""Seconds that a process which was killed gets to end."""
+"""Seconds that a killed process has to end."""
 _LOST_SERVER_SECONDS = 60.0
-"""Seconds that the trainer gets to stop where the server is gone for good."""
+"""Seconds that the trainer has to stop if the server is gone for good."""
 _GENERATOR_SECONDS = STOP_SECONDS + HURRY_SECONDS
-"""Seconds that a generator gets to end: more than it needs on any machine."""
+"""Seconds that a generator has to end: more than it needs on any machine."""
 _LISTENING = "listening on "
-"""The server's line that says where it listens, once it answers."""
+"""The begin of the server's line with its address. The server prints it once it answers."""
 
 
 class RunError(Exception):
-    """The run cannot go on; the message says which part failed, why, and where its log is."""
+    """The run cannot go on. The message names the part that failed, the reason, and its log."""
 
 
 class RunStopped(Exception):
@@ -53,15 +53,16 @@ class RunStopped(Exception):
 
 @dataclass
 class Deaths:
-    """How often one part has died since the trainer made its last new step."""
+    """The number of deaths of one part since the trainer made its last new step."""
 
     count: int = 0
     step: int = 0
+    """The trainer's last step at the last death."""
     again_at: float = 0.0
-    """When it is to be started again, by the monotonic clock."""
+    """The time of the next start of the part, by the monotonic clock."""
 
     def add(self, step: int) -> None:
-        """The part has died, while the trainer has made `step` steps."""
+        """Count a death of the part. `step`: the trainer's last step."""
         if step > self.step:
             self.count = 0
             self.step = step
@@ -82,32 +83,35 @@ class Runner:
         signals: StopSignals,
         preparing: Part | None = None,
     ) -> None:
-        """`environ`: that of the shell, of which the parts get most (`environment_of`). `show`: is told how things are,
-        a few times a second. `signals`: the first stops the run, the second hurries, the third kills. `preparing`: a
-        part that makes what the trainer begins with; the trainer starts when it has ended.
+        """`environ`: the environment of the shell, of which the parts get most (`environment_of`). `show`: called with
+        the state of the run a few times a second. `signals`: the first stops the run, the second hurries, the third
+        kills. `preparing`: a part that makes what the trainer begins with; the trainer starts when the part has ended.
         """
         self.plan = plan
         self.signals = signals
         self.address = ""
-        """Where the server listens; empty: it has not started."""
+        """The address of the server; empty: it has not started."""
         self.server = self._part(plan.server, environ)
         self.trainer = self._part(plan.trainer, environ)
-        self.generators = [self._part(each, environ) for each in plan.generators]
+        self.generators = [self._part(generator, environ) for generator in plan.generators]
         self.preparing = preparing
-        first = [] if preparing is None else [preparing]
-        self.status = RunStatus(plan, [*first, self.server, *self.generators, self.trainer])
+        parts = [self.server, *self.generators, self.trainer]
+        if preparing is not None:
+            parts.insert(0, preparing)
+        self.status = RunStatus(plan, parts)
         self._show = show
         self._deaths = {part.name: Deaths() for part in self.status.parts}
         self._watch = ServerWatch(plan)
         self._other_children: set[int] = set()
-        """Processes that this one had before: they are nobody's orphans."""
+        """Children of this process that are not killed: those from before the run, and those that cannot be killed."""
 
     def _part(self, plan: PartPlan, environ: Mapping[str, str]) -> Part:
+        """The part of a plan. Its output goes into `logs/NAME.log`."""
         environment = environment_of(plan, environ) | {"PYTHONUNBUFFERED": "1", IN_A_RUN: str(os.getpid())}
         return Part(plan.name, plan.command, environment, self.plan.output_dir / "logs" / f"{plan.name}.log")
 
     def run(self) -> str:
-        """Run until the trainer has made its last step. Returns why it ended; empty: with the last step.
+        """Run until the trainer has made its last step. Returns the reason of an earlier end; empty: there is none.
 
         Raises RunError if a part fails for good, and RunStopped if a signal asked for the end. No part runs afterwards.
         """
@@ -131,23 +135,25 @@ class Runner:
         finally:
             self._watch.close()
             self._kill_all()
-            supervisor.adopt_orphans(False)  # this process may go on, and would have to reap those of others
+            # This process may go on. As the parent of orphans, it would have to reap all of them.
+            supervisor.adopt_orphans(False)
 
     # ------------------------------------------------------------------------------------------------------- start
 
     def _write_files(self) -> None:
-        """Write the files of the parts: a person can start one by hand with them."""
+        """Write the files of the parts. With its file, a person can start a part by hand."""
         (self.plan.output_dir / "logs").mkdir(parents=True, exist_ok=True)
         for path, text in self.plan.files.items():
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(text)
 
     def _start_server(self) -> None:
-        """Start the server for the first time, and wait until it answers. Later starts are given the same port."""
+        """Start the server for the first time, and wait until it answers. Later starts use the same port."""
         self.status.say("starting the server")
         self.server.start("--listen", self.plan.listen)
         deadline = time.monotonic() + LISTEN_SECONDS
-        while not (address := self._announced()):
+        address = self._announced()
+        while not address:
             self._pause()
             if self.server.poll():
                 self._raise_failed(self.server)
@@ -155,18 +161,20 @@ class Runner:
                 raise RunError(
                     f"the server does not listen after {LISTEN_SECONDS:.0f} s (all of its output: {self.server.log})"
                 )
+            address = self._announced()
         self.address = address
         self.status.address = address
         self.status.note(f"look inside: replay --address {address} dashboard --runs {self.plan.output_dir}")
 
     def _announced(self) -> str:
-        """The address in the server's line, which is whole; empty: it has not come."""
+        """The address in the server's line; empty: the whole line has not come yet."""
         for line in self.server.output().splitlines(keepends=True):
             if line.startswith(_LISTENING) and line.endswith("\n"):
                 return line.removeprefix(_LISTENING).strip()
         return ""
 
     def _start(self, part: Part) -> None:
+        """Start a part with the address of the server."""
         if part is self.server:
             part.start("--listen", self.address)
         else:
@@ -175,12 +183,13 @@ class Runner:
     # ------------------------------------------------------------------------------------------------------- watch
 
     def _watch_parts(self) -> str:
-        """Start the generators and the trainer, and watch all parts. Returns as `run` does."""
+        """Start the generators and the trainer, and watch all parts. Returns the same text as `run`."""
         self.status.say("")
         for part in self.generators:
             self._start(part)
         while True:
-            if not self.trainer.starts and (self.preparing is None or self.preparing.finished):
+            is_prepared = self.preparing is None or self.preparing.finished
+            if is_prepared and not self.trainer.starts:
                 self._start(self.trainer)
             self._pause()
             for part in self.status.parts:
@@ -188,12 +197,13 @@ class Runner:
             if self.trainer.finished:
                 return ""
             if self.trainer.starts and all(part.finished for part in self.generators):
-                reason = self._watch.why_nothing_comes(self.status.step, self.status.training("time/step") or 0.0)
+                step_seconds = self.status.training("time/step") or 0.0
+                reason = self._watch.why_nothing_comes(self.status.step, step_seconds)
                 if reason:
                     return reason
 
     def _mind(self, part: Part) -> None:
-        """Start a part again that has died, after a pause."""
+        """Note the end of a part, or start a part that has died again, after a pause."""
         if part.poll():
             self._note_end(part)
             return
@@ -202,9 +212,10 @@ class Runner:
             self._start_again(part)
 
     def _start_again(self, part: Part) -> None:
+        """Start a part that has died. A start that fails counts as a death."""
         try:
             self._start(part)
-        except OSError as error:  # no memory, no process, no room for its log: perhaps later
+        except OSError as error:  # no memory, no process or no room for the log, which may be there later
             deaths = self._deaths[part.name]
             deaths.add(self.status.step)
             if deaths.count >= MOST_DEATHS:
@@ -212,7 +223,7 @@ class Runner:
             self.status.note(f"the {part.name} cannot be started again: {error}")
 
     def _note_end(self, part: Part) -> None:
-        """A part has ended: it has done its work, or is started again, or has died too often."""
+        """Handle the end of a part: its work is done, or it will be started again, or it has died too often."""
         self._kill_orphans()
         if part.status == 0 and part is not self.server:
             part.finished = True
@@ -224,11 +235,14 @@ class Runner:
         self.status.note(f"the {part.name} {part.ending()}: {part.last_words()}; it is started again")
 
     def _raise_failed(self, part: Part) -> None:
-        times = "" if part.starts < MOST_DEATHS else f", {MOST_DEATHS} times without a new step between"
+        """Raise RunError for a part that has ended for good."""
+        times = ""
+        if part.starts >= MOST_DEATHS:
+            times = f", {MOST_DEATHS} times without a new step between"
         raise RunError(f"the {part.name} {part.ending()}{times}: {part.last_words()} (all of its output: {part.log})")
 
     def _pause(self) -> None:
-        """Show how things are, and wait a moment. Raises RunStopped if a signal has come."""
+        """Show the state of the run, and wait a moment. Raises RunStopped if a signal has come."""
         self.status.read(self._watch.failure)
         self._show(self.status)
         if self.signals.count:
@@ -240,11 +254,14 @@ class Runner:
     def _stop(self, reason: str) -> None:
         """End all parts: the generators, then the trainer after its step, then the server."""
         self._end(reason, self.generators)
-        self._end(reason, [self.trainer] if self.preparing is None else [self.preparing, self.trainer])
+        trainers = [self.trainer]
+        if self.preparing is not None:
+            trainers.insert(0, self.preparing)
+        self._end(reason, trainers)
         self._end(reason, [self.server])
 
     def _end(self, reason: str, parts: Sequence[Part]) -> None:
-        """Tell parts to end, and wait for them. A second signal is passed on to them; a third one kills them."""
+        """Tell parts to end, and wait for them. A second signal hurries them, and a third one kills them."""
         running = [part for part in parts if part.runs]
         if not running:
             return
@@ -252,7 +269,9 @@ class Runner:
         for part in running:
             part.signal(signal.SIGTERM)
         begin = time.monotonic()
-        patience = _GENERATOR_SECONDS if all(part in self.generators for part in running) else float("inf")
+        patience = float("inf")
+        if all(part in self.generators for part in running):
+            patience = _GENERATOR_SECONDS
         hurried_at = float("inf")
         while running:
             now = time.monotonic()
@@ -260,8 +279,8 @@ class Runner:
                 hurried_at = now
                 for part in running:
                     part.signal(signal.SIGINT)
-            killing = self.signals.count > 2 or now > begin + patience or now > hurried_at + HURRY_SECONDS
-            if killing:
+            is_late = now > begin + patience or now > hurried_at + HURRY_SECONDS
+            if is_late or self.signals.count > 2:
                 for part in running:
                     part.kill()
             running = [part for part in running if not part.poll()]
@@ -269,12 +288,14 @@ class Runner:
                 patience = min(patience, now - begin + _LOST_SERVER_SECONDS)
             self.status.read(self._watch.failure)
             self._show(self.status)
-            time.sleep(LOOK_SECONDS if running else 0.0)
+            if running:
+                time.sleep(LOOK_SECONDS)
 
     def _keep_server(self) -> bool:
-        """Start the server again if it has died: a trainer that stops tells it what it has trained on.
+        """Start the server again if it has died: a trainer that stops still tells it which groups it has trained on.
 
-        Returns whether that may still help. Raises nothing: the others are to end in order.
+        Returns False if the server has never started, or is gone for good. Raises nothing, so that the other parts end
+        in order.
         """
         deaths = self._deaths[self.server.name]
         if self.server.poll():
@@ -291,13 +312,13 @@ class Runner:
         return True
 
     def _kill_all(self) -> None:
-        """Kill whatever still runs, with all that it has started."""
+        """Kill all parts that still run, with all their descendants."""
         for part in self.status.parts:
             part.kill()
         self._kill_orphans(all_of_them=True)
 
     def _kill_orphans(self, all_of_them: bool = False) -> None:
-        """Kill the processes that a killed supervisor has left behind: this process is their parent now."""
+        """Kill the processes that a killed supervisor has left behind. This process is their parent now."""
         known = set(self._other_children)
         if not all_of_them:
             known.update(part.pid for part in self.status.parts if part.pid is not None)
@@ -307,12 +328,12 @@ class Runner:
                 self._reap(child)
 
     def _reap(self, child: int) -> None:
-        """Wait for a process that was killed; one of another user, or one that the kernel holds, may not end."""
+        """Wait for a killed process. A process of another user, or one that hangs in the kernel, may not end."""
         deadline = time.monotonic() + ORPHAN_SECONDS
         while True:
             try:
                 ended, _ = os.waitpid(child, os.WNOHANG)
-            except ChildProcessError:  # somebody else has waited for it
+            except ChildProcessError:  # another thread has waited for the process
                 return
             if ended:
                 return

@@ -1,4 +1,4 @@
-"""ServerWatch asks the server of a run what is wrong, and whether more groups will come."""
+"""ServerWatch: asks the server of a run about its problems, and about the groups that still come."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from replay_dashboard.diagnosis import Level
 from replay_trainer.suppliers import why_deserted
 
 WATCH_SECONDS = 5.0
-"""Between two looks at the server."""
+"""Seconds between two requests to the server."""
 EXAMINE_SECONDS = 30.0
-"""Between two examinations by the doctor."""
+"""Seconds between two examinations by the doctor."""
 QUIET_SECONDS = 15.0
-"""Seconds without a step, at least, after which nothing comes any more once all generators have ended."""
+"""Seconds without a new step, at least, before the run ends because all generators have ended."""
 _QUIET_STEPS = 3
-"""The same, as a number of the last step's seconds: the trainer may be amid a step."""
+"""The same as a multiple of the last step's duration: the trainer may be in the middle of a step."""
 _ANSWER_SECONDS = 10.0
 
 
 class ServerWatch:
-    """Looks at the server on a thread of its own: the answers of a server that is away take seconds."""
+    """Asks the server on a thread of its own, because a request to a server that is away takes seconds."""
 
     def __init__(self, plan: RunPlan) -> None:
         self.failure = ""
@@ -33,7 +33,7 @@ class ServerWatch:
         self._plan = plan
         self._address = ""
         self._deserted = ""
-        """Why no more groups come, in words; empty: some may."""
+        """The reason why no more groups come; empty: some may come."""
         self._waited = 0.0
         """Seconds for which the trainer has waited for groups, as the server sees it."""
         self._step = 0
@@ -41,18 +41,18 @@ class ServerWatch:
         self._ended = threading.Event()
 
     def start(self, address: str) -> None:
-        """Look at the server at this address, until `close`."""
+        """Watch the server at this address, until `close`."""
         self._address = address
         threading.Thread(target=self._run, name="server-watch", daemon=True).start()
 
     def close(self) -> None:
-        """Look no more."""
+        """Stop the thread soon."""
         self._ended.set()
 
     def why_nothing_comes(self, step: int, step_seconds: float) -> str:
-        """Why the trainer waits for nothing, in words, if all generators of this run have ended; empty: it need not.
+        """The reason why the trainer waits in vain once all generators have ended; empty: groups may still come.
 
-        `step`: the trainer's last one, which took `step_seconds`.
+        `step`: the trainer's last step, which took `step_seconds`.
         """
         now = time.monotonic()
         if step != self._step:
@@ -73,15 +73,18 @@ class ServerWatch:
                     examine_at = time.monotonic() + EXAMINE_SECONDS
 
     def _connect(self) -> ReplayClient:
-        # By the settings of the run alone: variables of the shell are for other servers. Without a name the server does
-        # not count it among those that work for the run.
+        """A client that uses the settings of the run only: variables of the shell are for other servers."""
         config = self._plan.client_config
         access = Access.find(
-            environment={}, address=self._address, client_config=None if config is None else str(config), name=""
+            environment={},
+            address=self._address,
+            client_config=None if config is None else str(config),
+            name="",  # the server does not count a client without a name among those that work for the run
         )
         return ReplayClient(access.address, _ANSWER_SECONDS, **access.arguments())
 
     def _look(self, client: ReplayClient) -> None:
+        """Asks the server whether groups still come, and how long the trainer has waited."""
         try:
             info = client.server_info()
         except ReplayError:
@@ -92,6 +95,7 @@ class ServerWatch:
         self._waited = max((wait.seconds for wait in waits if wait.count), default=0.0)
 
     def _examine(self, client: ReplayClient) -> None:
+        """Asks the doctor for the first failure."""
         _, findings = doctor.look(client)
         failures = [finding for finding in findings if finding.level == Level.FAILURE]
         if not failures:

@@ -1,4 +1,4 @@
-"""RunStatus tells how a run stands, from the files that its parts write."""
+"""RunStatus: collects the state of a run from the files that its parts write."""
 
 from __future__ import annotations
 
@@ -17,11 +17,12 @@ class LastLine:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.metrics: dict[str, Any] = {}
-        """Empty: there is no line yet."""
+        """The values of the line; empty: there is no line yet."""
         self._size = 0
+        """The size of the file when it was read last, in bytes."""
 
     def read(self) -> None:
-        """Read the last line that is whole, if the file has changed its size."""
+        """Read the last whole line, if the size of the file has changed."""
         try:
             size = self.path.stat().st_size
             if size == self._size:
@@ -32,7 +33,8 @@ class LastLine:
         except OSError:
             return
         self._size = size
-        if len(lines) < 2 or not lines[-2]:  # a resume cuts off steps: perhaps all
+        # The text after the last newline is not whole. No whole line may be left: a resume removes steps, perhaps all.
+        if len(lines) < 2 or not lines[-2]:
             self.metrics = {}
             return
         try:
@@ -43,19 +45,19 @@ class LastLine:
 
 
 class RunStatus:
-    """Tells how a run stands: what its parts do, and what the trainer has learned.
+    """The state of a run: the work of its parts, and the metrics of the trainer.
 
-    The runner writes it. Whoever shows the run reads it.
+    The runner writes it, and the display reads it.
     """
 
     def __init__(self, plan: RunPlan, parts: Sequence[Part]) -> None:
         self.plan = plan
         self.parts = list(parts)
-        """In the order in which they are shown."""
+        """The parts in the order in which they are shown."""
         self.address = ""
-        """Where the server listens; empty: it has not started."""
+        """The address of the server; empty: it has not started."""
         self.doing = ""
-        """The runner does this now; empty: it watches."""
+        """The present action of the runner, in words; empty: it watches."""
         self._news: list[str] = []
         self.failure = ""
         """The doctor's first failure, with its remedy; empty: it found none."""
@@ -63,21 +65,21 @@ class RunStatus:
         self._generating = [LastLine(path) for path in plan.generator_metrics]
 
     def say(self, doing: str) -> None:
-        """The runner begins to do this."""
+        """Set what the runner does now, in words."""
         self.doing = doing
 
     def note(self, sentence: str) -> None:
-        """Something has happened that a person should know."""
+        """Add a sentence about an event that a person should know of."""
         self._news.append(sentence)
 
     def take_news(self) -> list[str]:
-        """The sentences on what has happened since the last call, the oldest first."""
+        """The sentences about events since the last call, the oldest first."""
         news = self._news
         self._news = []
         return news
 
     def read(self, failure: str) -> None:
-        """Read the lines that have been added to the files. `failure`: of the doctor."""
+        """Read the newest lines of the files. `failure`: the doctor's first failure."""
         self.failure = failure
         self._training.read()
         for file in self._generating:
@@ -97,7 +99,7 @@ class RunStatus:
         return _newest(self._generating[number], name)
 
     def document(self) -> dict[str, Any]:
-        """The same as JSON."""
+        """The state as JSON."""
         return {
             "address": self.address,
             "doing": self.doing or "watching",
@@ -112,5 +114,6 @@ class RunStatus:
 
 
 def _newest(file: LastLine, name: str) -> float | None:
+    """A metric of the last line; None: the line has no number of this name."""
     value = file.metrics.get(name)
     return float(value) if isinstance(value, int | float) else None
