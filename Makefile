@@ -124,11 +124,14 @@ test-long: setup-dev $(VERIFIERS)/.ready agents
 	  --override-ini junit_family=xunit1 --junitxml $(LONG_REPORT) $(TEST_ARGS)
 	$(if $(TEST_ARGS),,$(VERIFIERS)/bin/python -m pytest -m long --numprocesses 0 $(VERIFIERS_TESTS))
 
-# The share of test-long that belongs to this commit, a quarter of an hour: tests/long_share.py.
+# The share of test-long that belongs to this commit, a quarter of an hour: tests/long_share.py. A test that fails runs once
+# more when nothing runs beside it: many of them kill, wait and lease by the clock, and machines are busy.
 test-long-share: setup-dev $(VERIFIERS)/.ready
 	@share=$$($(BIN)/python -m tests.long_share); \
 	case "$$share" in *sessions/test_packaged_agents*) $(MAKE) agents;; esac; \
-	$(BIN)/python -m pytest -m long --numprocesses $(TEST_JOBS) --dist loadfile $(TEST_ARGS) $$share
+	$(BIN)/python -m pytest -m long --numprocesses $(TEST_JOBS) --dist loadfile $(TEST_ARGS) $$share || \
+	{ echo "=== those that failed, once more and alone"; \
+	  $(BIN)/python -m pytest -m long --numprocesses 0 --last-failed --last-failed-no-failures none $$share; }
 
 # After a whole run: how long each file takes, from which the shares are made.
 long-seconds: setup-dev

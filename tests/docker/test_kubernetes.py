@@ -111,7 +111,7 @@ def test_no_pod_gets_variables_named_after_the_services_of_its_namespace(overlay
 
 
 def test_a_cluster_that_chooses_the_user_itself_gets_pods_that_name_none():
-    chosen = "--set-json=podSecurityContext={\"runAsUser\":null,\"runAsGroup\":null,\"fsGroup\":null}"
+    chosen = '--set-json=podSecurityContext={"runAsUser":null,"runAsGroup":null,"fsGroup":null}'
     found = pods(*EVERYTHING, chosen)
     assert "server" in found
     for part, pod in found.items():
