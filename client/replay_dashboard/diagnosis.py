@@ -104,7 +104,7 @@ STOPS = ("blocked", "gone", "idle")
 """The reasons why a run stops: requests wait in vain, a part is not connected, or nobody uses the tables. The verdict
 names the first of these that holds."""
 RULES: Mapping[str, Mapping[str, str]] = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
-"""Of each rule `level`, `sentence`, `remedy`, and perhaps `headline` and `stops`. Names of facts stand in braces."""
+"""The `level`, `sentence`, `remedy`, and perhaps `headline` and `stops` of each rule, with names of facts in braces."""
 
 
 def found(rule: str, check: str, level: Level | None = None, **facts: Any) -> Finding:

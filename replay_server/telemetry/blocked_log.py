@@ -22,7 +22,7 @@ class BlockedLog:
     def __init__(self, buffer: ReplayBuffer) -> None:
         self._buffer = buffer
         self._logged: dict[str, float] = {}
-        """For each line that was logged, by name: the time since when it stands still."""
+        """The names of the lines that were logged, and the time since when each stands still."""
 
     async def run(self) -> None:
         """Looks every few seconds. Runs until it is cancelled."""
