@@ -159,7 +159,8 @@ def test_the_code_of_the_page_trains_with_a_generator_that_follows_its_weights(t
         assert 0 <= line["sample/staleness_mean"] <= 16
     with ReplayClient(server.address) as client:
         policy = client.policy()
-        assert (policy.version, policy.weights) == (9, str((tmp_path / WEIGHTS / "step-9").resolve()))
+        assert policy.version == 9
+        assert policy.weights == str((tmp_path / WEIGHTS / "step-9").resolve())
         versions = {item.policy_version for item in client.list_items("replay").items}
         assert max(versions) > 1, "the generator loaded no version that was trained"
     loaded = AutoModelForCausalLM.from_pretrained(policy.weights)
@@ -173,7 +174,8 @@ def test_a_trainer_that_starts_again_goes_on_from_the_version_that_it_left(model
         for expected in (3, 6):
             train(model, server.address, max_steps=2, token_budget=BUDGET, save_strategy="no")
             policy = client.policy()
-            assert (policy.version, Path(policy.weights).name) == (expected, f"step-{expected}")
+            assert policy.version == expected
+            assert Path(policy.weights).name == f"step-{expected}"
             assert [path.name for path in published(WEIGHTS)] == [f"step-{expected - 1}", f"step-{expected}"]
             told = json.loads((Path(policy.weights) / "manifest.json").read_text())["model"]
             assert told == model_facts(str(model), AutoTokenizer.from_pretrained(model))
@@ -199,7 +201,9 @@ def test_an_older_checkpoint_gets_the_groups_of_the_later_ones_again(model, tmp_
         # Each completion is in one step of the new history, which begins at the checkpoint that is left.
         assert trained(tmp_path) == list(range(8 * 5))
         table = client.server_info().tables["rollouts"]
-        assert (table.size, table.reserved, table.restored) == (2, 0, restored)
+        assert table.size == 2
+        assert table.reserved == 0
+        assert table.restored == restored
         assert client.policy().version > before
 
 
@@ -229,7 +233,8 @@ def test_groups_of_a_run_before_are_behind_and_not_ahead(model, server):
         put(server.address, *(make_group(version=version, logprobs=-6.0) for version in (38, 40)))
         trainer = begun(server.address, model)
         trainer._sync_weight()
-        assert (trainer.model_version, client.policy().version) == (1, 41)
+        assert trainer.model_version == 1
+        assert client.policy().version == 41
         rows_of(trainer, 6)
         assert trainer._metrics["train"]["sample/staleness_max"] == [3.0] * 3 + [1.0] * 3
         trainer.rollout_worker.stop()
@@ -421,7 +426,9 @@ def test_a_server_that_is_away_pauses_the_trainer(model, tmp_path, sync_every, b
         assert trained(tmp_path) == list(range(6 * 5))
         with ReplayClient(servers[0].address) as client:
             table = client.server_info().tables["rollouts"]
-            assert (table.size, table.reserved, client.policy().version) == (3, 0, 1 + 6 // sync_every)
+            assert table.size == 3
+            assert table.reserved == 0
+            assert client.policy().version == 1 + 6 // sync_every
     assert "the server is away, and the trainer waits for it" in caplog.text
     assert "the trainer goes on after" in caplog.text
 
@@ -440,7 +447,8 @@ def test_a_server_that_comes_back_without_its_data_is_gone_on_with(model, tmp_pa
         train(model, first.address, max_steps=6, token_budget=BUDGET, save_steps=3)
         with ReplayClient(first.address) as client:
             policy = client.policy()
-            assert (policy.version, policy.weights) == (7, str(published(WEIGHTS)[-1]))
+            assert policy.version == 7
+            assert policy.weights == str(published(WEIGHTS)[-1])
             assert client.server_info().tables["rollouts"].reserved == 0
     assert " could not be acknowledged: the leases had ended" in caplog.text
 

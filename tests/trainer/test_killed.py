@@ -63,8 +63,12 @@ def check_used_up(client: ReplayClient, keys: list[int], inserted: int) -> None:
     """The queue gave every group once, and the pool has each informative one once."""
     tables = client.server_info().tables
     queue, pool = tables["rollouts"], tables["replay"]
-    assert (queue.size, queue.reserved, queue.consumed, queue.samples) == (0, 0, inserted, inserted)
-    assert (pool.size, pool.inserts) == (len(keys), len(keys))
+    assert queue.size == 0
+    assert queue.reserved == 0
+    assert queue.consumed == inserted
+    assert queue.samples == inserted
+    assert pool.size == len(keys)
+    assert pool.inserts == len(keys)
 
 
 @pytest.fixture(scope="module")

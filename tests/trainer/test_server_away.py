@@ -215,7 +215,8 @@ def test_groups_that_come_again_before_that_are_left_out_and_end_with_their_batc
         resumed.leases.acknowledge(resumed.leases.trained())
         assert resumed.leases.unconfirmed.keys == set()
         table = resumed.client.server_info().tables["rollouts"]
-        assert (table.size, table.reserved) == (0, 0)
+        assert table.size == 0
+        assert table.reserved == 0
 
 
 def test_a_server_that_lost_its_items_does_not_make_the_state_grow_without_end(tmp_path, monkeypatch):

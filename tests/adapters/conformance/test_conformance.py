@@ -182,7 +182,8 @@ def test_columns_of_tokens_are_extras_with_axes_and_small():
         "rollout_top_p_token_ids": "ragged:token",
     }
     experts = stored.extras["rollout_routed_experts"]
-    assert (experts.dtype.name, len(experts)) == ("uint8", stored.prompt_ids.size + stored.num_tokens)
+    assert experts.dtype.name == "uint8"
+    assert len(experts) == stored.prompt_ids.size + stored.num_tokens
     # The routing of the prompt differs, so the samples share no prompt.
     assert stored.prompt_ids.size == 0
 
@@ -320,7 +321,8 @@ def test_what_a_killed_slime_stored_is_there_for_the_next_one():
         assert client.policy().version == 5
         # Numbers of rollouts begin anew, the server's versions go on.
         [output] = run_slime(server.address, [[barren]], 0)
-        assert (output.metrics["replay/groups_replaced"], client.policy().version) == (1, 5)
+        assert output.metrics["replay/groups_replaced"] == 1
+        assert client.policy().version == 5
 
 
 # ------------------------------------------------------------------------------------------------------ the table

@@ -189,7 +189,9 @@ def test_a_rollback_grants_no_permit_by_the_bound_of_the_version_that_it_undoes(
     bench.insert(version=2, permits=Admission.of(bench.buffer).acquire(1, math.inf).result().id)
     waiting = Admission.of(bench.buffer).acquire(6, math.inf)
     bench.buffer.set_policy_version(1, "", rollback=True, state="one")  # drops the item, whose permit is free then
-    assert (bench.keys(), waiting.done, Admission.of(bench.buffer).capacity) == ([], False, 4)
+    assert bench.keys() == []
+    assert not waiting.done
+    assert Admission.of(bench.buffer).capacity == 4
 
 
 def test_a_uniform_remover_takes_the_new_item_as_often_as_any_other():
