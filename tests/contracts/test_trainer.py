@@ -24,6 +24,7 @@ from replay_server.config import DEFAULT_TABLES
 from tests.contracts.trainers import STEPS, TRAINERS, Miles, Ours, Trainer, TRLAsync
 from tests.kit.models import NEAR, assert_same_weights
 from tests.kit.servers import Servers
+from tests.trainer.killed_trainer import PHASES
 
 pytestmark = pytest.mark.timeout(900)  # a guard against hanging; processes start where others may be busy
 KINDS: dict[Any, Any] = {
@@ -50,8 +51,7 @@ BETWEEN = [
 """Between a publication and its checkpoint."""
 KILLS = [
     *BETWEEN,
-    *(kill(Ours, phase, 2) for phase in ("sampled", "backward", "updated", "writing", "written", "announced")),
-    kill(Ours, "acknowledged", 2),
+    *(kill(Ours, phase, 2) for phase in PHASES),
     # Resumed long after the leases have ended.
     *(kill(Ours, phase, 2, lease=2.0) for phase in ("updated", "written", "acknowledged")),
     kill(Ours, "updated", 4, save_every=3),
@@ -129,11 +129,14 @@ def until_gone(client: ReplayClient) -> None:
 
 def check_used_up(trainer: Trainer, client: ReplayClient, steps: int, inserted: int) -> None:
     """The groups of so many steps are gone, and the others are there for whoever comes next."""
-    table = client.server_info().tables["rollouts"]
+    tables = client.server_info().tables
+    queue, pool = tables["rollouts"], tables["replay"]
     used = trainer.used_by(steps)
-    assert table.consumed == used
-    assert table.size == inserted - used
-    assert table.reserved == 0
+    assert queue.consumed == used
+    assert queue.size == inserted - used
+    assert queue.reserved == 0
+    assert pool.size >= used
+    assert pool.inserts == pool.size, "a group is in the pool once"
 
 
 def test_each_step_publishes_the_next_version_and_whoever_follows_the_policy_is_told(trainer, client):
@@ -177,7 +180,10 @@ def test_a_killed_trainer_loses_no_group_and_trains_on_none_twice(
     assert_same_weights(trainer.result(), uninterrupted(kind), **NEAR)
     assert trainer.announced == sorted(trainer.announced)
     assert min(trainer.announced) >= lowest
-    assert client.policy().version >= before
+    policy = client.policy()
+    assert policy.version > before
+    if trainer.has_weights:
+        assert Path(policy.weights).name == f"step-{policy.version}"
 
 
 def test_groups_that_no_checkpoint_contains_go_back_at_a_clean_stop(trainer, client):

@@ -1,7 +1,7 @@
 """The protocol of a resume, played without a trainer: a death between two of its moments loses and repeats no group.
 
 A step draws one group and publishes a version; each checkpoint contains the steps so far. The trainer dies while it
-saves its third checkpoint. `test_killed.py` and the tests of the adapters play the same with whole trainers.
+saves its third checkpoint. `tests/contracts/test_trainer.py` plays the same with whole trainers.
 """
 
 from __future__ import annotations

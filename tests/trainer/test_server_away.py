@@ -65,9 +65,8 @@ def steps(folder: Path) -> list[int]:
     return [line["step"] for line in lines_of(folder)]
 
 
-@pytest.mark.parametrize("apart", [False, True], ids=["one folder", "weights apart"])
 @pytest.mark.usefixtures("soon")
-def test_the_trainer_announces_a_version_when_the_server_is_back(tmp_path, caplog, apart, monkeypatch):
+def test_the_trainer_announces_weights_of_a_folder_of_their_own_when_the_server_is_back(tmp_path, caplog, monkeypatch):
     monkeypatch.setattr(publication, "FIRST_TRY", 0.2)
     server = serve(tmp_path, port := free_port())
     done: list[int] = []
@@ -88,8 +87,7 @@ def test_the_trainer_announces_a_version_when_the_server_is_back(tmp_path, caplo
 
     with ReplayClient(server.address, timeout=None) as client:
         fill(client)
-        options = {"weights_dir": tmp_path / "weights"} if apart else {}
-        trainer_of(client, tmp_path / "run", stop_after_two, **options).train()
+        trainer_of(client, tmp_path / "run", stop_after_two, weights_dir=tmp_path / "weights").train()
         assert client.policy().version == STEPS
     restarter.join()
     servers[-1].stop()
