@@ -72,7 +72,8 @@ async def test_every_sampled_token_has_the_logprob_of_all_tokens_before_it_and_a
         ((sample,),) = [await client.sample("rollouts")]
     group = sample.group
     assert group.prompt_ids.tolist() == engine.tokenizer.encode("12+3=")
-    assert group.group_size == group.num_sequences == 4
+    assert group.group_size == 4
+    assert group.num_sequences == 4
     assert group.context_lengths is None
     for span, ids in zip(group.sequence_spans(), group.completions(), strict=True):
         trained, logprobs = group.trained_mask[span], group.rollout_logprobs[span]
@@ -126,7 +127,8 @@ async def test_a_token_of_agents_whose_logprob_the_engine_does_not_know_is_maske
     stats = await generate(client, engine, with_sub_agent, reward=None, group_size=2)
     (group, _), *_ = client.inserts
     assert group.completion_ids[group.trained_mask].tolist() == [8] * 4
-    assert group.meta["unknown_logprobs"] == stats["nan_logprobs"] == 4
+    assert group.meta["unknown_logprobs"] == 4
+    assert stats["nan_logprobs"] == 4
     group = await played(with_sub_agent, ScriptedEngine(completions=[Completion(*none)]), reward=None, group_size=2)
     assert group.completion_ids[group.trained_mask].tolist() == [7] * 4
 
@@ -194,7 +196,8 @@ async def test_rollouts_that_ask_for_the_same_at_the_same_moment_share_one_reque
     engine = ScriptedEngine(completions=[SAID, Completion([6], [-0.3], "6", "stop", [])])
     await played(two_turns, engine, group_size=4, sampling=SamplingConfig(seed=3))
     # One for all first turns, and one for each of the two ways in which they went on, each with a seed of its own.
-    assert len(engine.seeds) == len(set(engine.seeds)) == 3
+    assert len(engine.seeds) == 3
+    assert len(set(engine.seeds)) == 3
 
 
 async def test_a_rollout_goes_on_while_the_first_turns_of_others_are_still_drawn():
@@ -450,7 +453,8 @@ async def test_metrics_that_all_rollouts_have_are_stored_and_do_not_count_in_the
     engine = ScriptedEngine(completions=[SAID])
     await generate(client, engine, Browser(), reward=None, group_size=2, max_groups=2, metrics_path=path)
     for group, _ in client.inserts:
-        assert group.rewards.tolist() == group.extras["rewards/rollout/clicks"].tolist() == [0.0, 1.0]
+        assert group.rewards.tolist() == [0.0, 1.0]
+        assert group.extras["rewards/rollout/clicks"].tolist() == [0.0, 1.0]
         assert group.axes["rewards/rollout/clicks"] == "rollout"
         assert not any("page" in name for name in group.extras)
     assert '"reward/rollout/clicks": 0.5' in path.read_text()

@@ -244,7 +244,8 @@ def test_what_was_settled_survives_a_kill_together_with_its_answer(tmp_path):
             assert again[name] == answers[name], name
         assert [bytes(item.payload) for item in client.get(keys[:1])] == [b"xabc"]
         after = client.server_info()
-        assert after.admission.running == before.admission.running == 3
+        assert after.admission.running == 3
+        assert before.admission.running == 3
         queue, pool = after.tables["queue"], after.tables["pool"]
         assert queue.consumed == 3
         assert queue.size == 3

@@ -173,7 +173,8 @@ def test_an_asyncio_client_says_how_payloads_travel(server):
 
     before, found, after = asyncio.run(ask())
     assert before == NOT_KNOWN
-    assert found == after == "shared memory"
+    assert found == "shared memory"
+    assert after == "shared memory"
 
 
 @pytest.mark.parametrize("left", [False, True], ids=["another folder", "the socket of another host"])
