@@ -212,6 +212,16 @@ def test_a_row_that_waited_and_leaves_at_once_is_reported_too():
     assert waiting.insert.evicted == [(3, "t")]
 
 
+def test_a_batch_of_which_one_row_became_too_old_before_it_was_sent_goes_back():
+    bench = Bench(queue(max_staleness=1))
+    bench.insert(version=0)
+    fresh = bench.insert(version=1)
+    batch_id, _ = bench.sample(2).result()
+    bench.buffer.set_policy_version(2, "")
+    assert not bench.buffer.acknowledge(batch_id)
+    assert bench.keys() == [fresh]
+
+
 def test_a_key_that_comes_again_for_other_tables_is_refused_and_not_acknowledged():
     bench = Bench(table(), table("other"))
     key = bench.insert()
