@@ -124,9 +124,10 @@ def test_the_mask_and_the_advantages_of_tokens_are_colours_of_what_is_trained_on
         assert tab.locator(".completion .t.off").count() == masked
         choose(tab, "token advantage")
         tab.wait_for_selector(".scale >> text=encouraged")
-        # One scale for all sequences, around 0: the greatest is at its end, and half of it at a quarter.
-        assert tab.locator("[data-row='0'] .t.r7").count() == int(group.trained_mask[spans[0]].sum())
-        assert tab.locator("[data-row='1'] .t.r2").count() == spans[1].stop - spans[1].start
+        trained_in_first = int(group.trained_mask[spans[0]].sum())
+        assert tab.locator("[data-row='0'] .t.r7").count() == trained_in_first, "+0.5 is the end of the scale"
+        in_second = spans[1].stop - spans[1].start
+        assert tab.locator("[data-row='1'] .t.r2").count() == in_second, "-0.25 is a quarter: the scale is around 0"
         assert tab.locator(".completion .t.off").count() == masked
         check_accessibility(tab)
 
