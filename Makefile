@@ -141,7 +141,7 @@ long-seconds: setup-dev
 # the commits that tests/adapters/conformance/sources.py names. verl and TransferQueue are installed for theirs.
 adapters-test: setup-dev
 	REPLAY_SOURCES=$(abspath $(SOURCES)) REPLAY_MAKE_ENVIRONMENTS=1 $(BIN)/python -m pytest --numprocesses 0 \
-	  tests/adapters $(TEST_ARGS)
+	  tests/adapters tests/contracts/test_trainer.py $(TEST_ARGS)
 
 # The newest release of each framework of the index, and the checkouts in SOURCES at whatever commit: says by name which
 # hooks of an adapter are gone, and which of its tests fail.

@@ -41,10 +41,15 @@ def test_the_parts_take_the_settings_of_a_recipe_which_agree(name):
 def test_a_file_changes_a_recipe_field_by_field_of_a_section_and_of_a_table(tmp_path):
     (tmp_path / "replay.toml").write_text(OWN)
     config = Config.load(tmp_path / "replay.toml", recipe_of("replay")["serve"])
-    assert (config.admission.fresh_groups_per_step, config.admission.max_staleness) == (4, 3)
+    assert config.admission.fresh_groups_per_step == 4
+    assert config.admission.max_staleness == 3
     rollouts, replay, more = config.tables
-    assert (rollouts.forward_to, rollouts.rate_limiter.max_size, more.name) == ("replay", 16, "more")
-    assert (replay.max_size, replay.remover.type, replay.sampler.type) == (512, "min_heap", "uniform")
+    assert rollouts.forward_to == "replay"
+    assert rollouts.rate_limiter.max_size == 16
+    assert more.name == "more"
+    assert replay.max_size == 512
+    assert replay.remover.type == "min_heap"
+    assert replay.sampler.type == "uniform"
 
 
 def test_a_name_that_there_is_not_is_refused_with_those_that_there_are():
@@ -57,7 +62,9 @@ def test_the_demo_and_the_experiments_compare_what_the_recipe_is():
     train, serve = recipe_of("replay")["train"], recipe_of("replay")["serve"]
     arm = ARMS["small50-right"]
     assert GRPOConfig(output_dir="x", correction=train["correction"]).correction == arm.correction
-    assert (arm.stored, arm.fresh, arm.replay) == (train["replay_rollouts"], 4, 4)
+    assert arm.stored == train["replay_rollouts"]
+    assert arm.fresh == 4
+    assert arm.replay == 4
     compared = COMPARED.sections
     assert compared["train"]["correction"] == train["correction"]
     assert serve["tables"][1].items() <= (compared["serve"]["tables"][1] | {"remover": {"type": "min_heap"}}).items()

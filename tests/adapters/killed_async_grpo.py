@@ -2,7 +2,8 @@
 
 It notes which completions each step trains on: each completion has a token that no other one has.
 
-Phases of a step, in their order: forward, updated, published, saving, saved, acknowledged.
+Phases of a step, in their order: forward, updated, published, announced, saving, saved, acknowledged. In "stop" it
+stops after its step.
 """
 
 from __future__ import annotations
@@ -66,14 +67,30 @@ def insert(address: str, count: int, first: int = 0) -> None:
 
 
 def run(
-    address: str, folder: Path, phase: str = "", step: int = 0, *, notes: Path | None = None, **options: Any
+    address: str,
+    folder: Path,
+    phase: str = "",
+    step: int = 0,
+    *,
+    notes: Path | None = None,
+    on_step: Callable[[int], None] = lambda step: None,
+    **options: Any,
 ) -> None:
-    """Trains in `folder`, and dies in a phase of a step if one is given. `notes`: where trained.jsonl is written."""
+    """Trains in `folder`, and dies in a phase of a step if one is given. `notes`: where trained.jsonl is written.
+
+    `on_step` is called in the middle of each step, with its number.
+    """
     notes = notes or folder
     notes.mkdir(exist_ok=True)
     torch.set_num_threads(1)
     os.chdir(folder)
-    note_steps(notes / "trained.jsonl", lambda made: die() if phase == "forward" and made == step - 1 else None)
+
+    def before(made: int) -> None:
+        on_step(made + 1)
+        if phase == "forward" and made == step - 1:
+            die()
+
+    note_steps(notes / "trained.jsonl", before)
     if phase:
         _arm(phase, step)
     # A row of 26 tokens holds five completions, so steps and groups do not end together.
@@ -141,6 +158,17 @@ def _arm(phase: str, step: int) -> None:
             dying(ServerRollouts, "on_step_end", of_callback)
         case "published":  # and not announced
             dying(trl_async, "publish_weights", lambda *arguments: arguments[3] >= step + 1)
+        case "announced":
+            dying(ServerRollouts, "update_model_version", lambda *arguments: arguments[1] >= step + 1)
+        case "stop":
+            end_step = ServerRollouts.on_step_end
+
+            def stopping(*arguments: Any, **options: Any) -> None:
+                end_step(*arguments, **options)
+                if of_callback(*arguments):
+                    arguments[3].should_training_stop = True
+
+            ServerRollouts.on_step_end = stopping  # type: ignore[method-assign]
         case "saving":
             dying(
                 TrainerState,

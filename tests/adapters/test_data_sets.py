@@ -107,7 +107,8 @@ def test_the_least_that_a_data_set_needs_comes_in_from_the_package_datasets(fold
         found = by_prompt(client)
         assert sorted(item.priority > 0 for item in client.list_items("replay")) == [False, True]
     first, second = found[3, 4], found[8,]
-    assert (first.completion_lengths.tolist(), first.rewards.tolist()) == ([2, 1], [1.0, 0.0])
+    assert first.completion_lengths.tolist() == [2, 1]
+    assert first.rewards.tolist() == [1.0, 0.0]
     assert np.isnan(first.rollout_logprobs).all()
     assert first.advantages[0] == -first.advantages[1] > 0.5
     assert second.group_size == 1

@@ -293,7 +293,8 @@ def test_evaluation_neither_uses_nor_fills_the_pool(tmp_path, server):
     before = trainer.pool.client.server_info().tables["replay"]
     metrics = trainer.evaluate()
     after = trainer.pool.client.server_info().tables["replay"]
-    assert (after.inserts, after.samples) == (before.inserts, before.samples)
+    assert after.inserts == before.inserts
+    assert after.samples == before.samples
     assert before.samples > 0
     assert "eval_reward" in metrics
     assert not any("replay" in name for name in metrics)

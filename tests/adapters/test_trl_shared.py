@@ -57,7 +57,8 @@ def test_groups_that_span_two_ranks_are_stored_and_replaced_as_a_whole(tmp_path,
     assert stored
     generated, spanning = [], 0
     for first, second in zip(ranks[0]["steps"], ranks[1]["steps"], strict=True):
-        assert (first["first"], second["first"]) == (0, 6)
+        assert first["first"] == 0
+        assert second["first"] == 6
         fresh, rows = first["fresh"] + second["fresh"], first["rows"] + second["rows"]
         advantages = first["advantages"] + second["advantages"]
         replaced = {int(g): key for each in (first, second) for g, key in each["keys"].items()}

@@ -80,7 +80,8 @@ def test_a_group_without_variance_has_the_rows_of_a_stored_group(told, mode):
         names = ("prompts", "responses", "input_ids", "position_ids", "response_mask", "loss_mask", "rm_scores")
         assert {name: row[name] for name in names} == {name: source[name] for name in names}
         assert row["rollout_log_probs"] == pytest.approx(source["rollout_log_probs"])
-        assert (row["uid"], row["data_source"]) == ("c", "set of c")  # what verl groups by
+        assert row["uid"] == "c"  # what verl groups by
+        assert row["data_source"] == "set of c"
         assert {name: row["tag"][name] for name in ("prompt_len", "response_len", "seq_len")} == {
             name: source["tag"][name] for name in ("prompt_len", "response_len", "seq_len")
         }
@@ -117,14 +118,16 @@ def test_informative_groups_are_stored_and_validation_is_left_alone(told, mode):
 
 def test_group_filtering_and_refills_work_as_with_verls_own_buffer(told):
     filtered = told["filtered"]
-    assert (filtered["evicted"], filtered["refills"]) == (1, [1])
+    assert filtered["evicted"] == 1
+    assert filtered["refills"] == [1]
     assert filtered["keys"] == ["r1_0_0", "r1_1_0", "r1_2_0"]
     assert filtered["refills_failed"]
 
 
 def test_sessions_of_several_rows_and_columns_of_tokens_come_back_bit_by_bit(told):
     first, second = told["agents"]["steps"]
-    assert (first["replaced"], second["replaced"]) == (0.0, 1.0)
+    assert first["replaced"] == 0.0
+    assert second["replaced"] == 1.0
     keys = [f"{{}}_{session}_{index}" for session, count in enumerate((2, 1, 3)) for index in range(count)]
     assert list(second["rows"]) == [key.format("b") for key in keys]
     assert second["size"] == len(keys)
@@ -133,12 +136,14 @@ def test_sessions_of_several_rows_and_columns_of_tokens_come_back_bit_by_bit(tol
         row, source = second["rows"][key.format("b")], first["rows"][key.format("a")]
         own = ("of_prompt", "uid")  # columns of the prompt, which no group has
         assert {name: row[name] for name in row if name not in own} == {n: source[n] for n in source if n not in own}
-        assert (row["uid"], row["of_prompt"][1]) == ("b", [72.0] * 7)
+        assert row["uid"] == "b"
+        assert row["of_prompt"][1] == [72.0] * 7
         tags, sources = second["tags"][key.format("b")], first["tags"][key.format("a")]
         for name in ("prompt_len", "response_len", "seq_len", "status"):
             assert tags[name] == sources[name]
     dtypes = {name: value[0] for name, value in second["rows"]["b_0_0"].items() if name != "uid"}
-    assert (dtypes["routed_experts"], dtypes["entropies"]) == ("torch.int16", "torch.bfloat16")
+    assert dtypes["routed_experts"] == "torch.int16"
+    assert dtypes["entropies"] == "torch.bfloat16"
 
 
 def test_columns_of_tokens_are_stored_with_their_axes(told):

@@ -43,7 +43,8 @@ def test_a_signal_ends_a_command_with_its_status_and_without_a_traceback(silent,
         with connection:
             process.send_signal(number)
             said, complained = process.communicate(timeout=200)
-    assert (process.returncode, said) == (status, "")
+    assert process.returncode == status
+    assert said == ""
     assert "Traceback" not in complained
 
 
@@ -64,7 +65,9 @@ def test_ctrl_c_in_the_middle_of_the_imports_ends_a_command_without_a_traceback(
     result = subprocess.run(
         [*command, "--address", "127.0.0.1:1", "doctor"], capture_output=True, text=True, timeout=60
     )
-    assert (result.returncode, result.stdout, result.stderr) == (130, "", line)
+    assert result.returncode == 130
+    assert result.stdout == ""
+    assert result.stderr == line
 
 
 PLAIN = "[[tables]]\nname = 'a'\n"
@@ -150,10 +153,8 @@ def test_options_of_train_are_checked_before_torch_is_imported(tmp_path):
     code += "try: main()\nfinally: print({'torch', 'transformers'} & sys.modules.keys())"
     command = [sys.executable, "-c", code, "train", "--model", "m", "--output-dir", str(tmp_path), "--max-steps", "-1"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=200)
-    assert (done.stdout, done.stderr) == (
-        "set()\n",
-        "replay: --max-steps must be at least 1, not -1\n",
-    )
+    assert done.stdout == "set()\n"
+    assert done.stderr == "replay: --max-steps must be at least 1, not -1\n"
 
 
 def test_a_bad_address_in_the_environment_is_named_by_its_variable():
@@ -180,7 +181,8 @@ def test_a_command_without_its_extra_names_it(module, command, extra, tmp_path):
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text('{"prompt": "1+1=", "answer": "2"}\n')
     result = run_without(module, *command.replace("PROMPTS", str(prompts)).split())
-    assert (result.returncode, result.stdout) == (1, "")
+    assert result.returncode == 1
+    assert result.stdout == ""
     assert f"needs {module}, which is not installed: pip install '.[{extra}]'" in result.stderr
     assert result.stderr.count("\n") == 1
 

@@ -44,12 +44,18 @@ def test_an_exported_table_can_be_plotted_and_imported_into_another_server(repla
     assert json.loads(exported.stdout)["items"] == 3, exported.stderr
     first, second, other = read_rows(file)
     assert [row["key"] for row in (first, second, other)] == [str(key) for key in keys]
-    assert (first["rewards"], first["reward_mean"], first["staleness"]) == ([1.0, 0.0], 0.5, 1)
-    assert (first["completion_tokens"], first["mean_logprobs"]) == ([1, 2], [-1.0, None])
+    assert first["rewards"] == [1.0, 0.0]
+    assert first["reward_mean"] == 0.5
+    assert first["staleness"] == 1
+    assert first["completion_tokens"] == [1, 2]
+    assert first["mean_logprobs"] == [-1.0, None]
     assert first["context_tokens"] == [0, 0]
-    assert (first["prompt_id"], first["finish_reasons"]) == ("a", ["stop", "length"])
-    assert (second["group_size"], second["staleness"]) == (3, 0)
-    assert (other["rewards"], other["bytes"]) == (None, 8)
+    assert first["prompt_id"] == "a"
+    assert first["finish_reasons"] == ["stop", "length"]
+    assert second["group_size"] == 3
+    assert second["staleness"] == 0
+    assert other["rewards"] is None
+    assert other["bytes"] == 8
     assert client.server_info().tables["replay"].samples == 0
 
     pool = TableConfig(name="elsewhere")
@@ -124,8 +130,12 @@ def test_the_context_of_a_completion_stands_apart_from_what_the_policy_wrote(rep
     assert made.returncode == 0, made.stderr
     (row,) = read_rows(file)
     assert "payload" not in row
-    assert (row["prompt"], row["contexts"], row["completions"]) == ("1+", ["1=", "23="], ["2", "24"])
-    assert (row["context_tokens"], row["completion_tokens"], row["mean_logprobs"]) == ([2, 3], [1, 2], [-1.0, -2.0])
+    assert row["prompt"] == "1+"
+    assert row["contexts"] == ["1=", "23="]
+    assert row["completions"] == ["2", "24"]
+    assert row["context_tokens"] == [2, 3]
+    assert row["completion_tokens"] == [1, 2]
+    assert row["mean_logprobs"] == [-1.0, -2.0]
 
 
 # ------------------------------------------------------------------------------------------------ a row a sequence
@@ -193,14 +203,20 @@ def test_a_row_a_sequence_has_what_data_sets_have(replay, client, tmp_path, name
         (None, None),
     ]
     group, second = client.get(keys[:1])[0].group, rows[1]
-    assert (second["prompt"], second["context"], second["completion"]) == ("1+2=", "3", "=")
+    assert second["prompt"] == "1+2="
+    assert second["context"] == "3"
+    assert second["completion"] == "="
     assert second["prompt_ids"] == group.prompt_ids.tolist()
     assert second["context_ids"] + second["completion_ids"] == group.completions()[1].tolist()
     span = group.sampled_spans()[1]
-    assert (second["loss_mask"], second["logprobs"]) == ([True], group.rollout_logprobs[span].tolist())
+    assert second["loss_mask"] == [True]
+    assert second["logprobs"] == group.rollout_logprobs[span].tolist()
     assert second["token_advantages"] == group.token_advantages[span].tolist()
-    assert (second["reward"], second["advantage"]) == (float(group.rewards[0]), float(group.advantages[0]))
-    assert (second["finish_reason"], second["policy_version"], second["policy_version_end"]) == ("stop", 2, 3)
+    assert second["reward"] == float(group.rewards[0])
+    assert second["advantage"] == float(group.advantages[0])
+    assert second["finish_reason"] == "stop"
+    assert second["policy_version"] == 2
+    assert second["policy_version_end"] == 3
 
     def objects(row, *names):
         return [json.loads(row[name]) if isinstance(row[name], str) else row[name] for name in names]

@@ -29,7 +29,8 @@ from tests.kit.processes import COMMAND, Running, fails, server_process
 
 
 def document(result):
-    assert (result.returncode, result.stderr) == (0, ""), result
+    assert result.returncode == 0, result
+    assert result.stderr == "", result
     return json.loads(result.stdout)
 
 
@@ -44,10 +45,13 @@ def test_tables_shows_sizes_and_who_waits_and_why(client, replay):
     assert "replay: sampling blocked: 1 of 2 samples available (size 1)" in shown.stdout
     data = document(replay("tables", "--json"))
     table = data["tables"]["replay"]
-    assert (table["size"], data["bytes"], table["sampling"]["count"]) == (1, 5, 1)
+    assert table["size"] == 1
+    assert data["bytes"] == 5
+    assert table["sampling"]["count"] == 1
     assert table["config"]["sampler"]["type"] == "prioritized"
     policy = {"version": 0, "weights": "", "age": data["policy"]["age"], "interval": None, "state": ""}
-    assert (data["policy"], data["admission"]) == (policy, None)
+    assert data["policy"] == policy
+    assert data["admission"] is None
     client.insert(b"x", {"replay": 1.0})
     assert len(waiting.result()) == 2
 
@@ -131,14 +135,16 @@ def test_items_are_filtered_ordered_and_paged(client, replay):
     )
     assert [row["priority"] for row in first["items"]] == [1.0, 2.0]
     assert [row["key"] for row in first["items"]] == [str(keys[1]), str(keys[2])]
-    assert (first["matching"], first["items"][0]["staleness"]) == (3, 2)
+    assert first["matching"] == 3
+    assert first["items"][0]["staleness"] == 2
     rest = document(
         replay(
             *("items", "replay", "--json", "--order-by", "priority", "--min-staleness", "1", "--limit", "2"),
             *("--page", first["next_page"]),
         )
     )
-    assert ([row["priority"] for row in rest["items"]], rest["next_page"]) == ([3.0], None)
+    assert [row["priority"] for row in rest["items"]] == [3.0]
+    assert rest["next_page"] is None
     highest = replay("items", "replay", "--order-by", "priority", "-d", "--limit", "1")
     assert "       9 " in highest.stdout
     assert "1 of 4 items; for the next ones add --page 1" in highest.stdout
@@ -165,8 +171,11 @@ def test_show_gives_text_rewards_and_log_probabilities_of_a_group(client, replay
     data = document(replay("show", str(key), "--tokens", "--json"))
     first, _, last = data["group"]["completions"]
     assert first["window"]["ids"] == group.completion_ids[:2].tolist()
-    assert (first["window"]["arrays"], first["mean_logprob"]) == ({"logprob": [-0.5, -1.5]}, -1.0)
-    assert (last["window"]["arrays"], last["mean_logprob"], last["unknown_logprobs"]) == ({"logprob": [None]}, None, 1)
+    assert first["window"]["arrays"] == {"logprob": [-0.5, -1.5]}
+    assert first["mean_logprob"] == -1.0
+    assert last["window"]["arrays"] == {"logprob": [None]}
+    assert last["mean_logprob"] is None
+    assert last["unknown_logprobs"] == 1
     assert data["group"]["prompt"] == {"total": 6, "ids": ids, "text": "", "arrays": {}}
 
 
@@ -236,7 +245,9 @@ def test_show_of_other_bytes_says_so_and_sends_no_control_characters_to_the_term
     assert "\x1b" not in shown.stdout
     golden("screens/show_bytes.txt", screen(shown, key))
     data = document(replay("show", str(key), "--json"))
-    assert (data["group"], data["bytes"], data["head"][0][:8]) == (None, 180, "1b 5b 33")
+    assert data["group"] is None
+    assert data["bytes"] == 180
+    assert data["head"][0][:8] == "1b 5b 33"
     group_key = client.insert(make_group(prompt_id="\x1b]0;title\x07"), {"replay": 1.0})
     assert "\x1b" not in replay("show", str(group_key)).stdout
 

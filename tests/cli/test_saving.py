@@ -24,13 +24,17 @@ def test_checkpoints_are_made_listed_verified_and_restored_from(tmp_path):
     with server_process(tmp_path, config(tmp_path)) as server, ReplayClient(server.address) as client:
         key = client.insert(b"payload", {"plain": 1.0})
         made = run_replay("checkpoint", "create", "before", address=server.address)
-        assert (made.returncode, made.stdout) == (0, "before\n"), made.stderr
+        assert made.returncode == 0, made.stderr
+        assert made.stdout == "before\n", made.stderr
         client.delete("plain", [key])
         listed = run_replay("checkpoint", "list", "--verify", address=server.address)
         assert listed.returncode == 0
         assert all(word in listed.stdout for word in ("before", "verified"))
         (entry,) = json.loads(run_replay("checkpoint", "list", "--json", address=server.address).stdout)
-        assert (entry["name"], entry["items"], entry["bytes"], entry["intact"]) == ("before", 1, 7, True)
+        assert entry["name"] == "before"
+        assert entry["items"] == 1
+        assert entry["bytes"] == 7
+        assert entry["intact"]
         fails("checkpoint", "create", "../up", address=server.address)
         client.insert(b"other", {"plain": 1.0})
     path = tmp_path / "data" / "checkpoints" / "before.checkpoint"
@@ -51,7 +55,8 @@ def test_a_second_checkpoint_of_a_name_is_made_only_if_the_person_says_so(tmp_pa
         asked = fails("checkpoint", "create", "before", status=2, address=server.address)
         assert "There is a checkpoint 'before' already. Replace it? There is no terminal to ask on" in asked
         again = run_replay("checkpoint", "create", "before", "--yes", address=server.address)
-        assert (again.returncode, again.stdout) == (0, "before\n"), again.stderr
+        assert again.returncode == 0, again.stderr
+        assert again.stdout == "before\n", again.stderr
         restored = run_replay("checkpoint", "list", "--json", address=server.address)
         assert [each["items"] for each in json.loads(restored.stdout)] == [0]
 

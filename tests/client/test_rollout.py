@@ -150,7 +150,8 @@ def test_rows_with_prompts_of_their_own_share_the_common_beginning_and_keep_the_
     group = make_group_with_contexts()
     assert group.prompt_ids.tolist() == [1, 2]
     assert group.completion_ids.tolist() == [7, 8, 3, 4, 9, 5]
-    assert (group.completion_lengths.tolist(), group.context_lengths.tolist()) == ([2, 3, 1], [0, 2, 1])
+    assert group.completion_lengths.tolist() == [2, 3, 1]
+    assert group.context_lengths.tolist() == [0, 2, 1]
     np.testing.assert_array_equal(group.rollout_logprobs, np.float32([-1, math.nan, math.nan, math.nan, -2, math.nan]))
     # What was given comes back.
     assert [prompt.tolist() for prompt in group.prompts()] == [[1, 2], [1, 2, 3, 4], [1, 2, 5]]
@@ -341,7 +342,9 @@ def test_completions_and_their_logprobs_are_views_of_the_groups_arrays():
 
 def test_a_rollout_of_several_sequences_is_one_rollout():
     group = make_trajectories(finish_reasons=("stop", "length"), token_advantages=[1, 1, 0, 2, 2, -1])
-    assert (group.group_size, group.num_sequences, group.num_tokens) == (2, 3, 6)
+    assert group.group_size == 2
+    assert group.num_sequences == 3
+    assert group.num_tokens == 6
     assert group.sequence_rollouts.tolist() == [0, 0, 1]
     assert [group.completion_ids[span].tolist() for span in group.sequence_spans()] == [[5, 6], [7, 8, 9], [10]]
     assert [prompt.tolist() for prompt in group.prompts()] == [[1, 2], [1, 2, 7], [1, 2]]

@@ -123,8 +123,13 @@ def test_a_group_comes_out_as_it_went_in_with_where_it_comes_from(client):
     (sample,) = client.sample("rollouts", 1)
     assert sample.group == group
     info = sample.info
-    assert (info.key, info.priority, info.policy_version, info.staleness) == (key, 0.5, 3, 2)
-    assert (info.probability, info.times_sampled, info.table_size) == (1.0, 1, 1)
+    assert info.key == key
+    assert info.priority == 0.5
+    assert info.policy_version == 3
+    assert info.staleness == 2
+    assert info.probability == 1.0
+    assert info.times_sampled == 1
+    assert info.table_size == 1
     assert 0 <= info.age < 10
 
 
@@ -132,7 +137,9 @@ def test_a_group_comes_out_as_it_went_in_with_where_it_comes_from(client):
 def test_items_come_without_their_payloads_if_nobody_wants_them(client):
     key = client.insert(make_group(), {"rollouts": 0.7, "plain": 0.5}, tags={"level": 3})
     (item,) = client.get([key, 12345], payloads=False)
-    assert (item.key, bytes(item.payload), item.tags) == (key, b"", {"level": 3})
+    assert item.key == key
+    assert bytes(item.payload) == b""
+    assert item.tags == {"level": 3}
     assert {name: held.priority for name, held in item.tables.items()} == {"rollouts": 0.7, "plain": 0.5}
 
 

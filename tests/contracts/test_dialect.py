@@ -112,7 +112,8 @@ async def test_the_chat_of_openai_reads_an_answer_at_once_as_a_stream_and_by_its
         calls = choice.message.tool_calls or []
         assert [(c.id, c.function.name, c.function.arguments) for c in calls] == triples(said)
         assert completion.usage.total_tokens == 10
-    assert (whole.model, whole.id) == ("any", "chatcmpl-a1")
+    assert whole.model == "any"
+    assert whole.id == "chatcmpl-a1"
 
 
 @pytest.mark.parametrize("said", ANSWERS.values(), ids=ANSWERS)
@@ -156,7 +157,8 @@ async def test_the_client_of_anthropic_reads_an_answer_at_once_as_a_stream_and_b
         assert "".join(block.thinking for block in message.content if block.type == "thinking") == said.reasoning
         calls = [(block.id, block.name, block.input) for block in message.content if block.type == "tool_use"]
         assert calls == [(call.id, call.name, ARGUMENTS) for call in said.calls]
-        assert (message.usage.input_tokens, message.usage.output_tokens) == (7, 3)
+        assert message.usage.input_tokens == 7
+        assert message.usage.output_tokens == 3
 
 
 def triples(said: Answer) -> list[Any]:
@@ -317,11 +319,16 @@ def test_limits_stops_and_sampling_reach_the_session_and_what_changes_no_draw_is
     ask = Chat().ask(
         {**CHAT, **ignored, "max_completion_tokens": 5, "stop": "x", "temperature": 0, "tool_choice": "auto"}
     )
-    assert (ask.max_tokens, ask.stop, ask.sampling) == (5, ("x",), {"temperature": 0})
+    assert ask.max_tokens == 5
+    assert ask.stop == ("x",)
+    assert ask.sampling == {"temperature": 0}
     ask = Responses().ask({**ITEMS, **ignored, "max_output_tokens": 6, "include": ["reasoning.encrypted_content"]})
-    assert (ask.max_tokens, ask.sampling) == (6, {})
+    assert ask.max_tokens == 6
+    assert ask.sampling == {}
     ask = Messages().ask({**BLOCKS, "stop_sequences": ["x", "y"], "top_k": 3, "thinking": {"type": "disabled"}})
-    assert (ask.max_tokens, ask.stop, ask.sampling) == (9, ("x", "y"), {"top_k": 3})
+    assert ask.max_tokens == 9
+    assert ask.stop == ("x", "y")
+    assert ask.sampling == {"top_k": 3}
 
 
 def test_tools_that_may_not_be_called_are_left_out():

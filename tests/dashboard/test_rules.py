@@ -109,7 +109,8 @@ def test_a_collapse_is_seen_in_the_entropy_or_without_metrics_in_the_log_probs()
         assert sign.message.startswith("train/entropy fell" if metrics else "mean negative log-prob fell")
         said = verdict(info_of(), [], [sign])
         ends = {Level.FAILURE: "The policy is collapsing", Level.OK: "Healthy"}
-        assert (sign.level, said["headline"]) == (level, ends[level])
+        assert sign.level == level
+        assert said["headline"] == ends[level]
         assert not said["remedy"].startswith("raise")
     assert signals({"train/entropy": steady}, []) == []
     assert signals({}, [{"logprob": None}] * 30) == []
@@ -190,14 +191,19 @@ WARNING = Finding("memory", Level.WARNING, "nothing bounds the bytes", "set max_
 
 def test_one_sentence_says_how_the_run_is():
     healthy = verdict(info_of(), [], [])
-    assert (healthy["level"], healthy["headline"]) == ("ok", "Healthy")
+    assert healthy["level"] == "ok"
+    assert healthy["headline"] == "Healthy"
     assert healthy["detail"] == "The trainer waits for rollouts 40% of the time: generators set the pace."
     warned = verdict(info_of(), [WARNING], [])
-    assert (warned["headline"], warned["remedy"][:7]) == ("Running, with 1 thing to look at", "memory:")
+    assert warned["headline"] == "Running, with 1 thing to look at"
+    assert warned["remedy"][:7] == "memory:"
     failed = verdict(info_of(), [WARNING, Finding("disk", Level.FAILURE, "it is full", "make room")], [WARNING])
-    assert (failed["level"], failed["headline"], failed["remedy"]) == ("failure", "disk: it is full", "make room")
+    assert failed["level"] == "failure"
+    assert failed["headline"] == "disk: it is full"
+    assert failed["remedy"] == "make room"
     gone = verdict(None, [Finding("connection", Level.FAILURE, "no answer", "start it")], [])
-    assert (gone["headline"], gone["detail"]) == ("The server does not answer", "no answer")
+    assert gone["headline"] == "The server does not answer"
+    assert gone["detail"] == "no answer"
 
 
 def test_what_stops_the_run_is_told_first_and_a_wait_at_a_table_before_one_for_permits():
@@ -205,16 +211,22 @@ def test_what_stops_the_run_is_told_first_and_a_wait_at_a_table_before_one_for_p
     permits = Finding("permits", Level.FAILURE, "too far ahead", "train", headline="Generators are blocked", **blocked)
     table = Finding("rollouts", Level.WARNING, "it is full", "start", headline="The trainer is gone", **blocked)
     said = verdict(info_of(), [WARNING, permits, table], [WARNING])
-    assert (said["level"], said["headline"], said["remedy"]) == ("blocked", "The trainer is gone", "start")
+    assert said["level"] == "blocked"
+    assert said["headline"] == "The trainer is gone"
+    assert said["remedy"] == "start"
     assert verdict(info_of(), [WARNING, permits], [])["headline"] == "Generators are blocked"
     overdue = pb.OverdueClient(
         role="trainer", reason="no new policy version since version 29, for 94 s (usually every 31 s)"
     )
     gone = Finding("trainer", Level.FAILURE, overdue.reason, "again", headline="The trainer is gone", stops="gone")
     said = verdict(info_of(overdue=(overdue,)), [WARNING, gone, permits, table], [])
-    assert (said["level"], said["headline"], said["detail"]) == ("failure", "The trainer is gone", "it is full")
+    assert said["level"] == "failure"
+    assert said["headline"] == "The trainer is gone"
+    assert said["detail"] == "it is full"
     said = verdict(info_of(overdue=(overdue,)), [WARNING, gone], [])
-    assert (said["level"], said["headline"], said["detail"]) == ("failure", "The trainer is gone", overdue.reason)
+    assert said["level"] == "failure"
+    assert said["headline"] == "The trainer is gone"
+    assert said["detail"] == overdue.reason
 
 
 @pytest.mark.parametrize(
@@ -282,7 +294,8 @@ def test_long_curves_are_thinned_out_and_keep_their_last_point(tmp_path):
     runs.read()
     (curve,) = runs.document([])["curves"]
     assert len(curve["steps"]) <= MOST_POINTS
-    assert (curve["steps"][-1], curve["columns"]["loss"][-1]) == (4320, 4320.0)
+    assert curve["steps"][-1] == 4320
+    assert curve["columns"]["loss"][-1] == 4320.0
 
 
 def test_the_page_says_what_the_metrics_of_a_run_mean():
@@ -384,7 +397,8 @@ def test_the_command_prints_its_address_and_ends_well(tmp_path, number, status):
         assert b"<title>replay</title>" in urllib.request.urlopen(address).read()
         process.send_signal(number)
         _, complaints = process.communicate(timeout=60)
-        assert (complaints, process.returncode) == ("", status)
+        assert complaints == ""
+        assert process.returncode == status
 
 
 def test_beyond_loopback_the_address_holds_a_token():

@@ -95,7 +95,8 @@ def test_a_rollout_shows_its_turns_and_its_sequences_side_by_side_where_they_fit
         ]
         assert "turns" not in tab.inner_text(".about")
         boxes = [tab.locator(f"[data-row='{row}']").bounding_box() for row in (0, 1)]
-        assert (boxes[0]["x"] == boxes[1]["x"], boxes[0]["y"] == boxes[1]["y"]) == (stacked, not stacked)
+        assert (boxes[0]["x"] == boxes[1]["x"]) == stacked
+        assert (boxes[0]["y"] == boxes[1]["y"]) == (not stacked)
         assert tab.evaluate("document.documentElement.scrollWidth <= innerWidth")
         tab.hover("[data-row='0'] .turn.tool .t >> nth=0")
         tab.wait_for_selector(".inspector >> text=tool")
@@ -119,15 +120,14 @@ def test_the_mask_and_the_advantages_of_tokens_are_colours_of_what_is_trained_on
         choose(tab, "mask")
         tab.wait_for_selector(".scale >> text=not trained on")
         trained, masked = int(group.trained_mask.sum()), int((~group.trained_mask).sum())
-        assert (tab.locator(".completion .t.on").count(), tab.locator(".completion .t.off").count()) == (
-            trained,
-            masked,
-        )
+        assert tab.locator(".completion .t.on").count() == trained
+        assert tab.locator(".completion .t.off").count() == masked
         choose(tab, "token advantage")
         tab.wait_for_selector(".scale >> text=encouraged")
-        # One scale for all sequences, around 0: the greatest is at its end, and half of it at a quarter.
-        assert tab.locator("[data-row='0'] .t.r7").count() == int(group.trained_mask[spans[0]].sum())
-        assert tab.locator("[data-row='1'] .t.r2").count() == spans[1].stop - spans[1].start
+        trained_in_first = int(group.trained_mask[spans[0]].sum())
+        assert tab.locator("[data-row='0'] .t.r7").count() == trained_in_first, "+0.5 is the end of the scale"
+        in_second = spans[1].stop - spans[1].start
+        assert tab.locator("[data-row='1'] .t.r2").count() == in_second, "-0.25 is a quarter: the scale is around 0"
         assert tab.locator(".completion .t.off").count() == masked
         check_accessibility(tab)
 

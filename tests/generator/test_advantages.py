@@ -82,7 +82,8 @@ async def test_a_function_gets_the_row_the_lengths_and_the_rewards_of_each_funct
         group_size=3,
     )
     assert seen["rewards_G"].dtype == np.float64
-    assert seen["rewards_G"].tolist() == group.rewards.tolist() == [2.0, 0.0, 3.0]
+    assert seen["rewards_G"].tolist() == [2.0, 0.0, 3.0]
+    assert group.rewards.tolist() == [2.0, 0.0, 3.0]
     assert seen["row"]["difficulty"] == 2
     assert seen["lengths_G"].tolist() == [3, 0, 1]
     assert seen["by_function"]["length"].tolist() == [2.0, 0.0, 1.0]

@@ -68,7 +68,10 @@ async def test_groups_carry_tokens_logprobs_rewards_and_how_they_were_drawn():
     assert engine.closed == 1
     assert [stats["groups"] for stats in seen] == [1, 2, 3]
     last = seen[-1]
-    assert (last["completions"], last["tokens"], last["reward_mean"], last["nan_logprobs"]) == (9, 12, 1.0, 3)
+    assert last["completions"] == 9
+    assert last["tokens"] == 12
+    assert last["reward_mean"] == 1.0
+    assert last["nan_logprobs"] == 3
     assert math.isnan(last["tokens_per_second"])  # after some milliseconds a rate means nothing
 
 
@@ -137,7 +140,8 @@ async def test_a_group_with_nothing_to_train_on_is_skipped_and_its_permit_goes_b
     )
     await generator.run()
     assert client.inserts == []
-    assert generator.stats["groups_skipped"] == client.released == 3
+    assert generator.stats["groups_skipped"] == 3
+    assert client.released == 3
 
 
 async def test_several_rewards_are_summed_by_weight_and_kept_one_by_one():
@@ -262,9 +266,11 @@ async def test_a_group_that_is_refused_is_tried_again_under_its_key_or_dropped(
     client = RecordingClient(admission=True, refuse=[error] * 2)
     generator = make_generator(client, ScriptedEngine(), max_groups=3, **options)
     await generator.run()
-    assert (len(client.inserts), len(client.insert_keys)) == (groups, attempts)
+    assert len(client.inserts) == groups
+    assert len(client.insert_keys) == attempts
     assert len(set(client.insert_keys)) == 3
-    assert (generator.stats["groups"], generator.stats[counted]) == (groups, 2)
+    assert generator.stats["groups"] == groups
+    assert generator.stats[counted] == 2
     assert not client.leases
 
 
@@ -396,7 +402,8 @@ async def test_a_group_that_spans_versions_says_the_version_of_every_token():
     client = RecordingClient()
     await make_generator(client, Spanning(), group_size=3, max_groups=1).run()
     group, _ = client.inserts[0]
-    assert (group.policy_version, group.policy_version_end) == (4, 6)
+    assert group.policy_version == 4
+    assert group.policy_version_end == 6
     assert group.extras["policy_versions"].tolist() == [4, 5, 6, 4]
     assert group.axes == {"policy_versions": "token"}
 
@@ -582,9 +589,12 @@ async def test_metrics_go_to_a_file_as_json_lines_that_add_up(tmp_path):
     busy = next(line for line in first_run if line["groups"])
     assert busy["groups_per_second"] is None
     assert busy["tokens_per_second"] is None
-    assert busy["reward_mean"] == busy["solve_rate"] == busy["reward/slow"] == pytest.approx(2 / 3)
+    assert busy["reward_mean"] == pytest.approx(2 / 3)
+    assert busy["solve_rate"] == pytest.approx(2 / 3)
+    assert busy["reward/slow"] == pytest.approx(2 / 3)
     assert busy["zero_variance_share"] == 0
-    assert busy["truncated_share"] == busy["empty_share"] == pytest.approx(1 / 3)
+    assert busy["truncated_share"] == pytest.approx(1 / 3)
+    assert busy["empty_share"] == pytest.approx(1 / 3)
     assert busy["nan_logprob_share"] == pytest.approx(1 / 4)
     assert busy["completion_tokens_max"] == 3
     assert busy["staleness_max"] == 0
@@ -638,7 +648,8 @@ async def test_metrics_that_cannot_be_written_end_the_run_before_its_first_group
     client, engine = RecordingClient(), ScriptedEngine()
     with pytest.raises(OSError, match="file"):
         await make_generator(client, engine, metrics_path=tmp_path / "file" / "metrics.jsonl").run()
-    assert (engine.closed, client.inserts) == (1, [])
+    assert engine.closed == 1
+    assert client.inserts == []
 
 
 def test_the_blocking_form_stops_on_interrupt():

@@ -110,7 +110,8 @@ async def test_a_group_that_takes_longer_than_its_permit_lives_is_inserted_and_c
         await asyncio.sleep(0.3)  # by the generator's clock, too, all three permits have expired
         engine.release()
         await generator.task
-    assert generator.stats["groups"] == await stack.holds() == 3
+    assert generator.stats["groups"] == 3
+    assert await stack.holds() == 3
     assert generator.stats["permits_expired"] == 3
     counts = await stack.counts()
     assert counts.accepted == 3
@@ -323,5 +324,7 @@ def test_a_slow_tokenizer_says_the_same_of_itself_as_a_fast_one_and_an_engine_of
     vocabulary.write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "b", "a"]))
     slow = BertTokenizerLegacy(str(vocabulary))
     fast = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordPiece(slow.get_vocab(), unk_token="[UNK]")))
-    assert model_facts(None, slow) == model_facts(None, fast) == {"tokenizer": "f7b06a0da87e2ab6"}
-    assert model_facts(None, ScriptedEngine().tokenizer) == model_facts(str(tmp_path), None) == {}
+    assert model_facts(None, slow) == {"tokenizer": "f7b06a0da87e2ab6"}
+    assert model_facts(None, fast) == {"tokenizer": "f7b06a0da87e2ab6"}
+    assert model_facts(None, ScriptedEngine().tokenizer) == {}
+    assert model_facts(str(tmp_path), None) == {}

@@ -78,7 +78,8 @@ async def test_a_group_that_two_generators_made_is_whole_and_nothing_in_it_was_p
     await generator.stop()
     group = sample.group
     assert second.began["p0"] == [1, 3]
-    assert (first.began["p0"], group.prompt_id) == ([0, 1, 2, 3], "p0")
+    assert first.began["p0"] == [0, 1, 2, 3]
+    assert group.prompt_id == "p0"
     assert [ids[3] for ids in group.completions()] == [0, 1, 2, 3]  # in their order, whoever made them
     assert group.extras["rewards/rollout"].tolist() == [0, 1, 2, 3]
     np.testing.assert_allclose(group.extras["rewards/sum_of_numbers"], [6 + 0.4 + 100] * SIZE)
@@ -118,7 +119,8 @@ async def test_rollouts_that_would_be_too_old_on_arrival_are_dropped_and_their_p
     await stack.inserted()
     assert generator.stats["groups_aborted"] == 1
     (sample,) = await stack.client.sample("rollouts")
-    assert (sample.group.prompt_id, sample.group.policy_version) == ("p0", 3)
+    assert sample.group.prompt_id == "p0"
+    assert sample.group.policy_version == 3
     await async_until(lambda: sorted(second.began["p0"])[:SIZE] == list(range(SIZE)))
 
 
@@ -357,7 +359,8 @@ async def test_rollouts_that_are_to_be_stored_when_the_insert_has_closed_their_g
     monkeypatch.setattr(GeneratorServer, "insert", insert)
     generator = await stack.generate(Hook(*range(SIZE)), max_groups=1)
     await generator.task
-    assert (generator.stats["leases_lost"], generator.stats["groups"]) == (0, 1)
+    assert generator.stats["leases_lost"] == 0
+    assert generator.stats["groups"] == 1
     assert generator.stats["rollouts_stored"] == 0
     assert await stack.counts() == Counts(accepted=1)
 
@@ -412,11 +415,18 @@ def test_a_rollout_that_was_stored_is_the_rollout_that_was_played(played, reward
     rollout = Rollout(played, reward, "ended", info, {"steps": 3.0})
     column = encode_rollout(PlayedRollout.of(rollout))
     again = decode_rollout(column).rollout
-    assert (again.reward, again.finish_reason, again.info, again.metrics) == (reward, "ended", info, {"steps": 3.0})
-    assert (again.turns, again.text) == (rollout.turns, rollout.text)
+    assert again.reward == reward
+    assert again.finish_reason == "ended"
+    assert again.info == info
+    assert again.metrics == {"steps": 3.0}
+    assert again.turns == rollout.turns
+    assert again.text == rollout.text
     for mine, theirs in zip(played, again.sequences, strict=True):
-        assert (mine.token_ids, mine.sampled_mask, mine.head) == (theirs.token_ids, theirs.sampled_mask, theirs.head)
-        assert (mine.policy_versions, mine.finish_reason) == (theirs.policy_versions, theirs.finish_reason)
+        assert mine.token_ids == theirs.token_ids
+        assert mine.sampled_mask == theirs.sampled_mask
+        assert mine.head == theirs.head
+        assert mine.policy_versions == theirs.policy_versions
+        assert mine.finish_reason == theirs.finish_reason
         np.testing.assert_array_equal(mine.logprobs, theirs.logprobs)
         np.testing.assert_equal(mine.drawn, theirs.drawn)
 

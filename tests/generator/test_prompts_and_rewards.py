@@ -37,7 +37,9 @@ def write(folder: Path, *lines: str) -> Path:
 def test_rows_keep_everything_and_are_named_by_their_own_id(tmp_path):
     path = write(tmp_path, '{"prompt": "1+1=", "answer": "2", "prompt_id": 17}', "", '{"prompt": "2+2=", "level": 3}')
     first, second = read_prompts(path)
-    assert (first.prompt_id, first.content, first.row["answer"]) == ("17", "1+1=", "2")
+    assert first.prompt_id == "17"
+    assert first.content == "1+1="
+    assert first.row["answer"] == "2"
     assert second.row["level"] == 3
 
 

@@ -72,7 +72,8 @@ async def test_every_sampled_token_has_the_logprob_of_all_tokens_before_it_and_a
         ((sample,),) = [await client.sample("rollouts")]
     group = sample.group
     assert group.prompt_ids.tolist() == engine.tokenizer.encode("12+3=")
-    assert group.group_size == group.num_sequences == 4
+    assert group.group_size == 4
+    assert group.num_sequences == 4
     assert group.context_lengths is None
     for span, ids in zip(group.sequence_spans(), group.completions(), strict=True):
         trained, logprobs = group.trained_mask[span], group.rollout_logprobs[span]
@@ -108,7 +109,8 @@ async def test_a_single_turn_makes_the_group_that_it_made_without_a_hook():
 async def test_a_rollout_of_several_sequences_counts_once_and_shares_what_they_begin_with():
     group = await played(with_sub_agent, reward=None, group_size=2)
     prompt_ids = group.prompt_ids.tolist()
-    assert (group.group_size, group.num_sequences) == (2, 4)
+    assert group.group_size == 2
+    assert group.num_sequences == 4
     assert group.sequence_counts is not None
     assert group.sequence_counts.tolist() == [2, 2]
     assert group.context_lengths is not None
@@ -125,7 +127,8 @@ async def test_a_token_of_agents_whose_logprob_the_engine_does_not_know_is_maske
     stats = await generate(client, engine, with_sub_agent, reward=None, group_size=2)
     (group, _), *_ = client.inserts
     assert group.completion_ids[group.trained_mask].tolist() == [8] * 4
-    assert group.meta["unknown_logprobs"] == stats["nan_logprobs"] == 4
+    assert group.meta["unknown_logprobs"] == 4
+    assert stats["nan_logprobs"] == 4
     group = await played(with_sub_agent, ScriptedEngine(completions=[Completion(*none)]), reward=None, group_size=2)
     assert group.completion_ids[group.trained_mask].tolist() == [7] * 4
 
@@ -183,7 +186,8 @@ async def test_tokens_of_a_tool_have_the_version_of_the_token_before_them():
             return await super().generate(*request)
 
     group = await played(two_turns, NewWeightsEachTime(completions=[SAID]), group_size=1)
-    assert (group.policy_version, group.policy_version_end) == (1, 2)
+    assert group.policy_version == 1
+    assert group.policy_version_end == 2
     assert group.extras["policy_versions"].tolist() == [1, 1, 1, 1, 2, 2]
     assert group.axes["policy_versions"] == "token"
 
@@ -192,7 +196,8 @@ async def test_rollouts_that_ask_for_the_same_at_the_same_moment_share_one_reque
     engine = ScriptedEngine(completions=[SAID, Completion([6], [-0.3], "6", "stop", [])])
     await played(two_turns, engine, group_size=4, sampling=SamplingConfig(seed=3))
     # One for all first turns, and one for each of the two ways in which they went on, each with a seed of its own.
-    assert len(engine.seeds) == len(set(engine.seeds)) == 3
+    assert len(engine.seeds) == 3
+    assert len(set(engine.seeds)) == 3
 
 
 async def test_a_rollout_goes_on_while_the_first_turns_of_others_are_still_drawn():
@@ -236,15 +241,19 @@ async def test_the_others_make_the_group_if_they_are_enough():
     group = client.inserts[0][0]
     assert group.rewards.tolist() == [0.0, 2.0]
     np.testing.assert_allclose(group.advantages, np.array([-1, 1]) / (np.sqrt(2) + 1e-4), rtol=1e-6)
-    assert (stats["groups"], stats["rollouts_failed"], stats["groups_skipped"]) == (1, 2, 0)
+    assert stats["groups"] == 1
+    assert stats["rollouts_failed"] == 2
+    assert stats["groups_skipped"] == 0
 
 
 async def test_a_group_with_too_few_is_left_out_and_its_permit_goes_back():
     client = RecordingClient(admission=True)
     engine = ScriptedEngine(completions=[SAID])
     stats = await generate(client, engine, fails_at_odd, max_groups=3, on_prompt_error="skip", min_rollouts=3)
-    assert (client.inserts, client.leases) == ([], [])
-    assert (stats["groups_skipped"], stats["rollouts_failed"]) == (3, 6)
+    assert client.inserts == []
+    assert client.leases == []
+    assert stats["groups_skipped"] == 3
+    assert stats["rollouts_failed"] == 6
 
 
 @pytest.mark.parametrize(
@@ -311,7 +320,8 @@ async def test_a_rollout_that_takes_too_long_fails():
 
     with stopped_clock() as go_on:
         group = await played(hangs, rollout_timeout=0.5, min_rollouts=1)
-    assert (group.group_size, sorted(finished)) == (3, [1, 2, 3])
+    assert group.group_size == 3
+    assert sorted(finished) == [1, 2, 3]
 
 
 async def test_a_rollout_that_outgrows_the_engine_fails_alone():
@@ -427,7 +437,8 @@ class Browser:
 async def test_a_hook_that_is_a_context_is_open_while_rollouts_are_played():
     browser = Browser()
     await generate(RecordingClient(), ScriptedEngine(completions=[SAID]), browser, reward=None, max_groups=3)
-    assert (browser.opened, browser.open) == (1, False)
+    assert browser.opened == 1
+    assert not browser.open
 
 
 async def test_a_hook_that_cannot_be_opened_ends_the_run_and_closes_the_engine():
@@ -442,7 +453,8 @@ async def test_metrics_that_all_rollouts_have_are_stored_and_do_not_count_in_the
     engine = ScriptedEngine(completions=[SAID])
     await generate(client, engine, Browser(), reward=None, group_size=2, max_groups=2, metrics_path=path)
     for group, _ in client.inserts:
-        assert group.rewards.tolist() == group.extras["rewards/rollout/clicks"].tolist() == [0.0, 1.0]
+        assert group.rewards.tolist() == [0.0, 1.0]
+        assert group.extras["rewards/rollout/clicks"].tolist() == [0.0, 1.0]
         assert group.axes["rewards/rollout/clicks"] == "rollout"
         assert not any("page" in name for name in group.extras)
     assert '"reward/rollout/clicks": 0.5' in path.read_text()

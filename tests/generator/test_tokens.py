@@ -298,7 +298,8 @@ class Closed:
 
 def test_what_a_token_that_only_pads_the_embedding_reads_is_nothing(model, slow_tokenizer):
     fast = AutoTokenizer.from_pretrained(model)
-    assert text_of(fast, [3, 60, 4]) == text_of(fast, [3, 4]) == "01"
+    assert text_of(fast, [3, 60, 4]) == "01"
+    assert text_of(fast, [3, 4]) == "01"
     with pytest.raises(IndexError):
         slow_tokenizer.decode([5, 60, 6])
     assert text_of(slow_tokenizer, [5, 60, 6]) == text_of(slow_tokenizer, [5, 6]) != ""

@@ -26,7 +26,8 @@ def check_masks(completion: Completion, prompt_ids: Sequence[int], sampling: Sam
     kept = [row.isfinite().nonzero()[:, 0].tolist() for row in logprobs_TV]
     ids, offsets = completion.extras[SAMPLING_MASK], completion.extras[SAMPLING_MASK + OFFSETS]
     assert completion.axes[SAMPLING_MASK] == RAGGED
-    assert (ids.dtype, offsets.dtype) == (np.int32, np.int32)
+    assert ids.dtype == np.int32
+    assert offsets.dtype == np.int32
     found = [sorted(ids[start:end].tolist()) for start, end in pairwise(offsets)]
     assert found == [row if len(row) <= sampling.sampling_masks else [] for row in kept]
 

@@ -218,7 +218,9 @@ def run_replay(*arguments: str, address: str = "", **environment: str) -> subpro
 def fails(*arguments: str, status: int = 1, address: str = "", **environment: str) -> str:
     """The one line on stderr with which a command ends that says nothing else."""
     done = run_replay(*arguments, address=address, **environment)
-    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (status, "", 1), done
+    assert done.returncode == status, done
+    assert done.stdout == "", done
+    assert done.stderr.count("\n") == 1, done
     return done.stderr
 
 

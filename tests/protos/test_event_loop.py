@@ -31,7 +31,8 @@ def test_server_and_blocking_client_take_the_same_kind_of_loop(uvloop, module):
     done = subprocess.run(
         [sys.executable, "-c", _BOTH_SIDES, uvloop], capture_output=True, text=True, check=True, timeout=200
     )
-    assert (done.stdout.split(), done.stderr) == ([module, module], "")
+    assert done.stdout.split() == [module, module]
+    assert done.stderr == ""
 
 
 def test_the_loop_ends_with_what_runs_on_it_and_raises_its_errors():

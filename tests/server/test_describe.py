@@ -149,7 +149,9 @@ def test_a_client_that_only_reads_leaves_no_trace_and_cannot_say_that_others_end
                 with pytest.raises(AuthenticationError, match="needs a token of the role read-write"):
                     refused()
         (known,) = client.server_info().clients
-        assert (known.name, known.role, known.ended) == ("honest", "generator", False)
+        assert known.name == "honest"
+        assert known.role == "generator"
+        assert not known.ended
 
 
 def step(client: ReplayClient, version: int, begun: int) -> None:
@@ -172,7 +174,8 @@ def test_the_flow_of_a_queue_counts_what_is_drawn_by_version_and_how_old_it_is()
             client.insert(make_group(version=0), {"rollouts": 1.0})
         for version in range(1, 11):
             step(client, version, begun=version - 1)
-        assert (flow().versions, flow().drawn) == (10, 2.0)
+        assert flow().versions == 10
+        assert flow().drawn == 2.0
         # The pairs that are drawn are 0 and 0 versions old, then 1 and 1, and then eight times 2 and 1.
         assert flow().staleness == pytest.approx((0 + 2 + 8 * 3) / 20)
         client.set_policy_version(10)  # said once more: nothing new
@@ -192,7 +195,8 @@ def test_doctor_and_metrics_say_how_old_groups_are_when_they_are_drawn():
             step(client, version, begun=max(0, version - 2))
         info = client.server_info()
         [said] = [each for each in diagnose(info, info.version, time.time()) if each.message.startswith("drawn ")]
-        assert (said.level, said.message) == (Level.OK, "drawn 0.9 versions old in the mean")
+        assert said.level == Level.OK
+        assert said.message == "drawn 0.9 versions old in the mean"
         done = run_replay("doctor", "--max-staleness", "0.5", address=server.address)
         assert "drawn 0.9 versions old in the mean, and 0.5 is the bound" in done.stdout
         measured = scrape(server.metrics_address)[sample_of("replay_table_flow_staleness_versions", table="rollouts")]

@@ -91,7 +91,8 @@ def test_the_name_declares_the_table(tables, expected):
         {"admission": {**GROUPS, "permit_tables": "partial_groups"}, "tables": [ROLLOUTS, *tables]}
     )
     (made,) = [table.model_dump() for table in config.tables if table.name == "partial_groups"]
-    assert made["sampler"]["type"] == made["remover"]["type"] == "fifo"
+    assert made["sampler"]["type"] == "fifo"
+    assert made["remover"]["type"] == "fifo"
     assert {name: made[name] for name in expected} == expected
     assert [table.name for table in config.tables] == ["rollouts", "partial_groups"]
 

@@ -179,6 +179,8 @@ class Service:
                 held[key] += 1
         assert {key: item.holders for key, item in buffer.items.items()} == held
         assert all(not lines.inserts and not lines.samples for lines in buffer.lines.values())
-        assert (backend.calls.open.total(), backend.unfinished.used, backend.waiting.used) == (0, 0, 0)
+        assert backend.calls.open.total() == 0
+        assert backend.unfinished.used == 0
+        assert backend.waiting.used == 0
         assert backend.outstanding.used == sum(len(batch) for _, batch in buffer.outstanding.by_id.values())
         assert len(buffer.outstanding.by_id) == len(service.sampling.draws.by_id)

@@ -66,7 +66,10 @@ def test_a_batch_whose_answer_breaks_off_anywhere_comes_once(read):
                 assert writer.acknowledge([sample]).applied == 1
         tables = writer.server_info().tables
         queue, pool = tables["queue"], tables["pool"]
-        assert (queue.size, queue.reserved, queue.consumed, pool.size) == (0, 0, len(cuts), len(cuts))
+        assert queue.size == 0
+        assert queue.reserved == 0
+        assert queue.consumed == len(cuts)
+        assert pool.size == len(cuts)
 
 
 async def test_a_reader_that_is_interrupted_while_it_takes_batches_gets_each_of_them_once():
@@ -148,7 +151,8 @@ async def test_a_take_that_finds_its_stream_still_open_takes_the_batch_from_it()
             assert (await draws.end(pb.DrawRequest(acknowledge=[batch]))).done == [batch]
             await draws.close()
             info = await client.server_info()
-            assert (info.tables["queue"].size, info.tables["pool"].size) == (0, 1)
+            assert info.tables["queue"].size == 0
+            assert info.tables["pool"].size == 1
 
 
 @pytest.mark.parametrize("lease", [0.0, 60.0])
@@ -168,7 +172,9 @@ async def test_a_draw_that_is_asked_for_again_gives_back_what_the_first_attempt_
             await first.close()
             await again.close()
             queue = (await client.server_info()).tables["queue"]
-            assert (queue.size, queue.reserved, queue.consumed) == (1, 0, 1)
+            assert queue.size == 1
+            assert queue.reserved == 0
+            assert queue.consumed == 1
 
 
 async def test_a_batch_whose_reader_ends_before_it_takes_it_goes_back_at_once():

@@ -60,7 +60,8 @@ def cut_anywhere(call, check, nbytes=ANSWER_BYTES, prepare=lambda client: None):
 def test_permits_whose_answer_breaks_off_anywhere_are_granted_once():
     def check(direct, before, lease):
         admission = direct.server_info().admission
-        assert (lease.count, admission.running) == (3, before + 3)
+        assert lease.count == 3
+        assert admission.running == before + 3
 
     cut_anywhere(
         lambda client, _: client.acquire_permits(3),
@@ -84,7 +85,8 @@ def test_permits_are_released_once_and_the_answer_says_how_many():
 
 def test_a_deletion_names_as_missing_what_was_missing_the_first_time():
     def check(direct, key, result):
-        assert (result.applied, result.missing) == (1, (7,))
+        assert result.applied == 1
+        assert result.missing == (7,)
 
     cut_anywhere(
         lambda client, key: client.delete("pool", [key, 7]),
@@ -95,7 +97,9 @@ def test_a_deletion_names_as_missing_what_was_missing_the_first_time():
 
 def test_a_column_is_added_once_and_the_answer_says_that_it_was_added():
     def check(direct, key, result):
-        assert (result.added, result.present, result.missing) == (("value", "late"), (), False)
+        assert result.added == ("value", "late")
+        assert result.present == ()
+        assert not result.missing
         (item,) = direct.get([key])
         assert item.group.extras["value"].tolist() == [key % 97] * 3
         segment = b"".join(encode_columns(columns_of(key)))
@@ -144,9 +148,11 @@ def test_samples_are_acknowledged_once_and_the_answer_says_so(requeue):
         return direct.sample("queue", 1, lease=60.0)
 
     def check(direct, samples, result):
-        assert (result.applied, result.missing) == (1, ())
+        assert result.applied == 1
+        assert result.missing == ()
         queue = direct.server_info().tables["queue"]
-        assert (queue.consumed, queue.size) == (int(not requeue), int(requeue))
+        assert queue.consumed == int(not requeue)
+        assert queue.size == int(requeue)
 
     cut_anywhere(lambda client, samples: client.acknowledge(samples, requeue=requeue), check, prepare=prepare)
 
@@ -193,7 +199,8 @@ def test_permits_asked_for_again_while_the_first_attempt_waits_are_granted_once(
             assert first.code() is grpc.StatusCode.UNAVAILABLE  # nobody waits for it any more
             assert client.server_info().admission.acquiring.count == 1
             client.release_permits(all_of_them)
-            assert (second.result().grant, second.result().count) == (77, 2)
+            assert second.result().grant == 77
+            assert second.result().count == 2
         finally:
             first.cancel()
         assert client.server_info().admission.running == 2
@@ -237,6 +244,10 @@ def test_what_was_settled_survives_a_kill_together_with_its_answer(tmp_path):
             assert again[name] == answers[name], name
         assert [bytes(item.payload) for item in client.get(keys[:1])] == [b"xabc"]
         after = client.server_info()
-        assert after.admission.running == before.admission.running == 3
+        assert after.admission.running == 3
+        assert before.admission.running == 3
         queue, pool = after.tables["queue"], after.tables["pool"]
-        assert (queue.consumed, queue.size, pool.deleted, pool.size) == (3, 3, 1, 5)
+        assert queue.consumed == 3
+        assert queue.size == 3
+        assert pool.deleted == 1
+        assert pool.size == 5

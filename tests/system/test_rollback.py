@@ -116,13 +116,20 @@ def test_a_trainer_that_goes_back_finds_what_the_table_says(tmp_path, kills):
             assert queue() == [informative, dull, waiting]
             assert client.get([beyond, undone, undone_waiting, deleted]) == []
             info = client.server_info()
-            assert (info.policy.version, info.policy.state) == (2, "state-2")
+            assert info.policy.version == 2
+            assert info.policy.state == "state-2"
             table, pool = info.tables["rollouts"], info.tables["replay"]
-            assert (table.retained, table.restored, table.undone, pool.undone) == (1, 3, 2, 1)
-            assert (info.items, info.bytes) == (5, 5 * size)  # with the leased one, and the one of before the state
+            assert table.retained == 1
+            assert table.restored == 3
+            assert table.undone == 2
+            assert pool.undone == 1
+            assert info.items == 5  # with the leased one, and the one of before the state
+            assert info.bytes == 5 * size
             assert accepted() == 2 * 2 + 4
             (in_pool,) = client.list_items("replay")
-            assert (in_pool.key, in_pool.priority, in_pool.times_sampled) == (informative, 0.25, 1)
+            assert in_pool.key == informative
+            assert in_pool.priority == 0.25
+            assert in_pool.times_sampled == 1
         with pytest.raises(StaleItemError, match="which a rollback to version 2 has undone"):
             client.insert(make_group(version=3), {"rollouts": 1.0})
 

@@ -3,7 +3,8 @@
 It is one process, or one of several ranks over gloo.
 
 Phases, in their order: sampled, backward, updated, writing, written, announced, acknowledged. With fsdp also "rows",
-while a rank writes its rows of the optimizer's state. In "full" it cannot write them, and lives.
+while a rank writes its rows of the optimizer's state. In "full" it cannot write them, and lives. In "stop" it is asked
+to stop after its step.
 """
 
 from __future__ import annotations
@@ -55,7 +56,10 @@ def run(
     config = GRPOConfig(output_dir=folder / "run", **(few | quiet | options))
     with ReplayClient(address) as client:
         trainer = GRPOTrainer(make_model(), client, config, callbacks=callbacks)
-        _note_draws(trainer, folder / "drawn.jsonl", 0 if phase == "full" else step)
+        _note_draws(trainer, folder / "drawn.jsonl", 0 if phase in ("full", "stop") else step)
+        if phase == "stop":
+            _stop_after(trainer, step)
+            phase = ""
         if phase:
             _die(trainer, phase, step)
         trainer.train()
@@ -87,6 +91,17 @@ def _note_draws(trainer: GRPOTrainer, path: Path, last: int) -> None:
 
     trainer.step = bounded  # type: ignore[method-assign]
     trainer._replace = noting  # type: ignore[method-assign]
+
+
+def _stop_after(trainer: GRPOTrainer, last: int) -> None:
+    make_step = trainer.step
+
+    def stopping(step: int) -> None:
+        make_step(step)
+        if step == last:
+            trainer.stop()
+
+    trainer.step = stopping  # type: ignore[method-assign]
 
 
 def _die(trainer: Any, phase: str, step: int) -> None:

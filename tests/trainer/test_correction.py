@@ -250,7 +250,8 @@ def test_parts_of_a_batch_give_the_weights_mask_and_metrics_of_the_whole(batch, 
 def test_float32_gives_what_float64_gives_to_its_last_digits(batch, config):
     exact = batch.corrected(config)
     single = Batch(*(each if each is None or each is batch.mask else each.float() for each in batch)).corrected(config)
-    assert (single.weights.dtype, exact.weights.dtype) == (torch.float32, torch.float64)
+    assert single.weights.dtype == torch.float32
+    assert exact.weights.dtype == torch.float64
     # A sum of logs of some 100 has an error of 1e-5, and so has its exponential.
     torch.testing.assert_close(single.weights.double(), exact.weights, rtol=1e-3, atol=1e-6)
     assert torch.equal(single.mask, exact.mask)

@@ -88,8 +88,10 @@ def test_a_replaced_group_is_corrected_by_its_own_samplers_logprobs(tmp_path):
     assert metrics["train/tokens"] == 7
     assert metrics["correction/ratio_min"] == pytest.approx(4.0, rel=1e-4)
     assert metrics["correction/clipped_fraction"] == 1.0
-    assert (metrics["replay/age_mean"], metrics["replay/staleness_mean"]) == (7.0, 3.0)
-    assert (metrics["fresh/reward_mean"], metrics["fresh/zero_variance_fraction"]) == (0.0, 1.0)
+    assert metrics["replay/age_mean"] == 7.0
+    assert metrics["replay/staleness_mean"] == 3.0
+    assert metrics["fresh/reward_mean"] == 0.0
+    assert metrics["fresh/zero_variance_fraction"] == 1.0
     assert metrics["train/reward_mean"] == pytest.approx(2 / 3)
     assert metrics["train/zero_variance_fraction"] == 0.0
 
@@ -104,7 +106,8 @@ def test_a_step_without_any_variance_is_done_and_changes_nothing(tmp_path, repla
     (metrics,) = lines_of(tmp_path)
     assert metrics["replay/groups_missing"] == 1
     assert metrics["train/rows"] == (3 if replay_on_empty == "keep" else 0)
-    assert metrics["train/loss"] == metrics["train/grad_norm"] == 0.0
+    assert metrics["train/loss"] == 0.0
+    assert metrics["train/grad_norm"] == 0.0
     assert metrics["replay/age_mean"] is None  # nothing to take the mean of
 
 
@@ -225,7 +228,8 @@ def test_resuming_a_finished_run_announces_its_weights_again(tmp_path):
     make_trainer(FakeClient(make_batches(2)), tmp_path, max_steps=2).train()
     restarted = FakeClient(make_batches(2))
     make_trainer(restarted, tmp_path, max_steps=2, resume=True).train()
-    assert (restarted.version, Path(restarted.weights).name) == (2, "step-2")
+    assert restarted.version == 2
+    assert Path(restarted.weights).name == "step-2"
     assert len(lines_of(tmp_path)) == 2
 
 
@@ -356,10 +360,13 @@ def test_groups_of_the_pool_that_drifted_too_far_are_left_out(tmp_path):
         return lines_of(tmp_path / name)[0]
 
     every, near = line("every"), line("near", replay_max_drift=0.5)
-    assert (every["train/groups"], every["replay/groups_drifted"]) == (4, 0)
+    assert every["train/groups"] == 4
+    assert every["replay/groups_drifted"] == 0
     assert every["replay/drift_max"] == pytest.approx(0.6, abs=1e-4)
-    assert (near["train/groups"], near["replay/groups_drifted"]) == (3, 1)
-    assert (near["replay/drift_mean"], near["replay/drift_max"]) == pytest.approx((0.15, 0.2), abs=1e-4)
+    assert near["train/groups"] == 3
+    assert near["replay/groups_drifted"] == 1
+    assert near["replay/drift_mean"] == pytest.approx(0.15, abs=1e-4)
+    assert near["replay/drift_max"] == pytest.approx(0.2, abs=1e-4)
 
 
 @pytest.mark.parametrize("scale", ["group", "batch", "none"])
@@ -472,7 +479,8 @@ def test_held_out_groups_of_a_table_evaluate_the_policy(tmp_path):
     assert metrics["eval/staleness_mean"] == 2
     nothing = TableEvaluation(FakeClient())  # type: ignore[arg-type]
     make_trainer(FakeClient(make_batches(1)), tmp_path / "n", max_steps=1, eval_every=1, evaluate=nothing).train()
-    assert (lines_of(tmp_path / "n")[0]["eval/groups"], lines_of(tmp_path / "n")[0]["eval/reward_mean"]) == (0, None)
+    assert lines_of(tmp_path / "n")[0]["eval/groups"] == 0
+    assert lines_of(tmp_path / "n")[0]["eval/reward_mean"] is None
 
 
 def test_completions_are_written_and_shown_with_their_source(tmp_path, capfd):
@@ -485,8 +493,12 @@ def test_completions_are_written_and_shown_with_their_source(tmp_path, capfd):
     make_trainer(FakeClient([fresh], pool=[stored]), tmp_path, max_steps=1, **options).train()
     first, second = (json.loads(line) for line in (tmp_path / "completions.jsonl").read_text().splitlines())
     assert first["prompt"] == "9 8"
-    assert (first["source"], first["age"], first["staleness"]) == ("replayed", 7.0, 3)
-    assert (second["source"], second["prompt"], second["reward"]) == ("fresh", "4", 1.0)
+    assert first["source"] == "replayed"
+    assert first["age"] == 7.0
+    assert first["staleness"] == 3
+    assert second["source"] == "fresh"
+    assert second["prompt"] == "4"
+    assert second["reward"] == 1.0
     shown = capfd.readouterr().err
     assert "replayed" in shown
     assert "step 1: fresh reward 0.200, replaced 1, loss" in shown

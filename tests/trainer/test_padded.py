@@ -98,7 +98,8 @@ def test_tensors_from_elsewhere_become_groups_that_the_server_takes():
     assert group.rollout_logprobs.tolist() == [-0.5, -1.0, -2.0]
     assert group.loss_mask is not None
     assert group.loss_mask.tolist() == [True, False, True]
-    assert (group.policy_version, group.sampling) == (3, {"temperature": 1.0, "top_p": 1.0})
+    assert group.policy_version == 3
+    assert group.sampling == {"temperature": 1.0, "top_p": 1.0}
     assert RolloutGroup.decode(group.encode()) == group
 
 

@@ -86,7 +86,10 @@ def test_icepop_of_verl_exists_with_and_without_an_old_policy():
     assert PRESETS["verl_bypass_pg_token_icepop"]().objective == "bypass_reinforce"
     for name in ("verl_bypass_pg_token_icepop", "verl_decoupled_token_icepop"):
         config = PRESETS[name]()
-        assert (config.level, config.action, config.clip_min, config.clip_max) == ("token", "mask", 0.5, 5.0)
+        assert config.level == "token"
+        assert config.action == "mask"
+        assert config.clip_min == 0.5
+        assert config.clip_max == 5.0
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,7 @@
 """The protocol of a resume, played without a trainer: a death between two of its moments loses and repeats no group.
 
 A step draws one group and publishes a version; each checkpoint contains the steps so far. The trainer dies while it
-saves its third checkpoint. `test_killed.py` and the tests of the adapters play the same with whole trainers.
+saves its third checkpoint. `tests/contracts/test_trainer.py` plays the same with whole trainers.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from replay_server import ReplayServer
 from replay_server.config import RateLimiterConfig, TableConfig
 from replay_trainer.leases import GroupLeases, TrainedGroups
 from replay_trainer.resume import ResumeProtocol, SavedState
+from tests.kit.groups import keys_in
 
 GROUPS, STEPS = 6, 3
 COUNTING = pytest.mark.parametrize("renumbers", [True, False], ids=["makes versions again", "counts on"])
@@ -207,6 +208,15 @@ def test_a_group_that_was_acknowledged_after_its_state_was_named_is_trained_on_o
     trained = trained_to_the_end(client, tmp_path, renumbers, checkpoint)
     assert sorted(trained) == list(range(1, GROUPS + 1))
     assert client.server_info().tables["rollouts"].restored == 2
+
+
+def test_an_end_requeues_the_rest_of_a_batch_without_the_groups_that_a_checkpoint_contains(client, tmp_path):
+    leases = GroupLeases(client, "rollouts", 600.0, tmp_path, rank=0)
+    used, *left = leases.hold(client.sample("rollouts", 3, lease=600.0, timeout=10.0))
+    leases.acknowledge(leases.trained(left))
+    leases.settled()
+    leases.requeue()
+    assert keys_in(client, "rollouts") == sorted({*range(1, GROUPS + 1)} - {used.info.key})
 
 
 @COUNTING

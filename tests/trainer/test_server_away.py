@@ -65,9 +65,8 @@ def steps(folder: Path) -> list[int]:
     return [line["step"] for line in lines_of(folder)]
 
 
-@pytest.mark.parametrize("apart", [False, True], ids=["one folder", "weights apart"])
 @pytest.mark.usefixtures("soon")
-def test_the_trainer_announces_a_version_when_the_server_is_back(tmp_path, caplog, apart, monkeypatch):
+def test_the_trainer_announces_weights_of_a_folder_of_their_own_when_the_server_is_back(tmp_path, caplog, monkeypatch):
     monkeypatch.setattr(publication, "FIRST_TRY", 0.2)
     server = serve(tmp_path, port := free_port())
     done: list[int] = []
@@ -88,8 +87,7 @@ def test_the_trainer_announces_a_version_when_the_server_is_back(tmp_path, caplo
 
     with ReplayClient(server.address, timeout=None) as client:
         fill(client)
-        options = {"weights_dir": tmp_path / "weights"} if apart else {}
-        trainer_of(client, tmp_path / "run", stop_after_two, **options).train()
+        trainer_of(client, tmp_path / "run", stop_after_two, weights_dir=tmp_path / "weights").train()
         assert client.policy().version == STEPS
     restarter.join()
     servers[-1].stop()
@@ -215,7 +213,8 @@ def test_groups_that_come_again_before_that_are_left_out_and_end_with_their_batc
         resumed.leases.acknowledge(resumed.leases.trained())
         assert resumed.leases.unconfirmed.keys == set()
         table = resumed.client.server_info().tables["rollouts"]
-        assert (table.size, table.reserved) == (0, 0)
+        assert table.size == 0
+        assert table.reserved == 0
 
 
 def test_a_server_that_lost_its_items_does_not_make_the_state_grow_without_end(tmp_path, monkeypatch):

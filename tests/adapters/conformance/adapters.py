@@ -52,6 +52,8 @@ _ROUND_TRIP = Shown("test_conformance::test_a_group_comes_back_bit_by_bit")
 _POOL_HANGS = Shown(
     "test_conformance::test_a_pool_whose_server_hangs_is_empty_until_it_goes_on", "tested on the pool alone"
 )
+_KILLED = Shown("test_trainer::test_a_killed_trainer_loses_no_group_and_trains_on_none_twice")
+_AWAY = Shown("test_trainer::test_a_server_that_is_away_is_waited_for")
 _ONE_PROCESS = "One process talks to the server for all ranks"
 _SKYRL_PLACES = Shown(
     "test_skyrl::test_stored_groups_within_the_bound_stand_bit_by_bit_in_the_place_of_groups_without_variance"
@@ -90,10 +92,8 @@ TABLE: Mapping[str, Row] = {
         "columns": NotShown("TRL's samples have no extra arrays"),
         "failed": NotShown("Generators insert only whole groups"),
         "staleness": Shown("test_trl_async::test_groups_of_a_run_before_are_behind_and_not_ahead"),
-        "trainer killed": Shown(
-            "test_trl_async_killed::test_a_killed_trainer_loses_nothing_and_trains_on_nothing_twice"
-        ),
-        "server killed": Shown("test_trl_async::test_a_server_that_is_away_pauses_the_trainer"),
+        "trainer killed": _KILLED,
+        "server killed": _AWAY,
         "server hangs": NotShown("The adapter runs the same code as for a killed server"),
         "restart": Shown("test_trl_async::test_a_trainer_that_starts_again_goes_on_from_the_version_that_it_left"),
         "off": NotShown("The adapter is TRL's queue; without the adapter, TRL uses its own worker"),
@@ -137,12 +137,10 @@ TABLE: Mapping[str, Row] = {
     "Miles": {
         **dict.fromkeys(("prompts", "sequences", "masks", "columns", "failed"), _ROUND_TRIP),
         "staleness": Shown("test_miles::test_the_same_operations_give_the_samples_and_metrics_of_miles_own_buffer"),
-        "trainer killed": Shown(
-            "test_miles::test_a_killed_trainer_gets_back_what_its_checkpoint_lacks_and_nothing_else"
-        ),
-        "server killed": Shown("test_conformance::test_miles_goes_on_where_it_was_after_a_server_died_or_hung"),
-        "server hangs": Shown("test_conformance::test_miles_goes_on_where_it_was_after_a_server_died_or_hung"),
-        "restart": Shown("test_miles::test_a_trainer_that_ends_gives_back_what_its_checkpoint_lacks"),
+        "trainer killed": _KILLED,
+        "server killed": _AWAY,
+        "server hangs": Shown("test_conformance::test_miles_goes_on_where_it_was_after_a_server_hung"),
+        "restart": _KILLED,
         "off": NotShown("Without the option of the adapter, Miles uses its own buffer"),
         "ranks": NotShown(_ONE_PROCESS),
         "metrics": Shown("test_miles::test_the_same_operations_give_the_samples_and_metrics_of_miles_own_buffer"),

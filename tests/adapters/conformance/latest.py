@@ -29,10 +29,10 @@ ENVIRONMENTS = {"TRL": ".venv-latest-trl", "AsyncGRPO": ".venv-latest-trl", "ver
 """Where the frameworks of the index are. The others are imported from their sources."""
 TESTS = {
     "TRL": ["test_trl.py", "test_trl_prompts.py", "test_trl_shared.py"],
-    "AsyncGRPO": ["test_trl_async.py"],
+    "AsyncGRPO": ["test_trl_async.py", "../contracts/test_trainer.py"],
     "verl": ["test_verl.py"],
     "slime": ["conformance/test_slime.py"],
-    "Miles": ["conformance/test_miles.py"],
+    "Miles": ["conformance/test_miles.py", "../contracts/test_trainer.py"],
     "SkyRL": ["conformance/test_skyrl.py"],
 }
 

@@ -7,7 +7,7 @@ import json
 import os
 import signal
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -89,20 +89,58 @@ def save_checkpoint(folder: Path, rollout: int) -> None:
     (folder / "latest_checkpointed_iteration.txt").write_text(str(rollout))
 
 
-def run_and_die(address: str, folder: Path, saved: int) -> None:
-    """A trainer that draws three batches, saves after that of rollout `saved` (-1: never), and is killed."""
+def saved_steps(folder: Path) -> int:
+    """How many steps the checkpoint of a run contains."""
+    path = folder / "save/latest_checkpointed_iteration.txt"
+    return int(path.read_text()) + 1 if path.exists() else 0
 
-    async def run() -> None:
-        buffer = make_buffer(address, save=str(folder))
-        taken = []
-        for rollout in range(3):
-            taken.append(numbers(await drain(buffer, rollout)))
-            if rollout == saved:
-                save_checkpoint(folder, rollout)
-        (folder / "taken.json").write_text(json.dumps(taken))
 
-    asyncio.run(run())
-    os.kill(os.getpid(), signal.SIGKILL)
+def run(
+    address: str,
+    folder: Path,
+    phase: str = "",
+    step: int = 0,
+    *,
+    on_step: Callable[[int], None] = lambda step: None,
+    max_steps: int = 4,
+    save_every: int = 1,
+    **args: Any,
+) -> None:
+    """Miles' loop without its model: each step draws a batch. Notes the groups of each step in trained.jsonl.
+
+    It dies in a phase of a step if one is given: "drawn", or "saved". In "stop" it stops after its step.
+    """
+
+    async def steps(buffer: ServerDataBuffer) -> None:
+        for made in range(saved_steps(folder), max_steps):
+            entries = await drain(buffer, made)
+            groups = [[(s.tokens, s.rollout_log_probs, s.reward) for s in entry.group] for entry in entries]
+            with (folder / "trained.jsonl").open("a") as file:
+                file.write(json.dumps({"step": made + 1, "numbers": numbers(entries), "groups": groups}) + "\n")
+            on_step(made + 1)
+            if phase == "drawn" and made + 1 == step:
+                os.kill(os.getpid(), signal.SIGKILL)
+            if (made + 1) % save_every == 0:
+                save_checkpoint(folder / "save", made)
+            if phase == "saved" and made + 1 == step:
+                os.kill(os.getpid(), signal.SIGKILL)
+            if phase == "stop" and made + 1 == step:
+                return
+
+    async def whole() -> None:
+        buffer = make_buffer(address, save=str(folder / "save"), load=str(folder / "save"), **args)
+        try:
+            await steps(buffer)
+        finally:
+            buffer.close()
+
+    asyncio.run(whole())
+
+
+def last_attempts(folder: Path) -> dict[int, dict[str, Any]]:
+    """What trained.jsonl says of each step: of its last attempt."""
+    lines = [json.loads(line) for line in (folder / "trained.jsonl").read_text().splitlines()]
+    return {line["step"]: line for line in lines}
 
 
 def hold_and_wait(address: str, folder: Path) -> None:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import json
-import signal
 from argparse import Namespace
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -36,8 +34,6 @@ from tests.adapters.conformance.miles_buffer import (
     make_buffers,
     make_input,
     numbers,
-    run_and_die,
-    save_checkpoint,
 )
 
 SHARED = (
@@ -130,7 +126,8 @@ async def test_the_same_operations_give_the_samples_and_metrics_of_miles_own_buf
     named = {name for name in expected if name.removeprefix(PREFIX) in SHARED or "dynamic_filter" in name}
     assert {name: metrics.get(name) for name in named} == {name: expected[name] for name in named}
     assert {name for name in metrics if name.removeprefix(PREFIX) in SHARED} <= expected.keys()
-    assert (metrics[f"{PREFIX}server_away"], ours.get_metrics()[f"{PREFIX}stale_groups_filtered"]) == (0.0, 0.0)
+    assert metrics[f"{PREFIX}server_away"] == 0.0
+    assert ours.get_metrics()[f"{PREFIX}stale_groups_filtered"] == 0.0
     ours.close()
 
 
@@ -215,46 +212,6 @@ async def test_what_cannot_be_stored_is_named(make, changes, message):
 def test_a_share_that_is_none_is_refused(server):
     with pytest.raises(ValueError, match=r"replay_share is 1.5, and must be from 0 to 0.9"):
         make_buffer(server.address, replay_share=1.5)
-
-
-@pytest.mark.parametrize("saved", [-1, 0, 1])
-async def test_a_trainer_that_ends_gives_back_what_its_checkpoint_lacks(make, tmp_path, saved):
-    first = make(save=str(tmp_path), replay_folder=str(tmp_path / "notes"))
-    for number in range(6):
-        await first.put(make_input(number))
-    for rollout in range(2):
-        assert numbers(await drain(first, rollout)) == [2 * rollout, 2 * rollout + 1]
-        if rollout == saved:
-            save_checkpoint(tmp_path, rollout)
-    first.close()
-    second = make(save=str(tmp_path), load=str(tmp_path), replay_folder=str(tmp_path / "notes"))
-    left = list(range(2 * (saved + 1), 6))
-    assert sorted(numbers(await drain(second, 0, len(left)))) == left
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("saved", [-1, 1])
-async def test_a_killed_trainer_gets_back_what_its_checkpoint_lacks_and_nothing_else(server, make, tmp_path, saved):
-    # The filling one ends first: one trainer reads a table.
-    filling = make_buffer(server.address)
-    for number in range(8):
-        await filling.put(make_input(number))
-    filling.close()
-    dying = start(run_and_die, server.address, tmp_path, saved)
-    dying.join(120)
-    assert dying.exitcode == -signal.SIGKILL
-    assert json.loads((tmp_path / "taken.json").read_text()) == [[0, 1], [2, 3], [4, 5]]
-    buffer = make(save=str(tmp_path), load=str(tmp_path))
-    left = list(range(2 * (saved + 1), 8))
-    got = [numbers([await asyncio.wait_for(buffer.get(current_version=0), 30)])[0] for _ in left]
-    assert sorted(got) == left
-    # And what is trained on and saved is gone from the server.
-    buffer.get_metrics()
-    save_checkpoint(tmp_path, saved + 1)
-    await buffer.put(make_input(8))
-    assert numbers(await drain(buffer, 0, 1)) == [8]
-    info = buffer.client.server_info().tables["rollouts"]
-    assert (info.size, info.reserved) == (0, 1)
 
 
 async def test_without_checkpoints_a_group_is_used_up_when_the_next_but_one_batch_is_drawn(make):

@@ -102,7 +102,9 @@ def test_permits_of_several_shards_add_up_and_the_table_that_needs_them_stays():
         return {"admission": pb.AdmissionInfo(table="t", max_staleness=1, **fields)}
 
     found = merged(a=admission(capacity=2), b=admission(capacity=-3), c={}).admission
-    assert (found.table, found.max_staleness, found.capacity) == ("t", 1, -1)
+    assert found.table == "t"
+    assert found.max_staleness == 1
+    assert found.capacity == -1
     assert merged(a={}, b={}).admission is None
 
 

@@ -104,7 +104,8 @@ async def test_turns_before_and_after_new_weights_have_logprobs_and_the_version_
     sampling = SamplingConfig(temperature=0.7, max_tokens=48)
     hook = two_turns(SamplingConfig(temperature=0.7, max_tokens=6), lambda: engine.load_weights(str(version), 1), 12)
     group = await group_of(engine, hook, [3, 9, 4], sampling, 12)
-    assert (group.policy_version, group.policy_version_end) == (0, 1)
+    assert group.policy_version == 0
+    assert group.policy_version_end == 1
     check_group(group, sampling, {0: model, 1: version})
     for span, ids in zip(group.sequence_spans(), group.completions(), strict=True):
         (answer, _) = np.flatnonzero(~group.trained_mask[span]).tolist()

@@ -167,7 +167,8 @@ class TestRealServers:
         sampling = SamplingConfig(temperature=0.7, max_tokens=12)
         hook = two_turns(sampling, lambda: engine.load_weights(str(versions[1]), 2), 8)
         group = await group_of(engine, hook, PROMPT, sampling, 8)
-        assert (group.policy_version, group.policy_version_end) == (1, 2)
+        assert group.policy_version == 1
+        assert group.policy_version_end == 2
         check_group(group, sampling, {1: versions[0], 2: versions[1]})
 
     async def test_tokens_that_were_drawn_before_a_pause_for_new_weights_are_too_old_for_the_trainer(
@@ -282,7 +283,8 @@ class TestRealServers:
         try:
             groups = await asyncio.gather(*(engine.generate(PROMPT, sampling, 2) for _ in range(6)))
             assert [len(group) for group in groups] == [2] * 6
-            assert (engine.engines_lost, engine.engines_away) == (1, 1)
+            assert engine.engines_lost == 1
+            assert engine.engines_away == 1
             assert f"{fresh[1].url}: it left 2 questions about its health unanswered" in caplog.text
             # Longer than patience: it is asked for ever while the other one works.
             await engine.load_weights(str(versions[0]), 1)
@@ -527,10 +529,12 @@ async def test_a_control_call_without_an_answer_ends_and_a_new_version_goes_to_t
         engine = make_engine(url, other, control_timeout=0.3, reload_timeout=0.3)
         async with asyncio.timeout(PATIENCE):
             await engine.load_weights(str(versions[0]), 1)
-        assert (engine.engines_lost, engine.engines_away) == (1, 1)
+        assert engine.engines_lost == 1
+        assert engine.engines_away == 1
         assert f"no vLLM server answers at {other}: no answer to /{silent} within 0.3 s" in caplog.text
         stats = RolloutGenerator(RecordingClient(), engine, [], lambda row, text: 0.0).stats  # type: ignore[arg-type]
-        assert (stats["engines_lost"], stats["engines_away"]) == (1, 1)
+        assert stats["engines_lost"] == 1
+        assert stats["engines_away"] == 1
 
 
 @pytest.mark.parametrize(

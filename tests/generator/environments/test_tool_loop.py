@@ -146,7 +146,8 @@ async def test_a_tool_that_wants_to_end_the_process_answers(tool, answer):
 async def test_a_rollout_ends_after_its_last_turn_and_before_it_outgrows_the_engine():
     call = '<tool_call>{"name": "add", "arguments": {"a": 2, "b": 3}}</tool_call>'
     group, engine = await talk(*[call] * 9, max_turns=3)
-    assert (len(engine.read), group.finish_reasons) == (3, ("turns",))
+    assert len(engine.read) == 3
+    assert group.finish_reasons == ("turns",)
     assert group.trained_mask[-1]
     group, engine = await talk(*[call] * 199, max_turns=199)
     assert group.finish_reasons == ("length",)

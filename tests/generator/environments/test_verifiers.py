@@ -135,7 +135,8 @@ async def test_each_branch_is_a_sequence_and_a_turn_that_several_share_is_traine
     engine = RecordedEngine(model)
     _, (group,) = await generate(make_environment("forks"), engine, group_size=2)
     assert_drawn([group], engine)
-    assert (group.group_size, group.num_sequences) == (2, 6)
+    assert group.group_size == 2
+    assert group.num_sequences == 6
     assert group.sequence_counts is not None
     assert group.sequence_counts.tolist() == [3, 3]
     assert group.rewards.tolist() == [3.0, 3.0]
@@ -248,7 +249,8 @@ async def test_an_episode_that_fails_loses_its_own_rollout(model):
     environment = make_environment("guesses", fails_at=1)
     engine = RecordedEngine(model)
     stats, (group,) = await generate(environment, engine, min_rollouts=2)
-    assert (group.group_size, stats["rollouts_failed"]) == (2, 2)
+    assert group.group_size == 2
+    assert stats["rollouts_failed"] == 2
     assert group.rewards.tolist() == [2.0, 2.0]
 
 

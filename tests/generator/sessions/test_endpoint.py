@@ -66,7 +66,8 @@ async def test_a_failure_is_the_exception_of_its_status_in_the_words_of_the_prot
         with pytest.raises(api.BadRequestError, match="n 2 is not served"):
             await ask(kind, address, extra_body={"n": 2})
     if kind in OF_OPENAI:
-        assert (full.value.code, full.value.type) == ("context_length_exceeded", "invalid_request_error")
+        assert full.value.code == "context_length_exceeded"
+        assert full.value.type == "invalid_request_error"
     else:
         assert full.value.body["error"]["message"] == "prompt is too long: the context is full"
 
@@ -137,7 +138,9 @@ async def test_models_and_tokens_are_told_at_all_these_paths():
                 assert [each["id"] for each in listed["data"]] == ["policy"]
                 for name in ("policy", "openai/policy", "claude-x"):
                     card = (await client.get(f"{address}{before}/models/{name}{after}")).json()
-                    assert (card["id"], card["object"], card["max_model_len"]) == (name, "model", 99)
+                    assert card["id"] == name
+                    assert card["object"] == "model"
+                    assert card["max_model_len"] == 99
         for path in ("", "/", "/v1", "/v1/responses/resp_1"):
             assert (await client.get(address + path)).status_code == 404
         assert session.refusals == []

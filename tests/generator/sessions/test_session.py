@@ -275,7 +275,10 @@ async def test_a_text_of_stop_ends_the_turn_with_the_token_that_completes_it():
     engine = Drawing(says=["think END more", "done"])
     session = session_of(engine)
     one = await ask(session, user("a"), stop=["more", "END"])
-    assert (one.text, one.finish_reason, one.stopped_by, one.completion_tokens) == ("think ", "stop", "END", 9)
+    assert one.text == "think "
+    assert one.finish_reason == "stop"
+    assert one.stopped_by == "END"
+    assert one.completion_tokens == 9
     await ask(session, user("a"), said(one), user("b"))
     (sequence,) = session.rollout(1.0).sequences
     drawn = engine.drawn[0][1]
@@ -469,7 +472,9 @@ async def test_calls_are_those_that_the_parser_of_vllm_finds_and_their_answers_g
     session = session_of(engine, parsers=Parsers("hermes"))
     one = await ask(session, user("2+3"), tools=TOOLS)
     (call,) = one.calls
-    assert (one.text, call.name, json.loads(call.arguments)) == ("Let me see.", "add", {"a": 2, "b": 3})
+    assert one.text == "Let me see."
+    assert call.name == "add"
+    assert json.loads(call.arguments) == {"a": 2, "b": 3}
     function = {"name": "add", "arguments": {"a": 2, "b": 3}}
     echoed = {"role": "assistant", "content": "Let me see.", "tool_calls": [{"id": call.id, "function": function}]}
     answer = {"role": "tool", "tool_call_id": call.id, "content": "5"}
@@ -485,7 +490,8 @@ async def test_thoughts_are_those_that_the_parser_of_vllm_finds():
     engine.tokenizer.add_tokens(["<think>", "</think>"])
     session = session_of(engine, parsers=Parsers(None, "deepseek_r1"))
     answer = await ask(session, user("a"))
-    assert (answer.reasoning, answer.text) == ("hm", "yes")
+    assert answer.reasoning == "hm"
+    assert answer.text == "yes"
 
 
 @pytest.mark.parametrize("option", ["tool_parser", "reasoning_parser"])

@@ -422,7 +422,8 @@ def test_two_processes_with_one_cache_read_each_version_as_it_was_published(run,
     for process in both:
         process.communicate()
         assert process.returncode == 0
-    assert len(folders[0]) == len(folders[1]) == 5
+    assert len(folders[0]) == 5
+    assert len(folders[1]) == 5
     assert not folders[0] & folders[1]
 
 

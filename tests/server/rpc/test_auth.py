@@ -513,11 +513,15 @@ def test_settings_come_from_arguments_then_the_environment_then_the_file(tmp_pat
     config.write_text(f'address = "c:1"\ntoken_file = "{tmp_path / "token"}"\nallow_insecure_token = true\n')
     file = {"REPLAY_CLIENT_CONFIG": str(config)}
     found = Access.find(environment=file)
-    assert (found.address, found.token, found.tls) == ("c:1", "from-the-file", None)
+    assert found.address == "c:1"
+    assert found.token == "from-the-file"
+    assert found.tls is None
     found = Access.find(environment=file | {"REPLAY_ADDRESS": "e:2", "REPLAY_TOKEN": "from-the-environment"})
-    assert (found.address, found.token) == ("e:2", "from-the-environment")
+    assert found.address == "e:2"
+    assert found.token == "from-the-environment"
     found = Access.find(environment=file | {"REPLAY_ADDRESS": "e:2", "REPLAY_TOKEN": "x"}, address="a:3", token="given")
-    assert (found.address, found.token) == ("a:3", "given")
+    assert found.address == "a:3"
+    assert found.token == "given"
     assert Access.find(environment={}) == Access("127.0.0.1:7400")
     assert Access.find(environment={"REPLAY_TLS": "1"}).tls == TLS()
     assert Access.find(environment={"REPLAY_TLS": "0", "REPLAY_TLS_CA": "nowhere"}).tls is None
@@ -569,7 +573,8 @@ def test_no_token_shows_in_logs_or_process_lists_and_commands_take_it_from_the_e
                     with suppress(ReplayError):
                         call()
         shown = run_replay("--address", address, "tables", REPLAY_TOKEN=TOKENS[Role.READ_ONLY])
-        assert (shown.returncode, shown.stderr) == (0, "")
+        assert shown.returncode == 0
+        assert shown.stderr == ""
         refused = fails("--address", address, "tables")
         assert refused.startswith("replay: this server wants a token")
         command_line = Path(f"/proc/{server.process.pid}/cmdline").read_text()
@@ -592,7 +597,8 @@ tokens_file = "{tokens_file}"
     with server_process(tmp_path, config) as server:
         flags = ("--address", server.address, "--tls-ca", str(pki["ca"].cert), "--token-file", str(tmp_path / "token"))
         shown = run_replay(*flags, "tables")
-        assert (shown.returncode, shown.stderr) == (0, "")
+        assert shown.returncode == 0
+        assert shown.stderr == ""
         assert "plain" in shown.stdout
         assert "cannot be trusted" in fails(*flags[:2], "--tls-ca", str(pki["other ca"].cert), *flags[4:], "tables")
 

@@ -16,14 +16,18 @@ def rng():
 def test_up_to_many_values_every_quantile_is_exact(rng):
     values = rng.permutation(np.arange(MANY, dtype=np.float64))
     found = quantiles_of(values)
-    assert (found.min, found.max, found.mean) == (0, MANY - 1, (MANY - 1) / 2)
+    assert found.min == 0
+    assert found.max == MANY - 1
+    assert found.mean == (MANY - 1) / 2
     assert [found.p10, found.p50, found.p90] == pytest.approx([share * (MANY - 1) for share in (0.1, 0.5, 0.9)])
 
 
 def test_of_more_values_the_extremes_and_the_mean_are_exact_and_the_rest_is_near(rng):
     values = rng.lognormal(sigma=3.0, size=200_000)
     found = quantiles_of(values)
-    assert (found.min, found.max, found.mean) == (values.min(), values.max(), pytest.approx(values.mean()))
+    assert found.min == values.min()
+    assert found.max == values.max()
+    assert found.mean == pytest.approx(values.mean())
     for share, estimate in ((0.1, found.p10), (0.5, found.p50), (0.9, found.p90)):
         assert (values < estimate).mean() == pytest.approx(share, abs=0.04)  # seven standard deviations
 
@@ -37,7 +41,10 @@ def test_what_was_deleted_is_in_no_figure_of_the_table(rng):
     table.delete([key for key in keys if key % 5 or key < 10_000 or key > 40_000])
     priority = table_info(buffer, table).priority
     assert table.size == 6001
-    assert (priority.min, priority.p50, priority.max, priority.mean) == (10_000, 25_000, 40_000, 25_000)
+    assert priority.min == 10_000
+    assert priority.p50 == 25_000
+    assert priority.max == 40_000
+    assert priority.mean == 25_000
 
 
 def test_the_limiter_says_where_it_stands_in_its_window(rng):
@@ -47,8 +54,12 @@ def test_the_limiter_says_where_it_stands_in_its_window(rng):
     table.on_leave = remove_rows
     insert_rows(table, dict.fromkeys([1, 2, 3, 4], 1.0))
     said = table_info(buffer, table).limiter
-    assert (said.samples_per_insert, said.min_size, said.min_diff, said.max_diff) == (2.0, 3, 2.0, 10.0)
-    assert (said.difference, said.size) == (8.0, 4)
+    assert said.samples_per_insert == 2.0
+    assert said.min_size == 3
+    assert said.min_diff == 2.0
+    assert said.max_diff == 10.0
+    assert said.difference == 8.0
+    assert said.size == 4
     assert table.limiter.can_insert(1)
     assert not table.limiter.can_insert(2)  # (difference + 2 * spi = 12) > max_diff
     assert table.limiter.can_sample(6)
@@ -58,4 +69,6 @@ def test_the_limiter_says_where_it_stands_in_its_window(rng):
 def test_a_limiter_without_a_window_has_no_bounds():
     buffer = replay_buffer([TableConfig(name="pool")], lambda: 0.0)
     said = table_info(buffer, buffer.tables["pool"]).limiter
-    assert (said.min_size, said.min_diff, said.max_diff) == (1, -np.inf, np.inf)
+    assert said.min_size == 1
+    assert said.min_diff == -np.inf
+    assert said.max_diff == np.inf

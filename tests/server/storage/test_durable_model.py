@@ -53,7 +53,8 @@ class DurableMachine(test_model.ModelMachine):
         )
         recorded = self.storage.load()
         self.collector = ChangeCollector(buffer, recorded)
-        assert (recorded.skipped, recorded.damaged) == ([], [])
+        assert recorded.skipped == []
+        assert recorded.damaged == []
         buffer.watchers.append(self.collector)
         self.loading = buffer, recorded
         self.slices = []

@@ -17,7 +17,7 @@ from replay_client.testing import make_group, until
 from replay_protos import replay_pb2 as pb
 from replay_protos.replay_pb2_grpc import ReplayStub
 from replay_server import AdmissionConfig, ReplayServer, TableConfig
-from replay_server.storage import records
+from replay_server.storage import records, state
 from replay_server.storage.lmdb import LmdbStorage, UnusableDirectory
 from tests.kit.faults import small_disk
 from tests.kit.groups import keys_in
@@ -330,7 +330,24 @@ def test_while_commits_fail_each_change_ends_with_the_reason_and_is_made_once_if
         info = client.server_info()
         assert keys_in(client, "pool") == sorted([*pool[1:], leased.info.key, queue[3], 99])
         assert keys_in(client, "queue") == sorted(waiting)
-        assert (info.policy.version, info.tables["pool"].extensions, info.admission.running) == (1, 1, 2)
+        assert info.policy.version == 1
+        assert info.tables["pool"].extensions == 1
+        assert info.admission.running == 2
+
+
+def test_changes_of_very_many_items_that_could_not_be_written_are_written_with_the_next_commit(tmp_path, monkeypatch):
+    monkeypatch.setattr(state, "ITEMS_PER_SLICE", 2)  # so that nine items are very many
+    failing_while(broken := threading.Event(), monkeypatch)
+    with serving(TABLES, data_dir=tmp_path) as client:
+        keys = [client.insert(b"x", {"pool": 1.0}) for _ in range(9)]
+        broken.set()
+        with pytest.raises(ServerUnavailableError, match="cannot be written"):
+            client.update_priorities("pool", dict.fromkeys(keys, 5.0), timeout=0.5)
+        broken.clear()
+        client.set_policy_version(1)
+    with serving(TABLES, data_dir=tmp_path) as client:
+        priorities = {item.key: item.priority for item in client.list_items("pool").items}
+    assert priorities == dict.fromkeys(keys, 5.0)
 
 
 @OVER_BOTH

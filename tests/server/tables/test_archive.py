@@ -80,7 +80,8 @@ def test_a_client_that_names_the_archive_puts_no_second_row_there(tables):
         assert insert(buffer, key) == (1, None)
     assert held(buffer) == [2, 3]
     buffer.reset()
-    assert (buffer.items, buffer.items.bytes) == ({}, 0)
+    assert buffer.items == {}
+    assert buffer.items.bytes == 0
 
 
 def test_a_sample_of_the_archive_is_served_by_the_insert_that_it_waits_for():
@@ -108,7 +109,8 @@ def test_when_memory_is_short_the_archive_drops_what_nothing_else_holds():
     batch, _ = draw(buffer, 1)
     buffer.delete("rollouts", [1, 2])
     Copying.of(buffer).free(math.inf)
-    assert (held(buffer), sorted(buffer.items)) == ([3], [1, 3])
+    assert held(buffer) == [3]
+    assert sorted(buffer.items) == [1, 3]
     buffer.acknowledge(batch)
 
 
@@ -240,7 +242,8 @@ def test_a_rollback_spares_the_archive():
     buffer.set_policy_version(1, "")
     insert(buffer, 2, version=1)
     buffer.set_policy_version(0, "", rollback=True, state="s0")
-    assert (held(buffer, "rollouts"), held(buffer)) == ([1], [1, 2])
+    assert held(buffer, "rollouts") == [1]
+    assert held(buffer) == [1, 2]
     assert buffer.tables["archive"].counters.inserts == 2
 
 
@@ -266,8 +269,13 @@ def test_copies_are_declared_by_their_name_alone_or_with_what_a_user_says_of_the
     assert [table.name for table in Config(tables=(queue, POOL)).tables] == ["rollouts", "replay", "archive"]
     told = TableConfig(name="archive", max_size=7, requires=["value"])
     made = Config(tables=(told, queue, POOL)).tables[0]
-    assert (made.name, made.max_size, made.max_bytes, made.requires) == ("archive", 7, 2 << 30, ("value",))
-    assert (made.sampler.type, made.remover.type, made.max_times_sampled) == ("fifo", "fifo", 1)
+    assert made.name == "archive"
+    assert made.max_size == 7
+    assert made.max_bytes == 2 << 30
+    assert made.requires == ("value",)
+    assert made.sampler.type == "fifo"
+    assert made.remover.type == "fifo"
+    assert made.max_times_sampled == 1
 
 
 def test_copies_are_not_what_is_trained_on():

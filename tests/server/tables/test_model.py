@@ -572,11 +572,9 @@ class ModelMachine(RuleBasedStateMachine):
                 )
                 for retained in reference.retained
             ]
-            assert (table.size, table.bytes, table.outstanding) == (
-                len(expected),
-                reference.bytes,
-                reference.outstanding,
-            )
+            assert table.size == len(expected)
+            assert table.bytes == reference.bytes
+            assert table.outstanding == reference.outstanding
             assert table.counts() == {counter: reference.counts[counter] for counter in table.counts()}
             tag_counts = {
                 (name, value, event): count
@@ -586,11 +584,9 @@ class ModelMachine(RuleBasedStateMachine):
             }
             assert +Counter(tag_counts) == +reference.tag_counts
             limiter = table.limiter
-            assert (limiter.inserts, limiter.samples, limiter.deletes) == (
-                reference.inserts,
-                reference.samples,
-                reference.deletes,
-            )
+            assert limiter.inserts == reference.inserts
+            assert limiter.samples == reference.samples
+            assert limiter.deletes == reference.deletes
             assert table.sampler.selectable() == sum(
                 reference.weight(row, table.config.sampler) * reference.value_weight(row) > 0
                 and not reference.lacks(row)
@@ -633,7 +629,8 @@ class ModelMachine(RuleBasedStateMachine):
                 (lines.samples, reference.sampling),
             ):
                 assert list(line) == [self.pendings[waiting] for waiting in expected]
-                assert (len(line), bool(line)) == (len(expected), bool(expected))
+                assert len(line) == len(expected)
+                assert bool(line) == bool(expected)
                 assert (line.blocked.since is not None) == bool(expected), f"{name}: blocked is not what it says"
             for place, waiting in enumerate(reference.inserting):
                 why = self.buffer.why_waiting(self.pendings[waiting])
@@ -665,12 +662,10 @@ class ModelMachine(RuleBasedStateMachine):
         if not hasattr(self, "model") or self.admission is None:
             return
         admission, model = self.admission, self.model
-        assert (admission.accepted, admission.running, admission.expired, admission.capacity) == (
-            model.accepted,
-            model.running,
-            model.expired,
-            model.capacity,
-        )
+        assert admission.accepted == model.accepted
+        assert admission.running == model.running
+        assert admission.expired == model.expired
+        assert admission.capacity == model.capacity
         assert set(admission.partial_groups) == {key for key, item in model.items.items() if item.partial}
         assert list(admission.line) == [self.pendings[waiting] for waiting in model.acquiring]
 

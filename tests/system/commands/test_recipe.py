@@ -120,7 +120,9 @@ def test_three_commands_with_one_word_train_agree_and_measure_one_staleness(tmp_
         flow = client.server_info().tables["rollouts"].flow
         lines = [json.loads(line) for line in Path(tmp_path / "run/metrics.jsonl").read_text().splitlines()]
         stale = [line["fresh/staleness_mean"] for line in lines if "fresh/staleness_mean" in line]
-        assert (flow.versions, flow.drawn, len(stale)) == (STEPS, 4.0, STEPS)
+        assert flow.versions == STEPS
+        assert flow.drawn == 4.0
+        assert len(stale) == STEPS
         assert flow.staleness == pytest.approx(sum(stale) / STEPS)
         [age] = [each for each in messages(doctor(server.address), "rollouts") if each[1].startswith("drawn ")]
         assert age[1] == f"drawn {flow.staleness:.1f} versions old in the mean"

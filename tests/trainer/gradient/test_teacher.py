@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -95,8 +96,10 @@ def test_a_group_of_equal_rewards_trains_a_student(tmp_path, rule, scale):
     assert without["fresh/zero_variance_fraction"] == 1.0
     assert without["replay/groups_replaced"] == (rule == "replace")
     assert "train/teacher_kl" not in without
-    assert with_teacher["fresh/zero_variance_fraction"] == with_teacher["train/zero_variance_fraction"] == 0.0
-    assert (with_teacher["replay/groups_replaced"], with_teacher["train/tokens"]) == (0, 3)
+    assert with_teacher["fresh/zero_variance_fraction"] == 0.0
+    assert with_teacher["train/zero_variance_fraction"] == 0.0
+    assert with_teacher["replay/groups_replaced"] == 0
+    assert with_teacher["train/tokens"] == 3
     logprobs_BT, _ = trainer.policy(batch := to_batch([taught(EQUAL)], teacher=TEACHER))
     assert not torch.equal(models[1].lm_head.weight, make_model().lm_head.weight)
     difference = (logprobs_BT - batch.teacher_logprobs_BT)[batch.mask_BT].mean().item()
@@ -132,7 +135,7 @@ def test_a_group_that_no_student_can_use_is_put_aside_by_name(tmp_path, caplog, 
     make_trainer(client, tmp_path, max_steps=1, groups_per_step=2, teacher_weight=0.5).train()
     assert [(line["train/groups"], line["train/groups_unusable"]) for line in lines_of(tmp_path)] == [(1, 1)]
     (said,) = [message for message in caplog.messages if "rejected" in message]
-    assert "key 77 of table 'rollouts': its column" in said or "it has no column" in said
+    assert re.search(f"key 77 of table 'rollouts': .*{words}", said)
 
 
 @pytest.mark.parametrize("kind", ["float16", "float64"])
