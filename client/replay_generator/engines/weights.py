@@ -484,8 +484,8 @@ def why_other_model(clients: Iterable[ClientInfo], own_facts: Mapping[str, Any])
             own = _in_words(own_facts, other_facts)
             return (
                 f"generator {client.name} has another model or tokenizer ({other}) than this trainer ({own}): start "
-                f"both with the same one. Groups that are stored are of the generator's: `replay table reset --all` removes "
-                f"them"
+                f"both with the same one. Groups that are stored are of the generator's: `replay table reset --all` "
+                f"removes them"
             )
     return ""
 
