@@ -31,10 +31,10 @@ class CompletionError(EngineError):
 
 @settings()
 class SamplingConfig:
-    """How completions are drawn.
+    """The settings for drawing completions.
 
     The trainer computes log-probabilities again, with its logits divided by the same temperature. `top_p`, `top_k` and
-    `min_p` make those of the engine conditional on the kept tokens. So the engine says which were kept
+    `min_p` make those of the engine conditional on the kept tokens. So the engine returns the kept tokens
     (`sampling_masks`), and the trainer divides by their probability too.
     """
 

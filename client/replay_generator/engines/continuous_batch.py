@@ -40,7 +40,7 @@ class Row:
     logprobs: list[float] = field(default_factory=list)
     policy_versions: list[int] = field(default_factory=list)
     sampling_masks: list[list[int]] = field(default_factory=list)
-    """For each token, the set of tokens from which it was drawn; empty: too many. No sets if the sampling has none."""
+    """The set from which each token was drawn; empty: it was too large. No sets if the sampling needs none."""
     routed: list[torch.Tensor] = field(default_factory=list)
     """The experts (tokens, layers, K) of all tokens that the model has read, in pieces; empty without `routing`."""
     finish_reason: str | None = None

@@ -131,7 +131,8 @@ class VLLMEngine:
     async def generate(
         self, prompt_ids: Sequence[int], sampling: SamplingConfig, n: int, finished: OnFinished | None = None
     ) -> list[Completion]:
-        fields = sampling_fields(sampling, n, 0 if self._returns_masks else self._most_logprobs)
+        most_logprobs = 0 if self._returns_masks else self._most_logprobs
+        fields = sampling_fields(sampling, n, most_logprobs)
         width = fields["logprobs"]
         completions: dict[int, Completion] = {}
         request = self._request(prompt_ids, each_on_its_own=finished is not None, **fields)
@@ -291,7 +292,10 @@ def masks_of(output: Any, width: int, largest_mask: int) -> list[list[int]]:
             masks.append(mask_of_logprobs(logprobs, width))
         return masks
     for ids in output.sampling_mask.token_ids:
-        masks.append(list(ids) if len(ids) <= largest_mask else [])
+        mask: list[int] = []
+        if len(ids) <= largest_mask:
+            mask = list(ids)
+        masks.append(mask)
     return masks
 
 

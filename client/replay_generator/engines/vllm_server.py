@@ -372,7 +372,9 @@ def completion_of(choice: dict[str, Any], before: str, after: str, width: int = 
     tokens = [operator.index(token) for token in choice["token_ids"]]
     logprobs: list[float] = []
     for logprob in choice["logprobs"]["token_logprobs"]:
-        logprobs.append(math.nan if logprob is None else float(logprob))
+        if logprob is None:
+            logprob = math.nan
+        logprobs.append(float(logprob))
     versions = _versions_of(choice, len(tokens), before, after)
     masks: list[list[int]] = []
     if width:

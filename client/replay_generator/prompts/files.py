@@ -67,7 +67,7 @@ _SPLITS = {
     "validation": ("validation", "valid", "val", "dev"),
     "test": ("test", "testing", "eval", "evaluation"),
 }
-"""For each split, the words of which one is in the names of its files."""
+"""Splits, each with the words of which one is in the names of its files."""
 
 
 class Rows(Protocol):

@@ -269,8 +269,7 @@ def load_prompts(
     """
     rows = open_rows(source, split=split, template_columns=_template_columns(prompt_field))
     head = prompt_field.partition(".")[0]
-    has_column = rows.columns is None or prompt_field in rows.columns or head in rows.columns
-    if rows.columns is not None and not has_column:
+    if rows.columns is not None and prompt_field not in rows.columns and head not in rows.columns:
         raise ValueError(f"{source} has no column {prompt_field!r}, only {', '.join(rows.columns)}: see --prompt-field")
     loaded = LoadedPrompts(rows, prompt_field)
     if check and rows.in_memory:
