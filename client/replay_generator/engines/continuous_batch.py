@@ -212,10 +212,13 @@ class ContinuousBatch:
                 inputs[name] = value
         self._routed.clear()
         output = self._model(**inputs)
-        routed = None
-        if self._routing:
-            routed = torch.stack(self._routed, dim=1).view(*ids.shape, len(self._routed), -1).cpu()
-        return output.logits[:, -1].float(), output[self._cache], routed
+        logits = output.logits[:, -1].float()
+        cache = output[self._cache]
+        if not self._routing:
+            return logits, cache, None
+        layers = len(self._routed)
+        routed = torch.stack(self._routed, dim=1).view(*ids.shape, layers, -1).cpu()
+        return logits, cache, routed
 
     def _note_experts(self, _router: Any, _inputs: Any, chosen: tuple[torch.Tensor, ...]) -> None:
         self._routed.append(chosen[2].to(torch.uint8))
@@ -244,7 +247,11 @@ class ContinuousBatch:
     def _drop_ended(self) -> None:
         """Drops the rows that are complete, or that were cancelled."""
         for cohort in self._cohorts:
-            keep = [index for index, row in enumerate(cohort.rows) if not (row.finish_reason or row.ended.done())]
+            keep: list[int] = []
+            for index, row in enumerate(cohort.rows):
+                has_left = row.finish_reason or row.ended.done()
+                if not has_left:
+                    keep.append(index)
             if 0 < len(keep) < len(cohort.rows):
                 indices = torch.tensor(keep, device=cohort.mask_RL.device)
                 cohort.mask_RL = cohort.mask_RL[indices]
@@ -361,6 +368,7 @@ def _note_kept(rows: list[Row], logprobs_RV: torch.Tensor) -> None:
 
 def _choose(logprobs_RV: torch.Tensor, uniforms_R: torch.Tensor) -> torch.Tensor:
     """Tokens (R,) by inverting the distribution function, in float64 so that large vocabularies lose nothing."""
-    cumulative = logprobs_RV.double().exp().cumsum(-1)
-    target = uniforms_R[:, None] * cumulative[:, -1:]
-    return torch.searchsorted(cumulative, target, right=True)[:, 0].clamp_max(logprobs_RV.shape[-1] - 1)
+    cumulative_RV = logprobs_RV.double().exp().cumsum(-1)
+    target_R1 = uniforms_R[:, None] * cumulative_RV[:, -1:]
+    tokens_R = torch.searchsorted(cumulative_RV, target_R1, right=True)[:, 0]
+    return tokens_R.clamp_max(logprobs_RV.shape[-1] - 1)

@@ -385,8 +385,9 @@ def score_alone(model: Any, token_ids: list[int]) -> list[float]:
     """The log-probability (T - 1,) in nats of each token but the first, by a forward pass of these tokens alone."""
     with torch.inference_mode():
         ids = torch.tensor([token_ids], device=model.device)
-        logprobs = model(input_ids=ids).logits[0, :-1].float().log_softmax(-1)
-        scores: list[float] = logprobs.gather(-1, ids[0, 1:, None])[:, 0].tolist()
+        logits_TV = model(input_ids=ids).logits[0, :-1]
+        logprobs_TV = logits_TV.float().log_softmax(-1)
+        scores: list[float] = logprobs_TV.gather(-1, ids[0, 1:, None])[:, 0].tolist()
     return scores
 
 

@@ -81,16 +81,8 @@ def check_folder(
             raise WeightsDamagedError(f"{file} is no regular file, and is not opened: remove it")
     if root is not None:
         _check_inside(folder, root)
-    engine_facts = facts or {}
     # A tokenizer takes up to a second to load. It is read only until a version has passed its probe.
-    found_facts = folder_facts(path, engine_facts, tokenizer=not known)
-    differing = differing_facts(found_facts, engine_facts)
-    if differing:
-        own = "the engine's" if model is None else f"the engine's, {model}"
-        raise WeightsMismatchError(
-            f"{folder} is of another model than {own}: {differing}; start generator and trainer with the same model "
-            "and tokenizer (--model)"
-        )
+    _check_facts(folder, facts or {}, model, tokenizer=not known)
     probe = Probe.read(folder)
     tensors: dict[str, tuple[Path, int, int, str]] = {}
     for file in sorted(path.glob("*.safetensors")):
@@ -103,13 +95,30 @@ def check_folder(
         _check_names(folder, names, model, known, probed=probe is not None)
     if probe is not None:
         return probe, names
+    _check_finite(tensors)
+    return None, frozenset()
+
+
+def _check_facts(folder: str, engine_facts: Mapping[str, Any], model: str | None, *, tokenizer: bool) -> None:
+    """Raises WeightsMismatchError if the model of a folder has other facts than the engine."""
+    found_facts = folder_facts(Path(folder), engine_facts, tokenizer=tokenizer)
+    differing = differing_facts(found_facts, engine_facts)
+    if differing:
+        own = "the engine's" if model is None else f"the engine's, {model}"
+        raise WeightsMismatchError(
+            f"{folder} is of another model than {own}: {differing}; start generator and trainer with the same model "
+            "and tokenizer (--model)"
+        )
+
+
+def _check_finite(tensors: Mapping[str, tuple[Path, int, int, str]]) -> None:
+    """Raises WeightsDamagedError for NaN and infinities in tensors: their files, first and last bytes, and formats."""
     for name, (file, start, end, dtype) in tensors.items():
         if dtype in _EXPONENTS and not _finite(file, start, end, dtype):
             raise WeightsDamagedError(
                 f"{file} holds NaN or infinity in {name!r}: the policy has broken down. Restart the trainer from an "
                 "older version, with a lower learning rate"
             )
-    return None, frozenset()
 
 
 def _check_inside(folder: str, root: str | os.PathLike[str]) -> None:

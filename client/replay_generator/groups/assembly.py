@@ -34,11 +34,12 @@ def assemble(played: Sequence[PlayedRollout], version: int, **fields: Any) -> Ro
         unknown = sampled - sum(int(mask.sum()) for mask in masks)
     columns = columns_of(sequences)
     versions = [sequence.policy_versions[sequence.head :] for sequence in sequences]
-    known = np.concatenate([drawn[drawn >= 0] for drawn in versions])
-    first = last = version
-    if known.size:
-        first = int(known.min())
-        last = int(known.max())
+    drawn_versions = np.concatenate([values[values >= 0] for values in versions])
+    first = version
+    last = version
+    if drawn_versions.size:
+        first = int(drawn_versions.min())
+        last = int(drawn_versions.max())
     version_end = None
     if last != first:
         version_end = last

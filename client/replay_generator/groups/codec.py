@@ -68,9 +68,12 @@ class PartialGroupSpec:
 
     def encode(self) -> bytes:
         """The bytes for `decode`. Raises PromptError for a row that msgpack cannot hold."""
-        fields = vars(self) | {"prompt": self.prompt.packed(), "sampling": asdict(self.sampling)}
-        ids = np.array(fields.pop("prompt_ids"), np.int32)
-        return b"".join(encode_arrays(PARTIAL_GROUP_MAGIC, fields, {"prompt_ids": ids}, {}, {}))
+        fields = dict(vars(self))
+        fields["prompt"] = self.prompt.packed()
+        fields["sampling"] = asdict(self.sampling)
+        prompt_ids = np.array(fields.pop("prompt_ids"), np.int32)
+        pieces = encode_arrays(PARTIAL_GROUP_MAGIC, fields, {"prompt_ids": prompt_ids}, {}, {})
+        return b"".join(pieces)
 
     @classmethod
     def decode(cls, payload: Buffer) -> tuple[PartialGroupSpec, dict[int, PlayedRollout]]:

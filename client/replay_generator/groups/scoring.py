@@ -103,10 +103,7 @@ class Scoring:
                 raise self.reject(work, f"its rollouts do not go together: {error}") from error
             prompt_id = work.spec.prompt.prompt_id
             raise PromptError(f"prompt {prompt_id!r}: no group can be made: {error}") from error
-        reason = failures[-1] if failures else ""
-        self._failures_seen.record(finished=group.group_size, failed=size - group.group_size, reason=reason)
-        if self._single_turn and group.finish_reasons is not None:
-            self._lengths_seen.record(group.rollout_lengths, group.finish_reasons, work.spec.sampling.max_tokens)
+        self._record_faults(group, size, failures, work.spec.sampling.max_tokens)
         if failures:
             group.meta["failures"] = [*failures]
         has_trained_token = group.trained_mask.any()
@@ -115,6 +112,13 @@ class Scoring:
         if self._group_filter is not None and not user_code.decision_of(self._group_filter, group):
             raise LeftOut("groups_filtered", group.rewards)
         return group, by_function
+
+    def _record_faults(self, group: RolloutGroup, size: int, failures: Sequence[str], max_tokens: int) -> None:
+        """Tells the watches of a finished group. `size`: its rollouts with those that failed."""
+        reason = failures[-1] if failures else ""
+        self._failures_seen.record(finished=group.group_size, failed=size - group.group_size, reason=reason)
+        if self._single_turn and group.finish_reasons is not None:
+            self._lengths_seen.record(group.rollout_lengths, group.finish_reasons, max_tokens)
 
     async def _rewards(
         self, scorer: Scorer, prompt: Prompt, played: list[PlayedRollout]
