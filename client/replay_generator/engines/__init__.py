@@ -22,19 +22,19 @@ LOGPROBS_MODE = "processed_logprobs"
 
 
 class EngineError(ReplayError):
-    """An engine died, or cannot do what it was asked. The message says why, and what to do."""
+    """An engine died, or cannot do its task. The message has the reason and the remedy."""
 
 
 class CompletionError(EngineError):
-    """An engine answered, and with a completion that no policy can have drawn. The rollout that asked for it fails."""
+    """An engine returned a completion that no policy can have drawn. The rollout that requested it fails."""
 
 
 @settings()
 class SamplingConfig:
-    """How completions are drawn.
+    """The settings for drawing completions.
 
     The trainer computes log-probabilities again, with its logits divided by the same temperature. `top_p`, `top_k` and
-    `min_p` make those of the engine conditional on the kept tokens. So the engine says which were kept
+    `min_p` make those of the engine conditional on the kept tokens. So the engine returns the kept tokens
     (`sampling_masks`), and the trainer divides by their probability too.
     """
 
@@ -58,13 +58,15 @@ class SamplingConfig:
     @property
     def largest_mask(self) -> int:
         """The most ids of a mask that is stored for a token; 0: none, because none is wanted or every token is kept."""
-        return self.sampling_masks if truncates(vars(self)) else 0
+        if not truncates(vars(self)):
+            return 0
+        return self.sampling_masks
 
     def describe(self) -> dict[str, Any]:
-        """The fields as a group stores them, with `logprobs_mode`. What was kept is in the group itself."""
+        """The fields as a group stores them, with `logprobs_mode`. The masks themselves are in the group."""
         fields = asdict(self)
         del fields["sampling_masks"]
-        if not self.min_p:  # as without it: groups stay as small as they are
+        if not self.min_p:  # 0 is the same as no field, and groups stay small
             del fields["min_p"]
         return {**fields, "logprobs_mode": LOGPROBS_MODE}
 
@@ -84,24 +86,27 @@ class Completion:
     policy_versions: list[int]
     """(T,) of each token, the version of the weights that drew it."""
     loss_mask: list[bool] | None = None
-    """(T,) False for tokens that the policy did not write, for an engine that plays turns of its own: no trainer trains
-    on them. None: it wrote all of them."""
+    """(T,) False for tokens that the policy did not write, if the engine plays turns of its own. No trainer trains on
+    them. None: the policy wrote all tokens."""
     extras: Mapping[str, npt.NDArray[Any]] = field(default_factory=dict)
     """Arrays of the completion, such as log-probabilities of other tokens, by their names in the `extras` of the group.
     Tokens whose completion has none get 0, or an empty set."""
     axes: Mapping[str, str] = field(default_factory=dict)
-    """What their rows belong to, as in RolloutGroup. "token", also for names that are absent here: T rows.
+    """The axes of the extras, as in RolloutGroup. "token", also for names that are absent here: T rows.
     "ragged:token": a set for each of the T tokens, with T + 1 offsets. "whole": a row for each token that the engine
     has read, in order, from the first of the prompt on."""
 
     def cut(self, tokens: int, text: str) -> Completion:
-        """Its first `tokens`, which read `text`, as if the policy had ended it there."""
+        """The completion of the first `tokens`, whose text is `text`, as if the policy had ended it there."""
         lost = len(self.token_ids) - tokens
 
         def first(name: str, values: npt.NDArray[Any]) -> npt.NDArray[Any]:
-            if self.axes.get(name.removesuffix(OFFSETS)) == RAGGED:
-                return values[: tokens + 1] if name.endswith(OFFSETS) else values[: self.extras[name + OFFSETS][tokens]]
-            return values[: len(values) - lost]
+            if self.axes.get(name.removesuffix(OFFSETS)) != RAGGED:
+                return values[: len(values) - lost]
+            if name.endswith(OFFSETS):
+                return values[: tokens + 1]
+            end = self.extras[name + OFFSETS][tokens]
+            return values[:end]
 
         return replace(
             self,
@@ -118,44 +123,50 @@ class Completion:
 OnFinished = Callable[[int, Completion], None]
 
 _MOST_TOKENS = 1 << 31
-"""A group holds the tokens below this."""
+"""A group holds only token ids below this one."""
 
 
 def fault_of(completion: Completion | None, sampling: SamplingConfig, vocabulary: int | None) -> str:
-    """What shows that no policy has drawn a completion like this, and the remedy; empty: nothing.
+    """The reason that no policy can have drawn this completion, with the remedy; empty: there is none.
 
     Completions of all engines are checked here, and nowhere else. `completion` None: the engine returned too few.
-    `vocabulary`: tokens that the model has; None: unknown. Log-probabilities may be NaN, unknown.
+    `vocabulary`: the number of tokens of the model; None: unknown. Log-probabilities may be NaN, unknown.
     """
     if completion is None:
         return "is missing: an engine returns as many as it is asked for"
     if completion.finish_reason == "error":
         return "has the finish_reason 'error': the log of the engine says why"
-    tokens_T, logprobs_T = np.asarray(completion.token_ids), np.asarray(completion.logprobs, np.float64)
+    tokens_T = np.asarray(completion.token_ids)
+    logprobs_T = np.asarray(completion.logprobs, np.float64)
     versions = len(completion.policy_versions)
     tokens = counted(tokens_T.size, "token")
     if not tokens_T.size == logprobs_T.size == versions:
         return f"has {tokens}, {logprobs_T.size} logprobs, {versions} policy_versions: it needs as many"
-    if tokens_T.size > sampling.max_tokens and completion.loss_mask is None:  # else it has several turns
+    if tokens_T.size > sampling.max_tokens and completion.loss_mask is None:  # with a mask it has several turns
         return f"has {tokens}, and max_tokens is {sampling.max_tokens}: does the engine know that?"
     limit = vocabulary or _MOST_TOKENS
-    if (wrong := tokens_T[(tokens_T < 0) | (tokens_T >= limit)]).size:
-        return f"has the token {wrong[0]}, and the model those from 0 to {limit - 1}: give the engine the same model"
-    # A comparison with NaN is False.
-    if (wrong := logprobs_T[(logprobs_T < CUT_OFF) | (logprobs_T > MAX_LOGPROB)]).size:
-        return f"has the log-probability {wrong[0]:g}: that of a drawn token is finite, at most 0, or NaN if unknown"
+    wrong_tokens = tokens_T[(tokens_T < 0) | (tokens_T >= limit)]
+    if wrong_tokens.size:
+        token = wrong_tokens[0]
+        return f"has the token {token}, and the model those from 0 to {limit - 1}: give the engine the same model"
+    # NaN passes: a comparison with NaN is False.
+    wrong_logprobs = logprobs_T[(logprobs_T < CUT_OFF) | (logprobs_T > MAX_LOGPROB)]
+    if wrong_logprobs.size:
+        logprob = wrong_logprobs[0]
+        return f"has the log-probability {logprob:g}: that of a drawn token is finite, at most 0, or NaN if unknown"
     return ""
 
 
 def why_unfit(engine: Engine, token_ids: Sequence[int]) -> str:
-    """Why the engine cannot go on after these tokens, with the remedy; "" if it can."""
+    """The reason that the engine cannot continue these tokens, with the remedy; "" if it can."""
     if not 0 < len(token_ids) < engine.max_length:
         return f"{len(token_ids)} tokens; the engine takes 1 to {engine.max_length - 1}, and draws one more"
-    if why := why_unknown(engine, token_ids):
+    why = why_unknown(engine, token_ids)
+    if why:
         return why
     if getattr(engine, "vocabulary", None) is not None:
         return ""
-    # An engine that does not know its vocabulary may die of a token that its tokenizer does not have either.
+    # The size of the vocabulary is unknown: the engine may die of a token that its tokenizer does not have either.
     highest = max(token_ids)
     size = _size_of(engine.tokenizer, highest)
     if size is not None and highest >= size:
@@ -164,10 +175,10 @@ def why_unfit(engine: Engine, token_ids: Sequence[int]) -> str:
 
 
 def why_unknown(engine: Engine, token_ids: Sequence[int]) -> str:
-    """Which of these tokens the model of the engine does not have, and the remedy; "" if it has all.
+    """The first of these tokens that the engine's model does not have, with the remedy; "" if the model has all.
 
-    An engine may die of a token that its model has no row for. What decides is `Engine.vocabulary`: a tokenizer may
-    have tokens that the model lacks, and a model may draw tokens that the tokenizer lacks.
+    An engine may die of a token for which its model has no row. `Engine.vocabulary` decides: a tokenizer may have
+    tokens that the model lacks, and a model may draw tokens that the tokenizer lacks.
     """
     lowest = min(token_ids, default=0)
     highest = max(token_ids, default=0)
@@ -186,8 +197,10 @@ def why_unknown(engine: Engine, token_ids: Sequence[int]) -> str:
 
 
 def _size_of(tokenizer: Any, token: int) -> int | None:
-    """How many tokens a tokenizer has; None: it does not tell. Its ids may have gaps: a `token` that is not below the
-    number of its tokens may still be one."""
+    """The number of tokens of a tokenizer; None: unknown.
+
+    Its ids may have gaps: a `token` that is not below the number of its tokens may still be one of them.
+    """
     if not hasattr(tokenizer, "__len__"):
         return None
     size = len(tokenizer)
@@ -197,9 +210,9 @@ def _size_of(tokenizer: Any, token: int) -> int | None:
 
 
 def text_of(tokenizer: Any, token_ids: Sequence[int], **options: Any) -> str:
-    """What the tokens read, by `tokenizer.decode`, which gets `options`.
+    """The text of these tokens, by `tokenizer.decode`, which gets `options`.
 
-    A model may draw tokens that only pad its embedding. Those read nothing: some tokenizers leave them out, and others
+    A model may draw tokens that only pad its embedding. Those have no text: some tokenizers leave them out, and others
     raise an error of their own.
     """
     try:
@@ -223,12 +236,12 @@ class Engine(Protocol):
     tokenizer: Any
     """A `transformers` tokenizer: the generator uses `encode`."""
     max_length: int
-    """The most tokens of a prompt with one completion. It also chooses the rotary frequencies, where a model has
-    several. An engine that chose them for longer sequences than it takes here has that length as `served_length`."""
+    """The most tokens of a prompt with one completion. It also chooses the rotary frequencies, if a model has several.
+    An engine that chose them for longer sequences than it takes here has that length as `served_length`."""
     vocabulary: int | None
-    """How many tokens the model has, with those that only pad its embedding; None: unknown.
+    """The number of tokens of the model, with those that only pad its embedding; None: unknown.
 
-    The generator asks for no other tokens than these. Where it is unknown, the tokenizer decides.
+    The generator uses no other tokens than these. If the number is unknown, the tokenizer decides.
     """
 
     @property
@@ -239,7 +252,7 @@ class Engine(Protocol):
     async def generate(
         self, prompt_ids: Sequence[int], sampling: SamplingConfig, n: int, finished: OnFinished | None = None
     ) -> list[Completion]:
-        """Draw `n` completions of a prompt of fewer than `max_length` tokens.
+        """Draws `n` completions of a prompt of fewer than `max_length` tokens.
 
         `finished` is called on the event loop with the number of a completion, from 0 to n - 1, and the completion, as
         soon as it has ended: others may still be drawn. An engine that cannot tell earlier need not call it.
@@ -247,9 +260,9 @@ class Engine(Protocol):
         ...
 
     async def load_weights(self, path: str, version: int) -> None:
-        """Replace the weights by those of a folder in Hugging Face's format. The first weights have version 0.
+        """Replaces the weights by those of a folder in Hugging Face's format. The first weights have version 0.
 
-        Completions under way pause, and go on with the new weights. Their tokens stay, each with its log-probability
+        Completions under way pause, and continue with the new weights. Their tokens stay, each with its log-probability
         and version. Their keys and values are computed again, so the next tokens are distributed exactly as the new
         weights say.
 
@@ -259,11 +272,11 @@ class Engine(Protocol):
         ...
 
     async def score(self, token_ids: Sequence[int]) -> list[float]:
-        """Log-probability (T - 1,) in nats of each token but the first, given those before it, at temperature 1."""
+        """The log-probability (T - 1,) in nats of each token but the first, given those before it, at temperature 1."""
         ...
 
     async def close(self) -> None:
-        """Free memory and processes of the engine. Closing twice is harmless."""
+        """Frees memory and processes of the engine. A second call is harmless."""
         ...
 
 

@@ -5,7 +5,7 @@
        └─────────────────── new weights: every row ───────────┘
 
 A cohort is a set of rows over one cache, left-padded. Cohorts merge if their cache is plain keys and values. With any
-other cache (sliding windows, recurrent states) every prefill stays a cohort of its own, which is slower.
+other cache (sliding windows, recurrent states) every prefill stays a separate cohort, which is slower.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ class Row:
     prompt_ids: list[int]
     sampling: SamplingConfig
     limit: int
-    """The most tokens that it may get."""
+    """The most tokens that the completion may get."""
     uniforms: random.Random
-    """Of this row alone: a number in [0, 1) for each token."""
+    """The random numbers of this row alone: one in [0, 1) for each token."""
     ended: Any
     """A future for its owner. If any thread cancels it, the row leaves with the next token."""
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     policy_versions: list[int] = field(default_factory=list)
     sampling_masks: list[list[int]] = field(default_factory=list)
-    """For each token, the tokens that it was drawn from; empty: too many. No sets if its sampling wants none."""
+    """The set from which each token was drawn; empty: it was too large. No sets if the sampling needs none."""
     routed: list[torch.Tensor] = field(default_factory=list)
-    """The experts (tokens, layers, K) of all tokens that the model has read, piece by piece; empty if nobody asks."""
+    """The experts (tokens, layers, K) of all tokens that the model has read, in pieces; empty without `routing`."""
     finish_reason: str | None = None
 
 
@@ -59,7 +59,7 @@ class _Cohort:
 class ContinuousBatch:
     """All completions under way. Only one thread may use it at a time.
 
-    Its methods raise the errors of the model. Then the completions under way are lost: `clear` tells which.
+    Its methods raise the errors of the model. Then the completions under way are lost: `clear` returns them.
     """
 
     def __init__(
@@ -73,10 +73,12 @@ class ContinuousBatch:
         routing: bool = False,
     ) -> None:
         """`end_ids`: tokens that end a completion. `max_length`: the most tokens of a prompt with a completion.
-        `max_rows`: the most completions at a time; others wait. `seed` None draws a new seed.
-        `routing`: note the experts of each token."""
+
+        `max_rows`: the most completions at a time; others wait. `seed` None draws a new seed. `routing`: note the
+        experts of each token.
+        """
         self._routing = routing
-        self._routed: list[torch.Tensor] = []  # of the last forward pass, layer by layer
+        self._routed: list[torch.Tensor] = []  # the experts of the last forward pass, layer by layer
         self._hooks: list[Any] = []
         self._max_length = max_length
         self._max_rows = max_rows
@@ -88,19 +90,28 @@ class ContinuousBatch:
 
     @property
     def active(self) -> bool:
-        """Whether a row waits or is under way."""
+        """True while a row waits or is under way."""
         return bool(self._waiting or self._cohorts)
 
     def add(self, prompt_ids: list[int], sampling: SamplingConfig, ended: Iterable[Any]) -> list[Row]:
         """The rows of a prompt, one for each future of `ended`. They wait for their first token."""
         limit = min(sampling.max_tokens, self._max_length - len(prompt_ids))
         seed = self._random.getrandbits(64) if sampling.seed is None else sampling.seed
-        rows = [Row(prompt_ids, sampling, limit, random.Random(seed + n), each) for n, each in enumerate(ended)]
+        rows: list[Row] = []
+        for number, future in enumerate(ended):
+            row = Row(
+                prompt_ids=prompt_ids,
+                sampling=sampling,
+                limit=limit,
+                uniforms=random.Random(seed + number),
+                ended=future,
+            )
+            rows.append(row)
         self._waiting += rows
         return rows
 
     def set_model(self, model: Any, version: int) -> None:
-        """Draw from `model` from the next token on. Keys and values of all rows are computed again."""
+        """Draws from `model` from the next token on. Keys and values of all rows are computed again."""
         self._model = model
         self._version = version
         self._accepts = set(inspect.signature(model.forward).parameters)
@@ -113,28 +124,35 @@ class ContinuousBatch:
 
     def clear(self) -> list[Row]:
         """Drops all rows, and returns them: first those whose caches are lost."""
-        rows = [*(row for cohort in self._cohorts for row in cohort.rows), *self._waiting]
-        self._waiting, self._cohorts = [], []
+        rows: list[Row] = []
+        for cohort in self._cohorts:
+            rows += cohort.rows
+        rows += self._waiting
+        self._waiting = []
+        self._cohorts = []
         return rows
 
     def step(self) -> list[Row]:
-        """Draw one token for every row that there is room for. Returns the rows that have ended with it."""
+        """Draws one token for every row for which there is room. Returns the rows that have ended with it."""
         with torch.inference_mode():
             self._waiting = [row for row in self._waiting if not row.ended.done()]
             for cohort in self._cohorts:
                 self._draw(cohort, self._decode(cohort))
             room = self._max_rows - sum(len(cohort.rows) for cohort in self._cohorts)
-            if admitted := self._waiting[:room]:
+            admitted = self._waiting[:room]
+            if admitted:
                 self._prefill(admitted)
                 del self._waiting[:room]
-            ended = [row for cohort in self._cohorts for row in cohort.rows if row.finish_reason]
+            ended: list[Row] = []
+            for cohort in self._cohorts:
+                ended += [row for row in cohort.rows if row.finish_reason]
             self._drop_ended()
             self._cohorts = _merged(self._cohorts)
         self.check()
         return ended
 
     def check(self) -> None:
-        """Asserts what holds of the rows under way, between two tokens."""
+        """Asserts the invariants of the rows under way, between two tokens."""
         assert sum(len(cohort.rows) for cohort in self._cohorts) <= self._max_rows, self._max_rows
         for cohort in self._cohorts:
             assert cohort.rows, "a cohort has no rows"
@@ -146,22 +164,27 @@ class ContinuousBatch:
 
     def _prefill(self, rows: list[Row]) -> None:
         """Makes a cohort of these rows. The model reads equal tokens once, and each row gets a copy of their cache."""
-        alike: dict[tuple[int, ...], list[Row]] = {}
+        rows_by_ids: dict[tuple[int, ...], list[Row]] = {}
         for row in rows:
-            alike.setdefault((*row.prompt_ids, *row.token_ids), []).append(row)
+            ids = (*row.prompt_ids, *row.token_ids)
+            rows_by_ids.setdefault(ids, []).append(row)
         device = self._model.device
         pad = partial(pad_sequence, batch_first=True, padding_side="left")
-        ids_BL = pad([torch.tensor(ids, device=device) for ids in alike])
-        mask_BL = pad([torch.ones(len(ids), dtype=torch.long, device=device) for ids in alike])
+        ids_BL = pad([torch.tensor(ids, device=device) for ids in rows_by_ids])
+        mask_BL = pad([torch.ones(len(ids), dtype=torch.long, device=device) for ids in rows_by_ids])
         logits_BV, cache, routed_BL = self._forward(ids_BL, mask_BL, None)
-        places = [(index, len(ids), row) for index, (ids, same) in enumerate(alike.items()) for row in same]
-        for index, length, row in places:
-            row.routed = [] if routed_BL is None else [routed_BL[index, -length:]]
-        source = torch.tensor([index for index, _, _ in places], device=device)
-        cache.reorder_cache(source)
-        assert len(places) == len(rows), "each row is in one cohort"
-        cohort = _Cohort([row for _, _, row in places], cache, mask_BL[source])
-        self._draw(cohort, logits_BV[source])
+        cohort_rows: list[Row] = []
+        indices: list[int] = []  # for each row of the cohort, the row of the forward pass
+        for index, (ids, equal_rows) in enumerate(rows_by_ids.items()):
+            for row in equal_rows:
+                row.routed = [] if routed_BL is None else [routed_BL[index, -len(ids) :]]
+                cohort_rows.append(row)
+                indices.append(index)
+        assert len(cohort_rows) == len(rows), "each row is in one cohort"
+        source_R = torch.tensor(indices, device=device)
+        cache.reorder_cache(source_R)
+        cohort = _Cohort(cohort_rows, cache, mask_BL[source_R])
+        self._draw(cohort, logits_BV[source_R])
         self._cohorts.append(cohort)
 
     def _decode(self, cohort: _Cohort) -> torch.Tensor:
@@ -177,29 +200,37 @@ class ContinuousBatch:
     def _forward(
         self, ids: torch.Tensor, mask: torch.Tensor, cache: Any
     ) -> tuple[torch.Tensor, Any, torch.Tensor | None]:
-        """Logits (rows, vocabulary), float32, after the last token, and the cache with `ids` in it. With `routing`, the
-        experts (rows, tokens, layers, K), uint8, of each of `ids`."""
+        """Logits (rows, vocabulary), float32, after the last token, and the cache with `ids` in it.
+
+        With `routing`, also the experts (rows, tokens, layers, K), uint8, of each of `ids`; otherwise None.
+        """
         positions = (mask.cumsum(-1) - 1).clamp_min(0)[:, -ids.shape[1] :]
         inputs = {"input_ids": ids, "attention_mask": mask, self._cache: cache, "use_cache": True}
         optional = {"position_ids": positions, "logits_to_keep": 1}
-        inputs |= {name: value for name, value in optional.items() if name in self._accepts}
+        for name, value in optional.items():
+            if name in self._accepts:
+                inputs[name] = value
         self._routed.clear()
         output = self._model(**inputs)
-        routed = None
-        if self._routing:
-            routed = torch.stack(self._routed, dim=1).view(*ids.shape, len(self._routed), -1).cpu()
-        return output.logits[:, -1].float(), output[self._cache], routed
+        logits = output.logits[:, -1].float()
+        cache = output[self._cache]
+        if not self._routing:
+            return logits, cache, None
+        layers = len(self._routed)
+        routed = torch.stack(self._routed, dim=1).view(*ids.shape, layers, -1).cpu()
+        return logits, cache, routed
 
     def _note_experts(self, _router: Any, _inputs: Any, chosen: tuple[torch.Tensor, ...]) -> None:
         self._routed.append(chosen[2].to(torch.uint8))
 
     def _draw(self, cohort: _Cohort, logits_RV: torch.Tensor) -> None:
-        """Give each row its next token."""
+        """Draws the next token of each row."""
         device = logits_RV.device
         samplings = [row.sampling for row in cohort.rows]
-        fields = [(each.temperature, each.top_p, each.top_k, each.min_p) for each in samplings]
+        fields = [(sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_p) for sampling in samplings]
         assert len(logits_RV) == len(cohort.rows), (logits_RV.shape, len(cohort.rows))
-        logprobs_RV = processed_logprobs(logits_RV, *torch.tensor(fields, device=device).T)
+        temperature_R, top_p_R, top_k_R, min_p_R = torch.tensor(fields, device=device).T
+        logprobs_RV = processed_logprobs(logits_RV, temperature_R, top_p_R, top_k_R, min_p_R)
         uniforms_R = torch.tensor([row.uniforms.random() for row in cohort.rows], dtype=torch.float64, device=device)
         tokens_R = _choose(logprobs_RV, uniforms_R)
         chosen_R = logprobs_RV.gather(-1, tokens_R[:, None])[:, 0]
@@ -214,9 +245,13 @@ class ContinuousBatch:
                 row.finish_reason = "length"
 
     def _drop_ended(self) -> None:
-        """Rows leave that are complete, or that nobody waits for."""
+        """Drops the rows that are complete, or that were cancelled."""
         for cohort in self._cohorts:
-            keep = [index for index, row in enumerate(cohort.rows) if not (row.finish_reason or row.ended.done())]
+            keep: list[int] = []
+            for index, row in enumerate(cohort.rows):
+                has_left = row.finish_reason or row.ended.done()
+                if not has_left:
+                    keep.append(index)
             if 0 < len(keep) < len(cohort.rows):
                 indices = torch.tensor(keep, device=cohort.mask_RL.device)
                 cohort.mask_RL = cohort.mask_RL[indices]
@@ -228,9 +263,9 @@ class ContinuousBatch:
 def name_of_cache(model: Any, accepts: Iterable[str]) -> str:
     """The name under which a model takes and returns its keys and values.
 
-    Raises ValueError for a model that keeps something else, such as the states of a recurrence.
+    Raises ValueError for a model with other state, such as that of a recurrence.
     """
-    for name in ("past_key_values", "cache"):  # the second one from transformers 5.24 on
+    for name in ("past_key_values", "cache"):  # "cache" since transformers 5.24
         if name in accepts:
             return name
     raise ValueError(f"{type(model).__name__} keeps no keys and values between two tokens")
@@ -241,15 +276,17 @@ def _merged(cohorts: list[_Cohort]) -> list[_Cohort]:
     plain: list[_Cohort] = []
     others: list[_Cohort] = []
     for cohort in cohorts:
-        layers = cohort.cache.layers if isinstance(cohort.cache, DynamicCache) else [None]
-        (plain if all(type(layer) is DynamicLayer for layer in layers) else others).append(cohort)
+        if _is_plain(cohort.cache):
+            plain.append(cohort)
+        else:
+            others.append(cohort)
     if len(plain) < 2:
         return cohorts
-    # As many columns as the longest row has tokens. This removes padding that only rows needed which have left.
+    # As many columns as the longest row has tokens. This removes padding that only rows needed that have left.
     length = max(int(cohort.mask_RL.sum(-1).max()) for cohort in plain)
 
     def fitted(tensor: torch.Tensor, dim: int) -> torch.Tensor:
-        """With `length` entries along `dim`, cut or zero-padded on the left."""
+        """The tensor with `length` entries along `dim`, cut or zero-padded on the left."""
         have = tensor.shape[dim]
         if have >= length:
             return tensor.narrow(dim, have - length, length)
@@ -260,12 +297,22 @@ def _merged(cohorts: list[_Cohort]) -> list[_Cohort]:
     first = plain[0]
     for index, layer in enumerate(first.cache.layers):
         layers = [cohort.cache.layers[index] for cohort in plain]
-        layer.keys, layer.values = (
-            torch.cat([fitted(getattr(each, name), -2) for each in layers]) for name in ("keys", "values")
-        )
-    mask = torch.cat([fitted(cohort.mask_RL, 1) for cohort in plain])
-    assert all(layer.keys.shape[-2] == mask.shape[1] for layer in first.cache.layers), mask.shape
-    return [*others, _Cohort([row for cohort in plain for row in cohort.rows], first.cache, mask)]
+        layer.keys = torch.cat([fitted(cohort_layer.keys, -2) for cohort_layer in layers])
+        layer.values = torch.cat([fitted(cohort_layer.values, -2) for cohort_layer in layers])
+    mask_RL = torch.cat([fitted(cohort.mask_RL, 1) for cohort in plain])
+    for layer in first.cache.layers:
+        assert layer.keys.shape[-2] == mask_RL.shape[1], mask_RL.shape
+    rows: list[Row] = []
+    for cohort in plain:
+        rows += cohort.rows
+    return [*others, _Cohort(rows, first.cache, mask_RL)]
+
+
+def _is_plain(cache: Any) -> bool:
+    """True for a cache of keys and values of all tokens, in all layers."""
+    if not isinstance(cache, DynamicCache):
+        return False
+    return all(type(layer) is DynamicLayer for layer in cache.layers)
 
 
 def processed_logprobs(
@@ -275,7 +322,7 @@ def processed_logprobs(
     top_k_R: torch.Tensor,
     min_p_R: torch.Tensor,
 ) -> torch.Tensor:
-    """Log-probabilities (R, V) of the distribution that tokens are drawn from; -inf for tokens left out.
+    """Log-probabilities (R, V) of the distribution from which tokens are drawn; -inf for tokens left out.
 
     The order is vLLM's: divide logits by the temperature; keep the tokens whose probability is at least `min_p` times
     the highest one; of these keep the `top_k` largest (0: all) and ties with the last of them; of these keep the
@@ -284,14 +331,15 @@ def processed_logprobs(
     logits = logits_RV / temperature_R[:, None]
     vocabulary = logits.shape[-1]
     if bool((min_p_R > 0).any()):
-        least_R1 = logits.amax(-1, keepdim=True) + min_p_R.log()[:, None]  # -inf for 0, which all logits reach
+        least_R1 = logits.amax(-1, keepdim=True) + min_p_R.log()[:, None]  # -inf for min_p 0, which all logits reach
         logits = logits.masked_fill(logits < least_R1, float("-inf"))
     if bool((top_k_R > 0).any()) or bool((top_p_R < 1).any()):
         largest, order = logits.sort(dim=-1, descending=True)
         k = top_k_R.where(top_k_R > 0, vocabulary).clamp_max(vocabulary).long()
-        largest = largest.masked_fill(largest < largest.gather(-1, k[:, None] - 1), float("-inf"))
+        smallest_kept_R1 = largest.gather(-1, k[:, None] - 1)
+        largest = largest.masked_fill(largest < smallest_kept_R1, float("-inf"))
         probabilities = largest.softmax(-1)
-        before = probabilities.cumsum(-1) - probabilities  # of the more likely tokens
+        before = probabilities.cumsum(-1) - probabilities  # the sum of the more likely tokens
         outside = (before >= top_p_R[:, None]) & (top_p_R[:, None] < 1)
         outside[:, 0] = False
         logits = logits.scatter(-1, order, largest.masked_fill(outside, float("-inf")))
@@ -304,19 +352,23 @@ def routers_of(model: Any) -> list[Any]:
 
 
 def _note_kept(rows: list[Row], logprobs_RV: torch.Tensor) -> None:
-    """Gives each row that wants it the set that its next token is drawn from, unless that has too many tokens."""
+    """Notes the set from which the next token of each row is drawn, if the row needs it and it is not too large."""
     wanting = [index for index, row in enumerate(rows) if row.sampling.largest_mask]
     if not wanting:
         return
     kept_WV = logprobs_RV[wanting].isfinite()
     counts: list[int] = kept_WV.sum(-1).tolist()
     for index, count, kept_V in zip(wanting, counts, kept_WV, strict=True):
-        small = count <= rows[index].sampling.largest_mask
-        rows[index].sampling_masks.append(kept_V.nonzero()[:, 0].tolist() if small else [])
+        row = rows[index]
+        mask: list[int] = []
+        if count <= row.sampling.largest_mask:
+            mask = kept_V.nonzero()[:, 0].tolist()
+        row.sampling_masks.append(mask)
 
 
 def _choose(logprobs_RV: torch.Tensor, uniforms_R: torch.Tensor) -> torch.Tensor:
     """Tokens (R,) by inverting the distribution function, in float64 so that large vocabularies lose nothing."""
-    cumulative = logprobs_RV.double().exp().cumsum(-1)
-    target = uniforms_R[:, None] * cumulative[:, -1:]
-    return torch.searchsorted(cumulative, target, right=True)[:, 0].clamp_max(logprobs_RV.shape[-1] - 1)
+    cumulative_RV = logprobs_RV.double().exp().cumsum(-1)
+    target_R1 = uniforms_R[:, None] * cumulative_RV[:, -1:]
+    tokens_R = torch.searchsorted(cumulative_RV, target_R1, right=True)[:, 0]
+    return tokens_R.clamp_max(logprobs_RV.shape[-1] - 1)

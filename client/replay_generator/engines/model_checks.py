@@ -1,7 +1,7 @@
-"""Checks that a language model of transformers computes what others compute for it: which attention, and in order.
+"""Checks of a language model of transformers: that it is causal, and that its attention computes the right scores.
 
-They cost a few forward passes of some tokens when a model is loaded. A model that would compute something else is
-refused in one sentence, instead of being trained on it.
+They cost a few forward passes of some tokens when a model is loaded. A model that fails a check is refused in one
+sentence, instead of being trained with wrong log-probabilities.
 """
 
 from __future__ import annotations
@@ -19,41 +19,46 @@ logger = logging.getLogger(__name__)
 SDPA_IS_RIGHT = {
     "falcon": "its eager attention adds the biases of ALiBi before it scales the scores, sdpa adds them scaled",
 }
-"""Models whose sdpa and eager attention differ, and why sdpa is right, by their `model_type`."""
-_ROWS, _TOKENS = 2, 12
-"""The shape of the batch in which a model is checked."""
+"""The types of models whose sdpa and eager attention differ, and the reason that sdpa is right."""
+_ROWS = 2
+_TOKENS = 12
+"""The shape of the batch with which a model is checked."""
 _TRIES = 3
-"""Outside float32 two ways to compute may route a token to other experts. Another batch then tells."""
+"""The number of batches outside float32. Two computations of one batch may route a token to different experts."""
 
 
 def tolerance_of(model: Any, logprobs: Tensor) -> float:
-    """The difference in nats that is rounding between two ways to compute these log-probabilities, and no error."""
+    """The largest difference in nats between two computations of these log-probabilities that is only rounding."""
     relative = 1e-4 if exact(model) else 3e-2
     return relative * float(logprobs.abs().max())
 
 
 def exact(model: Any) -> bool:
-    """Whether the model computes in float32 or better."""
+    """True if the model computes in float32 or better."""
     dtype = model.get_input_embeddings().weight.dtype
     return bool(torch.finfo(dtype).eps <= torch.finfo(torch.float32).eps)
 
 
 def tries_of(model: Any) -> range:
     """The seeds of the batches of which one must agree."""
-    return range(1 if exact(model) else _TRIES)
+    if exact(model):
+        return range(1)
+    return range(_TRIES)
 
 
 def name_of(model: Any) -> str:
-    """The model as an error names it."""
+    """The name of the model in errors."""
     config = model.config
-    where = getattr(config, "_name_or_path", "")
-    return f"{config.model_type} ({where})" if where else str(config.model_type)
+    path = getattr(config, "_name_or_path", "")
+    if not path:
+        return str(config.model_type)
+    return f"{config.model_type} ({path})"
 
 
 def choose_attention(model: Any) -> bool:
-    """Let a model that caps its attention scores compute them eagerly: sdpa leaves the cap out, and vLLM does not.
+    """Lets a model that caps its attention scores compute them eagerly: sdpa leaves the cap out, and vLLM does not.
 
-    Returns whether the model was switched. Raises ValueError if it cannot be.
+    Returns True if the model was switched. Raises ValueError if it cannot be.
     """
     cap = getattr(model.config.get_text_config(), "attn_logit_softcapping", None)
     if not cap or model.config._attn_implementation not in _SDPA:
@@ -79,43 +84,48 @@ _SDPA = ("sdpa", "replay_packed")
 
 @torch.no_grad()
 def check_model(model: Any) -> None:
-    """Check that no token sees a later one, and that sdpa computes what the model's own code computes.
+    """Checks that no token sees a later one, and that sdpa computes the same as the model's own code.
 
-    Raises ValueError that names the model. It leaves the model as it was.
+    Raises ValueError, which names the model. It leaves the model as it was.
     """
-    why = _why(model, _moves_earlier_tokens)
-    if why:
+    difference = _difference(model, _moves_earlier_tokens)
+    if difference:
         raise ValueError(
             f"{name_of(model)} is no causal language model: after a change of the last token, log-probabilities of "
-            f"earlier ones differ by {why:.3g} nats. Take a model that predicts each token from those before it"
+            f"earlier ones differ by {difference:.3g} nats. Take a model that predicts each token from those before it"
         )
     if model.config._attn_implementation not in _SDPA or model.config.model_type in SDPA_IS_RIGHT:
         return
-    why = _why(model, _differs_from_eager)
-    if why:
+    difference = _difference(model, _differs_from_eager)
+    if difference:
         raise ValueError(
-            f"{name_of(model)}: with sdpa and with eager attention its log-probabilities differ by {why:.3g} nats, and "
-            "nobody has found out which are right. Load it with attn_implementation='eager' if you know that those "
-            "are, or take another model"
+            f"{name_of(model)}: with sdpa and with eager attention its log-probabilities differ by {difference:.3g} "
+            "nats, and nobody has found out which are right. Load it with attn_implementation='eager' if you know that "
+            "those are, or take another model"
         )
 
 
-def _why(model: Any, difference: Callable[[Any, Tensor], tuple[float, Tensor]]) -> float:
-    """The difference in nats that shows up in each try; 0: in one try it was rounding."""
+def _difference(model: Any, compare: Callable[[Any, Tensor], tuple[float, Tensor]]) -> float:
+    """The difference in nats that each try has; 0: in one try it was only rounding.
+
+    `compare`: makes two computations of the log-probabilities of a batch, and returns their largest difference and one
+    of the two.
+    """
     vocabulary = len(model.get_input_embeddings().weight)
     found = 0.0
     for seed in tries_of(model):
         random = torch.Generator().manual_seed(seed)
         ids_BT = torch.randint(0, vocabulary, (_ROWS, _TOKENS), generator=random).to(model.device)
-        found, logprobs = difference(model, ids_BT)
+        found, logprobs = compare(model, ids_BT)
         if not logprobs.isfinite().all():
-            return 0.0  # such weights are damaged, and the probe of the first version says so
+            return 0.0  # such weights are damaged, which the probe of the first version shows
         if found <= tolerance_of(model, logprobs):
             return 0.0
     return found
 
 
 def _moves_earlier_tokens(model: Any, ids_BT: Tensor) -> tuple[float, Tensor]:
+    """The effect of another last token on the log-probabilities of the tokens before it."""
     vocabulary = len(model.get_input_embeddings().weight)
     other_BT = ids_BT.clone()
     other_BT[:, -1] = (other_BT[:, -1] + 1) % vocabulary
@@ -126,6 +136,7 @@ def _moves_earlier_tokens(model: Any, ids_BT: Tensor) -> tuple[float, Tensor]:
 
 
 def _differs_from_eager(model: Any, ids_BT: Tensor) -> tuple[float, Tensor]:
+    """The difference between the log-probabilities with sdpa and with eager attention."""
     with_sdpa_BTV = _logprobs(model, ids_BT)
     with _eager(model):
         try:
@@ -144,7 +155,7 @@ def _eager(model: Any) -> Iterator[None]:
         if model._can_set_attn_implementation():
             model.set_attn_implementation(implementation)
         else:
-            # Models of the older kind look at their configuration in each forward pass, if they have a choice at all.
+            # Models of the older kind read their configuration in each forward pass, if they have a choice at all.
             model.config._attn_implementation = implementation
 
     use("eager")
@@ -155,7 +166,7 @@ def _eager(model: Any) -> Iterator[None]:
 
 
 def _logprobs(model: Any, ids_BT: Tensor) -> Tensor:
-    """(B, T, V) log-probabilities of what follows each token. Raises ValueError if the forward pass fails."""
+    """The log-probabilities (B, T, V) of the token after each token. Raises ValueError if the forward pass fails."""
     try:
         logits_BTV = model(input_ids=ids_BT, use_cache=False).logits
     except Exception as error:

@@ -1,8 +1,8 @@
-"""Rotary frequencies of models whose frequencies depend on a length: chosen once, from the length that engines serve.
+"""Rotary frequencies that depend on a length: chooses them once, for the length that engines serve.
 
 transformers chooses them anew in each forward pass, from the longest sequence in it. So the log-probabilities of a
-sequence would depend on what shares its micro-batch. vLLM chooses once, when it starts, and trainer and engines here
-follow its rule:
+sequence would depend on the other sequences of its micro-batch. vLLM chooses once, when it starts, and trainer and
+engines here follow its rule:
 
     longrope    the long factors if max_model_len > original_max_position_embeddings, else the short ones.
                 By default max_model_len is the original length.
@@ -22,9 +22,9 @@ if TYPE_CHECKING:
     import torch
 
 LONGROPE = ("longrope", "su")
-"""The kind, by its name of today and its first one."""
+"""The kind of frequencies with long factors: its present name, and its first one."""
 _FEW = 8
-"""Positions in the check of a rotary module."""
+"""The number of positions in the check of a rotary module."""
 
 
 @dataclass(frozen=True)
@@ -38,12 +38,13 @@ class Rope:
 
     @classmethod
     def of(cls, config: Any) -> Rope | None:
-        """How the model of this configuration chooses; None: its frequencies depend on no length.
+        """The rule of the model of this configuration; None: its frequencies depend on no length.
 
         Raises ValueError for parameters that vLLM reads and transformers does not.
         """
         text = config.get_text_config()
-        long_from, most = None, None
+        long_from = None
+        most = None
         for parameters in _parameters_of(text):
             kind = _kind_of(parameters)
             if kind in LONGROPE:
@@ -61,30 +62,33 @@ class Rope:
         return cls(long_from, most)
 
     def default_length(self, config: Any) -> int:
-        """The most tokens of a sequence where nobody says anything else."""
+        """The most tokens of a sequence if no setting has another number."""
         if self.long_from is None:
             assert self.most is not None
             return self.most
-        # vLLM looks for the original length beside the parameters alone, and takes the whole length otherwise.
+        # vLLM looks for the original length only beside the parameters, and otherwise takes the whole length.
         text = config.get_text_config()
-        return int(getattr(text, "original_max_position_embeddings", None) or text.max_position_embeddings)
+        original = getattr(text, "original_max_position_embeddings", None)
+        return int(original or text.max_position_embeddings)
 
     def is_long(self, length: int) -> bool:
-        """Returns whether a model that serves up to `length` tokens takes the long factors."""
+        """True if a model that serves up to `length` tokens takes the long factors."""
         return self.long_from is not None and length > self.long_from
 
 
 def default_length(config: Any) -> int | None:
-    """The most tokens of a sequence where nobody says anything else; None: the frequencies do not ask for a length."""
+    """The most tokens of a sequence if no setting has another number; None: the frequencies depend on no length."""
     rope = Rope.of(config)
-    return None if rope is None else rope.default_length(config)
+    if rope is None:
+        return None
+    return rope.default_length(config)
 
 
 def fix_frequencies(model: Any, max_length: int | None) -> int | None:
-    """Choose the frequencies of `model` for sequences of up to `max_length` tokens; None: the default length.
+    """Chooses the frequencies of `model` for sequences of up to `max_length` tokens; None: the default length.
 
-    From then on they are the same in every forward pass, whatever lengths it has. Call it for each model that is built.
-    Returns the length that decided; None: the frequencies depend on none, and nothing was changed.
+    From then on they are the same in every forward pass, for any lengths. Call it for each model that is built. Returns
+    the length that decided; None: the frequencies depend on none, and nothing was changed.
 
     Raises ValueError if the model cannot be served with that length, or computes other frequencies all the same.
     """
@@ -111,9 +115,9 @@ def fix_frequencies(model: Any, max_length: int | None) -> int | None:
 
 
 def frequency_facts(config: Any, length: int | None) -> dict[str, Any]:
-    """The choice as the manifest of published weights names it; empty: nothing was to choose.
+    """The chosen frequencies, as facts for the manifest of published weights; empty: there was no choice.
 
-    `length`: what `fix_frequencies` returned.
+    `length`: the result of `fix_frequencies`.
     """
     rope = Rope.of(config)
     if rope is None or length is None or rope.long_from is None:
@@ -122,13 +126,14 @@ def frequency_facts(config: Any, length: int | None) -> dict[str, Any]:
 
 
 def why_other_frequencies(facts: Mapping[str, Any], served: int) -> str:
-    """Why an engine that serves `served` tokens chooses other frequencies than the trainer did; empty: it does not.
+    """The reason that an engine for `served` tokens has other frequencies than the trainer; empty: it has the same.
 
-    `facts`: what `frequency_facts` gave the manifest; empty: the model leaves no choice, or somebody else wrote it.
+    `facts`: those of `frequency_facts` in the manifest; empty: the model has no choice, or another trainer wrote it.
     """
-    if not {"max_length", "original_length"} <= facts.keys():
+    if "max_length" not in facts or "original_length" not in facts:
         return ""
-    length, original = facts["max_length"], facts["original_length"]
+    length = facts["max_length"]
+    original = facts["original_length"]
     if (served > original) == (length > original):
         return ""
     return (
@@ -143,7 +148,7 @@ def _parameters_of(text: Any) -> list[Mapping[str, Any]]:
     found = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None)
     if not isinstance(found, Mapping):
         return []
-    nested = [each for each in found.values() if isinstance(each, Mapping)]
+    nested = [parameters for parameters in found.values() if isinstance(parameters, Mapping)]
     return nested or [found]
 
 
@@ -152,69 +157,79 @@ def _kind_of(parameters: Mapping[str, Any]) -> str:
 
 
 def _original_length(text: Any, parameters: Mapping[str, Any]) -> int:
-    beside = getattr(text, "original_max_position_embeddings", None)
-    return int(beside or parameters.get("original_max_position_embeddings") or text.max_position_embeddings)
+    """The length for which the model was trained before its frequencies were extended."""
+    beside_parameters = getattr(text, "original_max_position_embeddings", None)
+    in_parameters = parameters.get("original_max_position_embeddings")
+    return int(beside_parameters or in_parameters or text.max_position_embeddings)
 
 
 @dataclass(frozen=True)
 class _Part:
-    """The frequencies of one rotary module, or those that it has for one type of layer."""
+    """The frequencies of one rotary module, or of one of its types of layers."""
 
     module: Any
     layer_type: str | None
-    """None: the module has one set of frequencies."""
+    """The type of layer; None: the module has one set of frequencies."""
     kind: str
 
     def fix(self, long: bool) -> None:
-        """Choose the frequencies, and keep transformers from choosing others in a forward pass."""
+        """Chooses the frequencies, and keeps transformers from choosing others in a forward pass."""
         from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-        module, prefix = self.module, "" if self.layer_type is None else f"{self.layer_type}_"
+        module = self.module
+        name = "inv_freq" if self.layer_type is None else f"{self.layer_type}_inv_freq"
         if self.kind in LONGROPE:
             parameters = _parameters_of_layers(module.config, self.layer_type)
-            beyond = _original_length(module.config, parameters) + 1
-            before = getattr(module, f"{prefix}inv_freq")
-            chosen, _ = ROPE_INIT_FUNCTIONS["longrope"](
-                module.config, before.device, seq_len=beyond if long else None, **self._own
-            )
-            setattr(module, f"{prefix}inv_freq", chosen)
-        # The frequencies of this kind are never computed again.
+            original = _original_length(module.config, parameters)
+            device = getattr(module, name).device
+            choose = ROPE_INIT_FUNCTIONS["longrope"]
+            # Any length above the original one chooses the long factors.
+            seq_len = original + 1 if long else None
+            chosen, _ = choose(module.config, device, seq_len=seq_len, **self._layer_argument)
+            setattr(module, name, chosen)
+        # transformers never computes frequencies of the kind "default" again.
         if self.layer_type is None:
             module.rope_type = "default"
         else:
             module.rope_type = {**module.rope_type, self.layer_type: "default"}
 
     def follows_the_longest(self, length: int) -> bool:
-        """Whether the first positions are rotated in another way if the last of `length` positions stands beside."""
+        """True if the rotations of the first positions change when the row also has the last of `length` positions."""
         import torch
 
         few = min(_FEW, length)
-        pairs = zip(self._rotations(few, few), self._rotations(few, max(length - 1, few)), strict=True)
-        return not all(torch.equal(alone, beside) for alone, beside in pairs)
+        in_short_row = self._rotations(few, few)
+        in_long_row = self._rotations(few, max(length - 1, few))
+        pairs = zip(in_short_row, in_long_row, strict=True)
+        return not all(torch.equal(short, long) for short, long in pairs)
 
     def _rotations(self, few: int, last: int) -> list[torch.Tensor]:
-        """What the module gives for the first positions, with the position `last` beside them."""
+        """The rotations of the first `few` positions, in a row that ends with the position `last`."""
         import torch  # not above: a generator without torch reads manifests with this module
 
         buffer = next(self.module.buffers())
         hidden = torch.zeros(1, device=buffer.device)
         positions = torch.tensor([[*range(few), last]], device=buffer.device)
-        rotated = self.module(hidden, positions, **self._own)
+        rotated = self.module(hidden, positions, **self._layer_argument)
         parts = rotated if isinstance(rotated, tuple) else (rotated,)
         return [part[:, :few] for part in parts]
 
     @property
-    def _own(self) -> dict[str, Any]:
-        """The argument by which transformers names the type of layer."""
-        return {} if self.layer_type is None else {"layer_type": self.layer_type}
+    def _layer_argument(self) -> dict[str, Any]:
+        """The argument that names the type of layer to transformers."""
+        if self.layer_type is None:
+            return {}
+        return {"layer_type": self.layer_type}
 
 
 def _parts_of(module: Any) -> Iterator[_Part]:
     """The frequencies of a rotary module that depend on a length; none of any other module."""
-    kinds, config = getattr(module, "rope_type", None), getattr(module, "config", None)
+    kinds = getattr(module, "rope_type", None)
+    config = getattr(module, "config", None)
     if kinds is None or config is None:
         return
-    for layer_type in kinds if isinstance(kinds, Mapping) else (None,):
+    layer_types: list[str | None] = list(kinds) if isinstance(kinds, Mapping) else [None]
+    for layer_type in layer_types:
         kind = _kind_of(_parameters_of_layers(config, layer_type))
         if kind in LONGROPE or "dynamic" in kind:
             yield _Part(module, layer_type, kind)
@@ -223,6 +238,7 @@ def _parts_of(module: Any) -> Iterator[_Part]:
 def _parameters_of_layers(config: Any, layer_type: str | None) -> Mapping[str, Any]:
     """The parameters of the frequencies of one type of layer; empty: there are none."""
     if layer_type is None:
-        return next(iter(_parameters_of(config)), {})
+        found = _parameters_of(config)
+        return found[0] if found else {}
     own: Mapping[str, Any] = config.rope_parameters[layer_type]
     return own

@@ -31,7 +31,7 @@ _T = TypeVar("_T")
 ROUTED = "routed_experts"
 """The name of the column of experts."""
 _MOST_EXPERTS = 256
-"""That one byte can tell apart."""
+"""The most experts that one byte can tell apart."""
 
 
 class TransformersEngine:
@@ -52,11 +52,11 @@ class TransformersEngine:
         seed: int | None = None,
         routing: bool = False,
     ) -> None:
-        """Load `model`, a folder in Hugging Face's format or a name on its hub.
+        """Loads `model`, a folder in Hugging Face's format or a name on its hub.
 
         `device` "auto" is the first GPU, if there is one. `dtype` "auto" is float32 on the CPU, and the model's own
-        dtype on a GPU. `max_length` defaults to the model's. It also chooses the rotary frequencies, where the model
-        has several (`fix_frequencies`). `seed` None draws a new seed. `routing`: completions of a mixture of up to 256
+        dtype on a GPU. `max_length` defaults to the model's. It also chooses the rotary frequencies, if the model has
+        several (`fix_frequencies`). `seed` None draws a new seed. `routing`: completions of a mixture of up to 256
         experts have the experts of each token that was read, as `extras["routed_experts"]`
         (P + T - 1, layers, K), uint8, with the axis "whole". After new weights they are those of the newest.
         Raises ValueError if the model has no such routers, and EngineError if it computes other log-probabilities
@@ -65,10 +65,12 @@ class TransformersEngine:
         if device == "auto":
             device = "cuda" if torch.cuda.is_available() else "cpu"
         self._device = torch.device(device)
-        self._dtype = "float32" if dtype == "auto" and self._device.type == "cpu" else dtype
+        self._dtype = dtype
+        if dtype == "auto" and self._device.type == "cpu":
+            self._dtype = "float32"
         self._wanted_length = max_length
         self._attention: str | None = None
-        """The attention that the first model was switched to. Later models load with it. None: transformers chooses."""
+        """The attention to which the first model was switched. Others load with it. None: transformers chooses."""
         self.model: str = os.fspath(model)
         check_base(self.model)
         self._model = self._load(self.model)
@@ -87,10 +89,12 @@ class TransformersEngine:
         _check_positions(self._model, self.max_length)
         _check_windows(self._model, self.max_length)
         experts = getattr(text_config, "num_experts", 0)
-        if routing and not (0 < experts <= _MOST_EXPERTS and routers_of(self._model)):
-            raise ValueError(
-                f"routing=true is for 1 to {_MOST_EXPERTS} experts behind TopKRouters: {self.model} has {experts}"
-            )
+        if routing:
+            can_note_experts = 0 < experts <= _MOST_EXPERTS and routers_of(self._model)
+            if not can_note_experts:
+                raise ValueError(
+                    f"routing=true is for 1 to {_MOST_EXPERTS} experts behind TopKRouters: {self.model} has {experts}"
+                )
         self._batch = ContinuousBatch(
             self._model,
             routing=routing,
@@ -106,7 +110,8 @@ class TransformersEngine:
     async def generate(
         self, prompt_ids: Sequence[int], sampling: SamplingConfig, n: int, finished: OnFinished | None = None
     ) -> list[Completion]:
-        ids, loop = [int(token) for token in prompt_ids], asyncio.get_running_loop()
+        ids = [int(token) for token in prompt_ids]
+        loop = asyncio.get_running_loop()
         ended: list[asyncio.Future[Completion]] = [loop.create_future() for _ in range(n)]
 
         def report(number: int, future: asyncio.Future[Completion]) -> None:
@@ -125,9 +130,11 @@ class TransformersEngine:
             if is_adapter:
                 self._load_adapter(path)
             else:
-                # Completions end as they did at the start, so nothing in the generation_config of a version matters.
+                # The tokens that end a completion stay those of the first model, so the generation_config of a version
+                # is not needed.
                 self._model = self._load(path, generation_config=GenerationConfig())
-                self._adapted, self._is_base = None, False
+                self._adapted = None
+                self._is_base = False
             self._batch.set_model(self._model, version)
 
         try:
@@ -139,7 +146,7 @@ class TransformersEngine:
         except (ValueError, ImportError):
             raise
         except Exception as error:
-            # The others are those of the libraries that read files and move tensors.
+            # All other errors come from the libraries that read files and move tensors.
             raise EngineError(
                 f"the transformers engine could not load {path}: {type(error).__name__}: {error}"
             ) from error
@@ -155,7 +162,7 @@ class TransformersEngine:
             self._thread = None
 
     def _order(self, work: Callable[[], object]) -> None:
-        """Let the thread do some work between two tokens."""
+        """Lets the thread do some work between two tokens."""
         if self._thread is None:
             # A daemon thread: the program can end without closing the engine.
             self._thread = threading.Thread(target=self._run, name="transformers-engine", daemon=True)
@@ -163,6 +170,7 @@ class TransformersEngine:
         self._orders.put(work)
 
     async def _between_tokens(self, work: Callable[[], _T]) -> _T:
+        """The result of some work that the thread does between two tokens. Raises the errors of that work."""
         result: asyncio.Future[_T] = asyncio.get_running_loop().create_future()
 
         def order() -> None:
@@ -175,10 +183,11 @@ class TransformersEngine:
         return await result
 
     def _run(self) -> None:
-        """The thread: does the work that is there, or else draws the next token."""
+        """Is the loop of the thread: does all work that was ordered, then draws the next token."""
         while True:
             while not self._batch.active or not self._orders.empty():
-                if (order := self._orders.get()) is None:
+                order = self._orders.get()
+                if order is None:
                     return
                 order()
             rows: list[Row] = []
@@ -198,15 +207,16 @@ class TransformersEngine:
     def _completion(self, row: Row) -> Completion:
         columns = mask_fields(row.sampling_masks)
         if row.routed:
-            extras, axes = columns.get("extras", {}), columns.get("axes", {})
+            extras = columns.get("extras", {})
+            axes = columns.get("axes", {})
             columns["extras"] = extras | {ROUTED: torch.cat(row.routed).numpy()}
             columns["axes"] = axes | {ROUTED: "whole"}
         return Completion(
-            row.token_ids,
-            row.logprobs,
-            text_of(self.tokenizer, row.token_ids, skip_special_tokens=True),
-            row.finish_reason or "unknown",
-            row.policy_versions,
+            token_ids=row.token_ids,
+            logprobs=row.logprobs,
+            text=text_of(self.tokenizer, row.token_ids, skip_special_tokens=True),
+            finish_reason=row.finish_reason or "unknown",
+            policy_versions=row.policy_versions,
             **columns,
         )
 
@@ -219,9 +229,9 @@ class TransformersEngine:
         return model
 
     def _load_adapter(self, path: str) -> None:
-        """Put an adapter on the base in the place of the one before.
+        """Puts an adapter on the base model, in the place of the adapter before.
 
-        The base that the adapter names is not read: its files may be elsewhere on this machine, and the probe finds a
+        The base that the adapter names is not read: its files may be elsewhere on this machine, and the probe shows a
         wrong base.
         """
         # All reading comes first. A file that is gone leaves the model as it was.
@@ -231,8 +241,9 @@ class TransformersEngine:
         if self._adapted is not None:
             self._model = self._adapted.unload()
         elif not self._is_base:
-            self._model, self._is_base = self._load(self.model), True
-        config.base_model_name_or_path = None  # peft would warn that it is not this one
+            self._model = self._load(self.model)
+            self._is_base = True
+        config.base_model_name_or_path = None  # peft would warn that the base has another name
         self._adapted = PeftModel(self._model, config)
         unexpected = set_peft_model_state_dict(self._adapted, tensors).unexpected_keys
         if unexpected:
@@ -240,16 +251,18 @@ class TransformersEngine:
         self._adapted.requires_grad_(False).eval()
 
 
-_SOONER, _LATER = (2, 7), (4,)
-"""Lengths of the prompts in a trial: two that are read at once, and one that joins them a token later."""
-_DRAWN = (2, 3)
-"""Tokens of the two completions of each prompt of a trial. They share what was read, and one leaves the batch first."""
+_FIRST_LENGTHS = (2, 7)
+"""The lengths of the two prompts that begin a trial together."""
+_LATER_LENGTHS = (4,)
+"""The length of the prompt that joins the trial one token later."""
+_COMPLETION_LENGTHS = (2, 3)
+"""The lengths of the two completions of each prompt of a trial. They share the prefill, and one leaves first."""
 
 
 def _check_batches(model: Any) -> None:
-    """Check that a model draws from the same distributions for prompts of unequal length, joined, as for each alone.
+    """Checks that a model draws from the same distributions for prompts of unequal length in a batch as for each alone.
 
-    Raises EngineError that names the model and the remedy.
+    Raises EngineError, which names the model and the remedy.
     """
     try:
         for seed in tries_of(model):
@@ -265,9 +278,9 @@ def _check_batches(model: Any) -> None:
 
 
 def _check_positions(model: Any, max_length: int) -> None:
-    """Check that no token of `max_length` is scaled by its place in the row, which padding moves.
+    """Checks that no token of `max_length` is scaled by its position in the row, which padding changes.
 
-    Llama 4 scales its attention by that place, in steps of `floor_scale` tokens, far beyond any trial. Raises
+    Llama 4 scales its attention by that position, in steps of `floor_scale` tokens, far beyond any trial. Raises
     EngineError.
     """
     text = model.config.get_text_config()
@@ -281,15 +294,17 @@ def _check_positions(model: Any, max_length: int) -> None:
 
 
 def _check_windows(model: Any, max_length: int) -> None:
-    """Check that the cache of a model forgets only tokens that the masks of its attention leave out.
+    """Checks that the cache of a model forgets only tokens that the masks of its attention leave out.
 
-    Moshi has a window for its cache, and its attention has none. The first token that this moves comes behind a whole
+    Moshi has a window for its cache, and its attention has none. The first token that this changes comes after a whole
     window, far beyond any trial. Raises EngineError.
     """
     of_cache, of_masks = _windows(model)
     of_cache_alone = of_cache - of_masks
-    if of_cache_alone and max_length > min(of_cache_alone):
-        window = min(of_cache_alone)
+    if not of_cache_alone:
+        return
+    window = min(of_cache_alone)
+    if max_length > window:
         raise EngineError(
             f"the transformers engine cannot draw from {name_of(model)} beyond {window} tokens, because its cache "
             "forgets tokens there that its attention reads: take --engine vllm, or set "
@@ -310,7 +325,7 @@ def _windows(model: Any) -> tuple[set[int], set[int]]:
             of_masks.add(int(window))
         return make_mask(*arguments, **options)
 
-    if make_mask is None:  # nothing would tell the windows of its masks
+    if make_mask is None:  # this implementation has no function for masks that could be observed
         return set(), set()
     name = name_of_cache(model, inspect.signature(model.forward).parameters)
     ids = torch.zeros((1, 2), dtype=torch.long, device=model.device)
@@ -325,16 +340,16 @@ def _windows(model: Any) -> tuple[set[int], set[int]]:
 
 
 def _why_unequal(model: Any, seed: int) -> str:
-    """Draws some tokens in a batch of its own.
+    """Draws some tokens in a separate batch.
 
-    Returns why their log-probabilities are not those of each row alone; empty: they are.
+    Returns the reason that their log-probabilities are not those of each row alone; empty: they are.
     """
-    lengths = [*_SOONER, *_LATER]
+    lengths = [*_FIRST_LENGTHS, *_LATER_LENGTHS]
     batch = ContinuousBatch(
         model,
         end_ids=(),
-        max_length=max(lengths) + max(_DRAWN),
-        max_rows=len(lengths) * len(_DRAWN),
+        max_length=max(lengths) + max(_COMPLETION_LENGTHS),
+        max_rows=len(lengths) * len(_COMPLETION_LENGTHS),
         seed=seed,
     )
     vocabulary = len(model.get_input_embeddings().weight)
@@ -343,18 +358,20 @@ def _why_unequal(model: Any, seed: int) -> str:
 
     def add(length: int) -> None:
         prompt_ids = torch.randint(0, vocabulary, (length,), generator=random).tolist()
-        for count in _DRAWN:
-            rows.extend(batch.add(prompt_ids, SamplingConfig(max_tokens=count), [Future()]))
+        for count in _COMPLETION_LENGTHS:
+            sampling = SamplingConfig(max_tokens=count)
+            rows.extend(batch.add(prompt_ids, sampling, [Future()]))
 
-    for length in _SOONER:
+    for length in _FIRST_LENGTHS:
         add(length)
     batch.step()
-    for length in _LATER:
+    for length in _LATER_LENGTHS:
         add(length)
     while batch.active:
         batch.step()
     for row in rows:
-        alone = torch.tensor(score_alone(model, [*row.prompt_ids, *row.token_ids])[len(row.prompt_ids) - 1 :])
+        scores = score_alone(model, [*row.prompt_ids, *row.token_ids])
+        alone = torch.tensor(scores[len(row.prompt_ids) - 1 :])
         difference = float((alone - torch.tensor(row.logprobs)).abs().max())
         if not difference <= tolerance_of(model, alone):
             return (
@@ -365,15 +382,21 @@ def _why_unequal(model: Any, seed: int) -> str:
 
 
 def score_alone(model: Any, token_ids: list[int]) -> list[float]:
-    """Log-probability (T - 1,) in nats of each token but the first, by one forward pass of these tokens alone."""
+    """The log-probability (T - 1,) in nats of each token but the first, by a forward pass of these tokens alone."""
     with torch.inference_mode():
         ids = torch.tensor([token_ids], device=model.device)
-        logprobs = model(input_ids=ids).logits[0, :-1].float().log_softmax(-1)
-        scores: list[float] = logprobs.gather(-1, ids[0, 1:, None])[:, 0].tolist()
+        logits_TV = model(input_ids=ids).logits[0, :-1]
+        logprobs_TV = logits_TV.float().log_softmax(-1)
+        scores: list[float] = logprobs_TV.gather(-1, ids[0, 1:, None])[:, 0].tolist()
     return scores
 
 
 def _call_on_loop(future: asyncio.Future[Any], call: Callable[..., None], *arguments: Any) -> None:
-    """Make a call on the event loop of a future, unless its caller no longer waits."""
+    """Makes a call on the event loop of a future, unless the future is done by then."""
+
+    def call_unless_done() -> None:
+        if not future.done():
+            call(*arguments)
+
     with suppress(RuntimeError):  # the loop has been closed
-        future.get_loop().call_soon_threadsafe(lambda: None if future.done() else call(*arguments))
+        future.get_loop().call_soon_threadsafe(call_unless_done)

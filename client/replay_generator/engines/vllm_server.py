@@ -1,4 +1,4 @@
-"""VLLMServerEngine: completions from one or several `vllm serve` that run elsewhere, over HTTP.
+"""VLLMServerEngine: completions over HTTP from one or several `vllm serve` that run elsewhere.
 
 generate ──▶ the usable server with the fewest requests ──▶ completions, each token with its version
                  │ gone, or without our weights
@@ -39,17 +39,17 @@ from replay_generator.engines.weights import model_facts
 logger = logging.getLogger(__name__)
 
 _ATTEMPTS = 10
-"""How often a request must have failed before it is given up for `patience`: each completion may take long."""
+"""The least number of failures before a request fails for good. `patience` alone may be over after one completion."""
 LONGEST_PAUSE = 5.0
-"""Most seconds between two questions whether a server is back."""
+"""The most seconds between two checks that a server is back."""
 
 
 class VLLMServerEngine:
     """`vllm serve` behind the `Engine` interface: token ids and log-probabilities as the server drew them.
 
-    Construction checks each server, and blocks for it. A server that goes away later is asked until it is back; others
-    do its work meanwhile. The log says both. When all have been away for `patience` seconds, or a request was refused
-    for as long, requests fail. Any number of generators may share servers: one of them loads new weights.
+    The constructor checks each server, and blocks meanwhile. A server that goes away later is asked until it is back;
+    others do its work meanwhile. Both are logged. Requests fail when all servers have been away for `patience` seconds,
+    or have refused a request for as long. Any number of generators may share servers: one of them loads new weights.
     """
 
     def __init__(
@@ -72,8 +72,8 @@ class VLLMServerEngine:
         """`model`, a folder or a name on the hub, is that of the servers at `base_url` (http://host:port).
 
         `served_model`: their name of it, if that differs. `max_length` defaults to theirs. `self_test` tries a reload
-        at start, see VLLMServer.self_test. `agreement`: most nats that the servers' log-probabilities of a probe may
-        differ by. The three timeouts: see Timeouts. `api_key`, `lock_folder`: see VLLMServer.
+        at start, see VLLMServer.self_test. `agreement`: the largest difference in nats between the servers'
+        log-probabilities of a probe. The three timeouts: see Timeouts. `api_key`, `lock_folder`: see VLLMServer.
         Raises VLLMServerError, with the remedy, for a server that cannot be used.
         """
         from transformers import AutoTokenizer
@@ -81,24 +81,26 @@ class VLLMServerEngine:
         urls = [base_url] if isinstance(base_url, str) else [*base_url]
         if not urls or any(not url.startswith(("http://", "https://")) for url in urls):
             raise ValueError(f"base_url must be http://host:port of one server or more, not {base_url!r}")
-        # As OpenAI's clients want it: the paths here begin with /v1 themselves, or with what lies beside it.
+        # Users may give the address for OpenAI's clients, with /v1. The paths of our calls include it where needed.
         urls = [url.rstrip("/").removesuffix("/v1") for url in urls]
         timeouts = Timeouts(control_timeout, reload_timeout, health_timeout)
         self._servers = [VLLMServer(url, api_key, lock_folder, timeouts) for url in urls]
-        self._agreement, self._patience = agreement, patience
+        self._agreement = agreement
+        self._patience = patience
         self._seeds = random.Random(seed) if seed is not None else random.SystemRandom()
         self._weights: Weights | None = None
         self._changed = asyncio.Condition()
         self._recoveries: dict[VLLMServer, asyncio.Task[None]] = {}
-        self._failures: dict[VLLMServer, Exception] = {}  # of servers that have used up their patience
+        self._failures: dict[VLLMServer, Exception] = {}
+        """The errors of the servers that have been away for longer than `patience`."""
         self.engines_lost = 0
-        """How often a server went away, or lost the weights that were loaded into it."""
+        """The number of times that a server went away, or lost the weights that were loaded into it."""
         self.model: str = os.fspath(model)
         self.tokenizer: Any = AutoTokenizer.from_pretrained(self.model)
         self.vocabulary: int | None = model_facts(self.model, self.tokenizer).get("vocabulary")
         self._wanted = (self.model, served_model, max_length)
         start = self._start(self_test)
-        with concurrent.futures.ThreadPoolExecutor(1) as thread:  # a loop may be running in this one
+        with concurrent.futures.ThreadPoolExecutor(1) as thread:  # this thread may run a loop already
             thread.submit(asyncio.run, start).result()
         self.max_length: int = max_length or min(server.max_length for server in self._servers)
 
@@ -108,6 +110,8 @@ class VLLMServerEngine:
         return max(server.max_length for server in self._servers)
 
     async def _start(self, self_test: bool) -> None:
+        """Checks all servers at the same time."""
+
         async def start(server: VLLMServer) -> None:
             await server.check(*self._wanted)
             await server.check_tokenizer(self.tokenizer)
@@ -115,7 +119,7 @@ class VLLMServerEngine:
                 await server.self_test()
 
         try:
-            await asyncio.gather(*map(start, self._servers))
+            await asyncio.gather(*[start(server) for server in self._servers])
         finally:
             await self._close_connections()  # they belong to this loop
 
@@ -131,9 +135,9 @@ class VLLMServerEngine:
             **_all_sampling_fields(sampling, n, most),
             "return_tokens_as_token_ids": True,
             "return_token_ids": True,
-            "return_weight_versions": True,  # vLLM from 0.33 on
+            "return_weight_versions": True,  # since vLLM 0.33
         }
-        if sampling.seed is None:  # never left out: data-parallel engines without a seed draw the same completions
+        if sampling.seed is None:  # data-parallel engines without a seed would draw the same completions
             body["seed"] = self._seeds.getrandbits(31)
         failures: list[float] = []
         while True:
@@ -147,7 +151,7 @@ class VLLMServerEngine:
                 server.running -= 1
 
     def _refused(self, server: VLLMServer, error: VLLMServerGoneError, failures: list[float]) -> None:
-        """A request has failed, as it did at the times `failures`. Raises the error if it is to fail for good."""
+        """Handles a failure of a request. `failures`: the times of all. Raises the error if it was the last."""
         self._recover(server, error)
         failures.append(time.monotonic())
         if len(failures) >= _ATTEMPTS and failures[-1] - failures[0] > self._patience:
@@ -156,7 +160,7 @@ class VLLMServerEngine:
     async def _generate_each(
         self, prompt_ids: Sequence[int], sampling: SamplingConfig, n: int, finished: OnFinished
     ) -> list[Completion]:
-        """Asks for each completion on its own: a server answers when all of a request have ended."""
+        """Requests each completion alone: a server answers a request only when all of its completions have ended."""
 
         async def one(number: int) -> Completion:
             seed = None if sampling.seed is None else sampling.seed + number
@@ -166,23 +170,26 @@ class VLLMServerEngine:
 
         tasks = [asyncio.create_task(one(number)) for number in range(n)]
         try:
-            await asyncio.wait(tasks)  # also after a failure: it is that of one completion
+            await asyncio.wait(tasks)  # the others end too if one completion fails
             return [task.result() for task in tasks]
         finally:
             for task in tasks:
                 task.cancel()
 
     async def _complete(self, server: VLLMServer, body: dict[str, Any]) -> list[Completion]:
+        """The completions of one request. Raises VLLMServerGoneError, and CompletionError for a wrong answer."""
         before = await server.label()
         answer = await server.call("POST", "/v1/completions", {"model": server.model, **body})
         after = await server.label()
         if self._weights is not None and FIRST in (before, after):
             raise VLLMServerGoneError(f"{server.url} was started again, and has its first weights")
-        completions, read = list[Completion](), answer
+        completions: list[Completion] = []
+        read = answer  # the part of the answer that an error shows
         try:
             choices = {choice["index"]: choice for choice in answer["choices"]}
-            if any(choice["finish_reason"] == "abort" for choice in choices.values()):
-                raise VLLMServerGoneError(f"{server.url} aborted a completion")
+            for choice in choices.values():
+                if choice["finish_reason"] == "abort":
+                    raise VLLMServerGoneError(f"{server.url} aborted a completion")
             for number in range(body["n"]):
                 read = choices.get(number, answer)
                 completions.append(completion_of(choices[number], before, after, body["logprobs"]))
@@ -194,26 +201,32 @@ class VLLMServerEngine:
 
     async def load_weights(self, path: str, version: int) -> None:
         self._weights = Weights.of(path, version)
-        # The others get the newest weights when they are back, and nobody waits for them.
-        await asyncio.gather(*(self._load(server) for server in self._servers if not self._is_away(server)))
+        # Servers that are away get the newest weights when they are back, and this call does not wait for them.
+        loads = [self._load(server) for server in self._servers if not self._is_away(server)]
+        await asyncio.gather(*loads)
         usable = asyncio.ensure_future(self._usable_server())
         try:
-            while not (await asyncio.wait({usable}, timeout=LONGEST_PAUSE))[0]:
-                Weights.of(path, version)  # the trainer may have removed it for a newer one
+            while True:
+                done, _ = await asyncio.wait({usable}, timeout=LONGEST_PAUSE)
+                if done:
+                    break
+                Weights.of(path, version)  # it raises if the trainer has removed the folder for a newer version
             usable.result()
         finally:
             usable.cancel()
 
     async def _load(self, server: VLLMServer) -> None:
+        """Loads the newest weights into a server. A server that goes away meanwhile gets them when it is back."""
         try:
             await self._reload(server)
         except VLLMServerGoneError as error:
             self._recover(server, error)
 
     async def _reload(self, server: VLLMServer, *, keep_newer: bool = False) -> None:
-        """Give a server the newest weights, and use it again when it has them."""
+        """Loads the newest weights into a server. From then on it is usable again."""
         while True:
-            if (weights := self._weights) is not None:
+            weights = self._weights
+            if weights is not None:
                 server.usable = False
                 await server.reload(weights, keep_newer=keep_newer)
             async with self._changed:
@@ -228,14 +241,16 @@ class VLLMServerEngine:
         failures: list[float] = []
         while not rows:
             await self._usable_server()
-            for server in [each for each in self._servers if each.usable]:
+            usable = [server for server in self._servers if server.usable]
+            for server in usable:
                 try:
                     rows[server.url] = await self._score(server, tokens)
                 except VLLMServerGoneError as error:
                     self._refused(server, error, failures)
         (first, expected), *others = rows.items()
         for url, row in others:
-            difference = max(abs(a - b) for a, b in zip(row, expected, strict=True))
+            differences = [abs(score - other) for score, other in zip(row, expected, strict=True)]
+            difference = max(differences)
             if not difference <= self._agreement:
                 raise VLLMServerError(
                     f"{url} and {first} hold the same version, and their log-probabilities differ by {difference:.3g} "
@@ -244,24 +259,26 @@ class VLLMServerEngine:
         return expected
 
     async def _score(self, server: VLLMServer, tokens: list[int]) -> list[float]:
+        """The log-probabilities (T - 1,) of the tokens, by one server with the newest weights."""
         sampling = _all_sampling_fields(SamplingConfig(max_tokens=1), 1, 0)
         body = {"model": server.model, "prompt": tokens, **sampling, "prompt_logprobs": 0}
         while True:
-            answer = ["choices", 0, "prompt_logprobs", slice(1, None)]
-            steps = await server.call("POST", "/v1/completions", body, at=answer)
+            keys = ["choices", 0, "prompt_logprobs", slice(1, None)]
+            steps = await server.call("POST", "/v1/completions", body, at=keys)
             label = await server.label()
             if self._weights is None or label == self._weights.label:
                 break
             if version_of(label) > self._weights.version:
                 raise FileNotFoundError(f"another generator has loaded {label} into {server.url} meanwhile")
             await self._reload(server)  # another generator has loaded an older version meanwhile
-        return [
-            (step or {}).get(str(token), {}).get("logprob", math.nan)
-            for step, token in zip(steps, tokens[1:], strict=True)
-        ]
+        scores: list[float] = []
+        for step, token in zip(steps, tokens[1:], strict=True):
+            entry = (step or {}).get(str(token), {})
+            scores.append(entry.get("logprob", math.nan))
+        return scores
 
     async def close(self) -> None:
-        """Close the connections; the servers go on."""
+        """Closes the connections. The servers continue to run."""
         for task in self._recoveries.values():
             task.cancel()
         await asyncio.gather(*self._recoveries.values(), return_exceptions=True)
@@ -274,39 +291,44 @@ class VLLMServerEngine:
     # ------------------------------------------------------------------------------------------- servers that go away
 
     async def _usable_server(self) -> VLLMServer:
-        """The usable server with the fewest requests. Raises VLLMServerError when every server failed for good."""
+        """The usable server with the fewest requests. Raises VLLMServerError if every server has failed for good."""
 
         def decided() -> bool:
-            return len(self._failures) == len(self._servers) or any(each.usable for each in self._servers)
+            all_failed = len(self._failures) == len(self._servers)
+            return all_failed or any(server.usable for server in self._servers)
 
         async with self._changed:
             await self._changed.wait_for(decided)
         usable = [server for server in self._servers if server.usable]
         if not usable:
-            raise next(iter(self._failures.values()))
+            errors = list(self._failures.values())
+            raise errors[0]
         return min(usable, key=lambda server: server.running)
 
     @property
     def engines_away(self) -> int:
-        """Servers that are asked until they are back."""
-        return sum(map(self._is_away, self._servers))
+        """The number of servers that are away, and are asked until they are back."""
+        return len([server for server in self._servers if self._is_away(server)])
 
     def _is_away(self, server: VLLMServer) -> bool:
-        return server in self._recoveries and not self._recoveries[server].done()
+        recovery = self._recoveries.get(server)
+        return recovery is not None and not recovery.done()
 
     def _recover(self, server: VLLMServer, error: VLLMServerGoneError) -> None:
-        """Use a server no more until it answers and has the newest weights."""
+        """Stops the use of a server until it answers and has the newest weights."""
         server.usable = False
         if not self._is_away(server):
             self.engines_lost += 1
             self._recoveries[server] = asyncio.create_task(self._wait_for(server, error))
 
     async def _wait_for(self, server: VLLMServer, error: VLLMServerGoneError) -> None:
-        log, since = WaitLog(), time.monotonic()
+        """Asks a server until it is usable again. `error`: the failure with which it went away."""
+        log = WaitLog()
+        since = time.monotonic()
 
         async def use_again() -> None:
             await server.call("GET", "/health")
-            await server.check(*self._wanted)  # it may have been started again in another way
+            await server.check(*self._wanted)  # it may have been started again with other options
             try:
                 await self._reload(server, keep_newer=True)
             except FileNotFoundError as gone:
@@ -314,11 +336,13 @@ class VLLMServerEngine:
 
         async def failed(error: Exception, _: bool = False) -> None:
             log.wait(f"{error}; it is asked again, {self.engines_away} of {len(self._servers)} servers are away")
-            if not isinstance(error, VLLMServerGoneError) or time.monotonic() - since > self._patience:
+            waited = time.monotonic() - since
+            if not isinstance(error, VLLMServerGoneError) or waited > self._patience:
                 async with self._changed:
                     self._failures[server] = error
                     self._changed.notify_all()
-            await asyncio.sleep(min(getattr(error, "retry_after", 0.0), self._patience))
+            retry_after = getattr(error, "retry_after", 0.0)
+            await asyncio.sleep(min(retry_after, self._patience))
 
         await failed(error)
         await asyncio.sleep(min(server.pause, LONGEST_PAUSE))
@@ -331,27 +355,61 @@ class VLLMServerEngine:
 def _all_sampling_fields(sampling: SamplingConfig, n: int, most_logprobs: int) -> dict[str, Any]:
     """`sampling_fields`, and the other fields for which a server has defaults.
 
-    It takes what a request leaves out from the model's generation_config.json, and the trainer knows of none of it.
+    A server takes fields that a request leaves out from the model's generation_config.json, which the trainer ignores.
     """
     neutral = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
     return {**sampling_fields(sampling, n, most_logprobs), **neutral}
 
 
 def completion_of(choice: dict[str, Any], before: str, after: str, width: int = 0) -> Completion:
-    """`before`, `after`: labels around the request. They give the first and the last token's version where the server
-    does not give each token's. `width`: of the most likely tokens, how many log-probabilities were asked for."""
+    """The completion in one choice of a server's answer.
+
+    `before`, `after`: the labels before and after the request. If the server does not return the version of each token,
+    the first tokens have that of `before`, and the last one that of `after`. `width`: the number of most likely tokens
+    whose log-probabilities were requested. Raises LookupError, TypeError, ValueError or AttributeError for a choice
+    that vLLM cannot have written.
+    """
     tokens = [operator.index(token) for token in choice["token_ids"]]
-    logprobs = [math.nan if each is None else float(each) for each in choice["logprobs"]["token_logprobs"]]
-    if spans := choice.get("weight_versions"):
-        versions = [version_of(span["version"]) for span in spans for _ in range(span["start"], span["end"])]
-    else:
-        versions = [version_of(before)] * len(tokens)
-        versions[-1:] = [version_of(after)] * bool(tokens)
-    sets: list[list[int]] = []
+    logprobs: list[float] = []
+    for logprob in choice["logprobs"]["token_logprobs"]:
+        if logprob is None:
+            logprob = math.nan
+        logprobs.append(float(logprob))
+    versions = _versions_of(choice, len(tokens), before, after)
+    masks: list[list[int]] = []
     if width:
-        # {"token_id:17": -0.3}
-        steps = [(step or {}).items() for step in choice["logprobs"]["top_logprobs"]]
-        sets = [mask_of_logprobs({int(name.rpartition(":")[2]): each for name, each in step}, width) for step in steps]
+        for step in choice["logprobs"]["top_logprobs"]:
+            masks.append(_mask_of(step or {}, width))
     return Completion(
-        tokens, logprobs, choice["text"], choice["finish_reason"] or "unknown", versions, **mask_fields(sets)
+        token_ids=tokens,
+        logprobs=logprobs,
+        text=choice["text"],
+        finish_reason=choice["finish_reason"] or "unknown",
+        policy_versions=versions,
+        **mask_fields(masks),
     )
+
+
+def _versions_of(choice: dict[str, Any], tokens: int, before: str, after: str) -> list[int]:
+    """The version of each token of a choice; the arguments are those of `completion_of`."""
+    spans = choice.get("weight_versions")
+    versions: list[int] = []
+    if spans:
+        for span in spans:
+            versions += [version_of(span["version"]) for _ in range(span["start"], span["end"])]
+        return versions
+    first_version = version_of(before)
+    last_version = version_of(after)
+    versions = [first_version] * tokens
+    if tokens:
+        versions[-1] = last_version
+    return versions
+
+
+def _mask_of(step: dict[str, float], width: int) -> list[int]:
+    """The sampling mask of one token, from the log-probabilities of its most likely tokens: {"token_id:17": -0.3}."""
+    logprobs: dict[int, float] = {}
+    for name, logprob in step.items():
+        token = int(name.rpartition(":")[2])
+        logprobs[token] = logprob
+    return mask_of_logprobs(logprobs, width)

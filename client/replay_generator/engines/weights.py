@@ -1,15 +1,15 @@
-"""Folders of weights that a trainer publishes: what they hold, how they are checked, and of which model they are.
+"""Folders of weights that a trainer publishes: their contents, their checks, and the facts of their model.
 
-Before an engine loads them: where the files are, and whether they are whole and the model's (`check_folder`). After it:
-`Probe`, a token sequence with the trainer's log-probabilities, which the engine's must equal. A folder holds whole
-weights or a LoRA adapter.
+Before an engine loads a folder, `check_folder` checks that its files are allowed, whole, and of the engine's model.
+After it, the engine's log-probabilities must equal those of the trainer for a token sequence (`Probe`). A folder holds
+whole weights or a LoRA adapter.
 
-Of which model a side is, it says by named facts (`model_facts`). Two sides agree if they agree on each fact that both
-know (`differing_facts`). That is asked in three places:
+Named facts describe a model (`model_facts`). Two sides have the same model if they agree on each fact that both know
+(`differing_facts`). Facts are compared in three places:
 
-    check_folder       a generator compares its engine with each version, before it loads it
-    why_other_model    a trainer compares itself with the generators that are connected
-    a resume           a trainer compares itself with the training checkpoint that it is to continue
+    check_folder       a generator compares its engine with each version, before the engine loads it
+    why_other_model    a trainer compares its model with the generators that are connected
+    a resume           a trainer compares its model with the training checkpoint that it continues
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from replay_client.errors import ReplayError
 from replay_client.records import ClientInfo, read_described
 from replay_client.settings import MOST_TEXT
 
-_CHUNK = 1 << 22  # bytes; what fits a processor's cache is checked several times faster
+_CHUNK = 1 << 22  # bytes; a chunk that fits a processor's cache is checked several times faster
 _MOST_HEADER = 100_000_000  # bytes; the format has the same limit
 _ADAPTER_CONFIG = "adapter_config.json"
 _ADAPTER_WEIGHTS = "adapter_model.safetensors"
 _HEAD = "lm_head.weight"
 """The output head, which a checkpoint with tied embeddings may leave out."""
-# Integers of the size of each format, and the bits that are all set in infinities and NaN alone.
+# For each format: integers of its size, and the bits that are all set only in infinities and NaN.
 _EXPONENTS: dict[str, tuple[str, int]] = {
     "F64": ("<u8", 0x7FF0 << 48),
     "F32": ("<u4", 0x7F80 << 16),
@@ -49,11 +49,11 @@ class WeightsNotAllowedError(ReplayError):
 
 
 class WeightsDamagedError(ReplayError):
-    """The newest weights have other tensors than the model, hold no number where one must be, or cannot be read."""
+    """The newest weights have other tensors than the model, have NaN or infinities, or cannot be read."""
 
 
 class WeightsMismatchError(ReplayError):
-    """The newest weights are of another model, or with them the engine computes other log-probabilities than the
+    """The newest weights are of another model, or the engine computes other log-probabilities with them than the
     trainer."""
 
 
@@ -64,11 +64,11 @@ def check_folder(
     known: Set[str] = frozenset(),
     facts: Mapping[str, Any] | None = None,
 ) -> tuple[Probe | None, Set[str]]:
-    """The probe of a folder of weights, if it has one. Then also the names of its tensors, unless it is an adapter.
+    """The probe of a folder of weights, if it has one. Then also the names of its tensors, unless it holds an adapter.
 
     `root`: see `_check_inside`. `model`: the folder that the engine started with; None: unknown. `known`: the names of
-    the tensors of a folder that has passed its probe. `facts`: of the engine. Without a probe it reads every file once,
-    at some GB a second.
+    the tensors of a folder that has passed its probe. `facts`: those of the engine. Without a probe this reads every
+    file once, at some GB a second.
 
     Raises WeightsNotAllowedError, WeightsMismatchError if the weights are of a model with other facts, and
     WeightsDamagedError if a file is no regular file, the probe cannot be read, the tensors are not those of the model,
@@ -76,31 +76,49 @@ def check_folder(
     """
     path = Path(folder)
     for file in _files(path):
-        if file.exists() and not (file.is_file() or file.is_dir()):  # who opens a pipe waits for ever
+        is_usual = file.is_file() or file.is_dir()
+        if file.exists() and not is_usual:  # a reader of a pipe would wait for ever
             raise WeightsDamagedError(f"{file} is no regular file, and is not opened: remove it")
     if root is not None:
         _check_inside(folder, root)
-    # A tokenizer that no manifest names takes up to a second to load. Once one has passed, later ones are not.
-    if differing := differing_facts(folder_facts(path, facts or {}, tokenizer=not known), facts or {}):
+    # A tokenizer takes up to a second to load. It is read only until a version has passed its probe.
+    _check_facts(folder, facts or {}, model, tokenizer=not known)
+    probe = Probe.read(folder)
+    tensors: dict[str, tuple[Path, int, int, str]] = {}
+    for file in sorted(path.glob("*.safetensors")):
+        for name, (start, end, dtype) in _tensors(file).items():
+            tensors[name] = (file, start, end, dtype)
+    names: Set[str] = tensors.keys()
+    if (path / _ADAPTER_CONFIG).is_file():
+        names = frozenset()
+    if names:
+        _check_names(folder, names, model, known, probed=probe is not None)
+    if probe is not None:
+        return probe, names
+    _check_finite(tensors)
+    return None, frozenset()
+
+
+def _check_facts(folder: str, engine_facts: Mapping[str, Any], model: str | None, *, tokenizer: bool) -> None:
+    """Raises WeightsMismatchError if the model of a folder has other facts than the engine."""
+    found_facts = folder_facts(Path(folder), engine_facts, tokenizer=tokenizer)
+    differing = differing_facts(found_facts, engine_facts)
+    if differing:
         own = "the engine's" if model is None else f"the engine's, {model}"
         raise WeightsMismatchError(
             f"{folder} is of another model than {own}: {differing}; start generator and trainer with the same model "
             "and tokenizer (--model)"
         )
-    probe = Probe.read(folder)
-    tensors: dict[str, tuple[Path, int, int, str]] = {}
-    for file in sorted(path.glob("*.safetensors")):
-        tensors |= {name: (file, *place) for name, place in _tensors(file).items()}
-    names = frozenset() if (path / _ADAPTER_CONFIG).is_file() else tensors.keys()
-    if names:
-        _check_names(folder, names, model, known, probed=probe is not None)
-    for name, (file, start, end, dtype) in tensors.items() if probe is None else ():
+
+
+def _check_finite(tensors: Mapping[str, tuple[Path, int, int, str]]) -> None:
+    """Raises WeightsDamagedError for NaN and infinities in tensors: their files, first and last bytes, and formats."""
+    for name, (file, start, end, dtype) in tensors.items():
         if dtype in _EXPONENTS and not _finite(file, start, end, dtype):
             raise WeightsDamagedError(
                 f"{file} holds NaN or infinity in {name!r}: the policy has broken down. Restart the trainer from an "
                 "older version, with a lower learning rate"
             )
-    return probe, names if probe is not None else frozenset()
 
 
 def _check_inside(folder: str, root: str | os.PathLike[str]) -> None:
@@ -117,14 +135,16 @@ def _check_inside(folder: str, root: str | os.PathLike[str]) -> None:
 
 
 def _check_names(folder: str, names: Set[str], model: str | None, known: Set[str], *, probed: bool) -> None:
-    """Raises WeightsDamagedError if these are not the names of the model's tensors, or those that are `known`.
+    """Raises WeightsDamagedError if these are not the names of the model's tensors, or the `known` names.
 
-    Files of others may have other names, or tensors that nobody trains. Then a probe has to judge, once.
+    Files of other trainers may have other names, or tensors that are not trained. Then the first probe decides.
     """
     own, optional = _own_names(model)
-    if not (wanted := known or own):
+    wanted = known or own
+    if not wanted:
         return
-    missing, odd = wanted - names - optional, names - wanted - optional
+    missing = wanted - names - optional
+    odd = names - wanted - optional
     if missing and (known or not probed):
         raise WeightsDamagedError(
             f"{folder} lacks {min(missing)!r} ({len(missing)} of the tensors that {model} has), so the engine "
@@ -138,7 +158,7 @@ def _check_names(folder: str, names: Set[str], model: str | None, known: Set[str
 
 
 def _tensors(file: Path) -> dict[str, tuple[int, int, str]]:
-    """Each tensor of a file: the bytes from and to which it lies there, and its format."""
+    """The tensors of a file by name: the first byte of each, the byte after its last one, and its format."""
     size = file.stat().st_size
     with file.open("rb") as content:
         length = int.from_bytes(content.read(8), "little")
@@ -147,12 +167,14 @@ def _tensors(file: Path) -> dict[str, tuple[int, int, str]]:
                 raise ValueError(f"its header of {length} bytes is cut off")
             header: dict[str, Any] = json.loads(content.read(length))
             header.pop("__metadata__", None)
-            found = {
-                name: (*(8 + length + offset for offset in entry["data_offsets"]), entry["dtype"])
-                for name, entry in header.items()
-            }
-            if not all(0 <= start <= end <= size for start, end, _ in found.values()):
-                raise ValueError(f"it is cut off after {size} bytes")
+            found: dict[str, tuple[int, int, str]] = {}
+            for name, entry in header.items():
+                first, last = entry["data_offsets"]
+                start = 8 + length + first
+                end = 8 + length + last
+                found[name] = (start, end, entry["dtype"])
+                if not 0 <= start <= end <= size:
+                    raise ValueError(f"it is cut off after {size} bytes")
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise WeightsDamagedError(
                 f"{file} is no whole safetensors file: {error}. Let the trainer write it anew"
@@ -161,11 +183,15 @@ def _tensors(file: Path) -> dict[str, tuple[int, int, str]]:
 
 
 def _finite(file: Path, start: int, end: int, dtype: str) -> bool:
-    # Not mapped: a file that is cut short meanwhile would end the process.
+    """True if these bytes of a file hold neither infinities nor NaN."""
+    # The file is not mapped into memory: if it were cut short meanwhile, that would end the process.
     kind, bits = _EXPONENTS[dtype]
     with file.open("rb") as content:
         content.seek(start)
-        while start < end and (chunk := content.read(min(_CHUNK, end - start))):
+        while start < end:
+            chunk = content.read(min(_CHUNK, end - start))
+            if not chunk:
+                break
             start += len(chunk)
             values = np.frombuffer(chunk, kind, len(chunk) // np.dtype(kind).itemsize)
             if ((values & values.dtype.type(bits)) == bits).any():
@@ -174,27 +200,39 @@ def _finite(file: Path, start: int, end: int, dtype: str) -> bool:
 
 
 def _own_names(model: str | None) -> tuple[Set[str], Set[str]]:
-    """The tensors of this model, none if its own files do not tell; and those that weights may have or leave out."""
+    """The names of this model's tensors, none if they are unknown; and the names that weights may have or leave out."""
+    folder = Path(model or "")
+    names: set[str] = set()
     try:
-        config = json.loads((Path(model or "") / "config.json").read_text(encoding="utf-8"))
-        names = {name for file in Path(model or "").glob("*.safetensors") for name in _tensors(file)}
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        for file in folder.glob("*.safetensors"):
+            names.update(_tensors(file))
     except (OSError, ValueError, WeightsDamagedError):
         return set(), {_HEAD}
-    tied = config.get("tie_word_embeddings", True)  # older versions do not write what is usual
-    # A quantized model has other names than the weights that are trained.
-    return set() if "quantization_config" in config else names, {_HEAD} if tied else set()
+    optional: set[str] = set()
+    if config.get("tie_word_embeddings", True):  # older versions do not write the usual value
+        optional.add(_HEAD)
+    if "quantization_config" in config:  # a quantized model has other names than the weights that are trained
+        return set(), optional
+    return names, optional
 
 
 def _files(folder: Path) -> Iterator[Path]:
-    """The files in a folder, and those that its indices name, before any index is opened. A name may lead out of it."""
-    yield from sorted(folder.iterdir()) if folder.is_dir() else ()
+    """Yields the files in a folder, and then those that its indices name, which may be outside of the folder.
+
+    All files in the folder come before any index is opened.
+    """
+    if folder.is_dir():
+        yield from sorted(folder.iterdir())
     yield from sorted((folder / _TEMPLATES).glob("*"))
     for index in folder.glob("*.index.json"):
         try:
-            names = {str(name) for name in json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()}
+            weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+            names = {str(name) for name in weight_map.values()}
         except (ValueError, KeyError, TypeError, AttributeError):
-            continue  # the engine says what is wrong with it
-        yield from (folder / name for name in sorted(names))
+            continue  # the engine raises an error about a damaged index
+        for name in sorted(names):
+            yield folder / name
 
 
 @dataclass(frozen=True)
@@ -203,7 +241,7 @@ class Probe:
 
     token_ids: list[int]
     logprobs: list[float]
-    """(T - 1,) of each token but the first, at temperature 1, in nats."""
+    """(T - 1,) the log-probability of each token but the first, at temperature 1, in nats."""
 
     @classmethod
     def read(cls, folder: str) -> Probe | None:
@@ -211,67 +249,67 @@ class Probe:
         path = Path(folder) / "probe.json"
         try:
             content = json.loads(path.read_text(encoding="utf-8"))
-            probe = cls([int(token) for token in content["token_ids"]], [float(lp) for lp in content["logprobs"]])
+            token_ids = [int(token) for token in content["token_ids"]]
+            logprobs = [float(logprob) for logprob in content["logprobs"]]
         except FileNotFoundError:
             return None
         except (OSError, ValueError, LookupError, TypeError, OverflowError, RecursionError) as error:
             raise WeightsDamagedError(f"{path} must hold token_ids and logprobs: {error!r}") from error
-        if len(probe.token_ids) < 2 or len(probe.logprobs) != len(probe.token_ids) - 1:
+        if len(token_ids) < 2 or len(logprobs) != len(token_ids) - 1:
             raise WeightsDamagedError(
-                f"{path} has {len(probe.token_ids)} token_ids and {len(probe.logprobs)} logprobs; "
+                f"{path} has {len(token_ids)} token_ids and {len(logprobs)} logprobs; "
                 "it needs at least two tokens and a log-probability for each but the first"
             )
-        return probe
+        return cls(token_ids, logprobs)
 
     def max_difference(self, scores: list[float]) -> float:
-        """Largest absolute difference between an engine's scores (T - 1,) and the trainer's, in nats; may be NaN."""
-        return float(np.abs(np.asarray(scores) - np.asarray(self.logprobs)).max())
+        """The largest difference between an engine's scores (T - 1,) and the trainer's, in nats; may be NaN."""
+        differences = np.asarray(scores) - np.asarray(self.logprobs)
+        return float(np.abs(differences).max())
 
 
 # -------------------------------------------------------------------------------------------------- models
 
 
 MANIFEST = "manifest.json"
-"""The file of a folder that says what a trainer of ours wrote. Under "model" it has the facts."""
+"""The file of a folder in which our trainer describes the folder. Its "model" has the facts."""
+_SIZES = (
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "num_experts",
+    "num_local_experts",
+    "n_routed_experts",
+    "moe_intermediate_size",
+    "q_lora_rank",
+    "kv_lora_rank",
+    "qk_nope_head_dim",
+    "qk_rope_head_dim",
+    "v_head_dim",
+)
 _FACTS = {
     "model_type": "model_type",
     "vocabulary": "vocab_size",
-    **{
-        name: name
-        for name in (
-            "hidden_size",
-            "intermediate_size",
-            "num_hidden_layers",
-            "num_attention_heads",
-            "num_key_value_heads",
-            "head_dim",
-            "num_experts",
-            "num_local_experts",
-            "n_routed_experts",
-            "moe_intermediate_size",
-            "q_lora_rank",
-            "kv_lora_rank",
-            "qk_nope_head_dim",
-            "qk_rope_head_dim",
-            "v_head_dim",
-        )
-    },
+    **{name: name for name in _SIZES},
 }
-"""Facts that stand in the configuration of a model, and their names there: what the shapes of its tensors follow from.
-A model has some of them."""
+"""The facts in the configuration of a model, and their names there. The shapes of its tensors follow from them. A model
+has some of them."""
 _NAMING = ("model_type", "vocabulary", "tokenizer")
-"""The facts that people know a model by."""
+"""The facts by which people know a model."""
 _VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
-"""Files with the tokens of a tokenizer. Of a folder without them transformers would make an empty tokenizer."""
+"""The files with the tokens of a tokenizer. From a folder without them, transformers would make an empty tokenizer."""
 _TEMPLATES = "additional_chat_templates"
-"""A folder in that of a tokenizer, whose files transformers reads with it."""
+"""A subfolder in the folder of a tokenizer. transformers reads its files with the tokenizer."""
 
 
 def model_facts(model: Any, tokenizer: Any) -> dict[str, Any]:
-    """What generator and trainer must agree on, as far as it is known. `model`: its configuration, folder or name.
+    """The known facts on which generator and trainer must agree. `model`: its configuration, folder or name.
 
     model_type, vocabulary (embeddings), the other sizes of `_FACTS`, and tokenizer: 16 hexadecimal digits of its tokens
-    and their ids. Tokens that were added behind its vocabulary do not count, because a trainer may add one for padding.
+    and their ids. Tokens that were added after its vocabulary do not count, because a trainer may add one for padding.
     """
     facts: dict[str, Any] = {}
     config = _config_of(model) if isinstance(model, str) else model
@@ -283,23 +321,23 @@ def model_facts(model: Any, tokenizer: Any) -> dict[str, Any]:
                 value = list(value)
             if isinstance(value, int | str | list) and value != "":
                 facts[fact] = value
-    with suppress(AttributeError, NotImplementedError):  # somebody's own tokenizer, or none
+    with suppress(AttributeError, NotImplementedError):  # the tokenizer may be a user's own class, or None
         size = tokenizer.vocab_size
-        tokens = sorted(each for each in tokenizer.get_vocab().items() if each[1] < size)
+        tokens = sorted((token, token_id) for token, token_id in tokenizer.get_vocab().items() if token_id < size)
         facts["tokenizer"] = hashlib.sha256(json.dumps(tokens).encode()).hexdigest()[:16]
     return facts
 
 
 def _config_of(model: str) -> Any:
-    """The configuration in a folder, or of a name on the hub; None: it is not on this machine, or damaged."""
+    """The configuration in a folder, or of a name on the hub; None: it cannot be read."""
     try:
         from transformers import AutoConfig, PretrainedConfig
     except ImportError:
         return None
-    # Anybody may have written it, and what is damaged raises anything.
+    # Any client may have written it, and a damaged one may raise any error.
     with suppress(Exception):
         return AutoConfig.from_pretrained(model, trust_remote_code=False)
-    # Perhaps it needs code that comes with the model. No such code runs here, but its fields can be read.
+    # It may need code that comes with the model. No such code runs here, but its fields can be read.
     with suppress(Exception):
         fields, _ = PretrainedConfig.get_config_dict(model)
         return PretrainedConfig.from_dict(fields.get("text_config") or fields)
@@ -307,10 +345,10 @@ def _config_of(model: str) -> Any:
 
 
 def folder_facts(folder: Path, wanted: Iterable[str], *, tokenizer: bool = True) -> dict[str, Any]:
-    """The facts of the model whose weights are in `folder`, as far as the folder tells.
+    """The facts of the model whose weights are in `folder`, as far as its files have them.
 
-    Those of its manifest. A folder of another trainer has no such manifest, but perhaps a configuration and, unless it
-    is not to be read, a tokenizer. Only facts that are `wanted` are looked for there.
+    They come from its manifest. A folder of another trainer has no such manifest, but perhaps a configuration and a
+    tokenizer, from which only `wanted` facts are read. `tokenizer` False: a tokenizer there is not read.
     """
     wanted = set(wanted)
     with suppress(OSError, ValueError, LookupError, TypeError, RecursionError):
@@ -319,7 +357,7 @@ def folder_facts(folder: Path, wanted: Iterable[str], *, tokenizer: bool = True)
             return facts
     own: Any = None
     if tokenizer and "tokenizer" in wanted and any((folder / name).is_file() for name in _VOCABULARIES):
-        with suppress(Exception):  # a damaged one raises anything
+        with suppress(Exception):  # a damaged tokenizer may raise any error
             from transformers import AutoTokenizer
 
             own = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
@@ -328,9 +366,10 @@ def folder_facts(folder: Path, wanted: Iterable[str], *, tokenizer: bool = True)
 
 
 def folder_frequencies(folder: str) -> dict[str, Any]:
-    """What the manifest of a folder says of the trainer's `frequency_facts`; empty: nothing."""
+    """The trainer's `frequency_facts` in the manifest of a folder; empty: it has none."""
     with suppress(OSError, ValueError, LookupError, TypeError, RecursionError):
-        frequencies = json.loads((Path(folder) / MANIFEST).read_text(encoding="utf-8"))["frequencies"]
+        manifest = json.loads((Path(folder) / MANIFEST).read_text(encoding="utf-8"))
+        frequencies = manifest["frequencies"]
         if isinstance(frequencies, dict) and all(type(value) is int for value in frequencies.values()):
             return frequencies
     return {}
@@ -338,23 +377,25 @@ def folder_frequencies(folder: str) -> dict[str, Any]:
 
 def differing_facts(other_facts: Mapping[str, Any], own_facts: Mapping[str, Any]) -> str:
     """The facts that both sides know and that differ, each with both values, in words; "": none."""
-    return ", ".join(
-        f"{name} {other_facts[name]} (here {own_facts[name]})"
-        for name in own_facts
-        if other_facts.get(name, own_facts[name]) != own_facts[name]
-    )
+    differing: list[str] = []
+    for name, own in own_facts.items():
+        other = other_facts.get(name, own)
+        if other != own:
+            differing.append(f"{name} {other} (here {own})")
+    return ", ".join(differing)
 
 
 def load_causal_model(model: str, **options: Any) -> Any:
     """The causal language model in a folder, or of a name on the hub. `options`: those of from_pretrained.
 
     No code that comes with a model is run: published weights are data. Raises ValueError, in one sentence, for a model
-    that transformers does not load as text, and OSError as transformers does.
+    that transformers does not load as a text model, and the OSErrors of transformers.
     """
     from transformers import AutoModelForCausalLM
 
     try:
-        if why := _why_not_causal(model):
+        why = _why_not_causal(model)
+        if why:
             raise ValueError(why)
         with no_progress_bars():
             return AutoModelForCausalLM.from_pretrained(model, trust_remote_code=False, **options)
@@ -363,9 +404,9 @@ def load_causal_model(model: str, **options: Any) -> Any:
 
 
 def _why_not_causal(model: str) -> str:
-    """Why transformers does not load a model as a causal language model, and what to do; empty: it may.
+    """The reason that transformers does not load a model as a causal language model, with the remedy; empty: it may.
 
-    It would say so itself, with a list of all the kinds that it loads, and with remedies that are not those here.
+    The error of transformers would list all kinds of models that it loads, and have remedies that do not help here.
     """
     from transformers import (
         CONFIG_MAPPING,
@@ -376,11 +417,12 @@ def _why_not_causal(model: str) -> str:
     )
 
     if (Path(model) / _ADAPTER_CONFIG).is_file():
-        return ""  # transformers loads it on its base
+        return ""  # transformers loads the adapter on its base model
     described, _ = PreTrainedConfig.get_config_dict(model)
     kind = described.get("model_type")
-    known = kind is None or kind in CONFIG_MAPPING
-    config = AutoConfig.from_pretrained(model, trust_remote_code=False) if known else None
+    config = None
+    if kind is None or kind in CONFIG_MAPPING:
+        config = AutoConfig.from_pretrained(model, trust_remote_code=False)
     if config is not None and type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:
         return ""
     why = f"transformers {__version__} has no causal language model of the type {kind!r}"
@@ -399,14 +441,19 @@ def _why_not_causal(model: str) -> str:
 
 def end_ids(model: Any, tokenizer: Any) -> set[int]:
     """Tokens that end a completion, from the tokenizer and the model's generation settings."""
-    configured = model.generation_config.eos_token_id if model.generation_config is not None else None
-    listed = configured if isinstance(configured, list) else [configured]
-    return {token for token in (*listed, tokenizer.eos_token_id) if token is not None}
+    tokens = [tokenizer.eos_token_id]
+    if model.generation_config is not None:
+        configured = model.generation_config.eos_token_id
+        if isinstance(configured, list):
+            tokens += configured
+        else:
+            tokens.append(configured)
+    return {token for token in tokens if token is not None}
 
 
 @contextmanager
 def no_progress_bars() -> Iterator[None]:
-    """Inside, transformers draws none: it would draw one for each file, over the display of the run."""
+    """Inside, transformers draws no progress bars. It would draw one for each file, over the display of the run."""
     from transformers.utils import logging
 
     shown = logging.is_progress_bar_enabled()
@@ -419,38 +466,45 @@ def no_progress_bars() -> Iterator[None]:
 
 
 def told_facts(facts: Mapping[str, Any]) -> str:
-    """JSON of facts, for what a client says of itself to the server: those that fit into MOST_TEXT characters.
+    """JSON of the facts that fit into MOST_TEXT characters, for the description of a client to the server.
 
-    What names a model comes first. The others stand in each manifest.
+    The facts that name a model come first. The manifests have all of them.
     """
     fitting: dict[str, Any] = {}
     for name in (*_NAMING, *facts):
         if name in facts:
             longer = fitting | {name: facts[name]}
-            fitting = longer if len(json.dumps(longer)) <= MOST_TEXT else fitting
+            if len(json.dumps(longer)) <= MOST_TEXT:
+                fitting = longer
     return json.dumps(fitting)
 
 
 def why_other_model(clients: Iterable[ClientInfo], own_facts: Mapping[str, Any]) -> str:
-    """Why a trainer with these `model_facts` refuses a connected generator, by what both say; empty: it does not."""
+    """The reason that a trainer with these `model_facts` refuses a connected generator; empty: it refuses none."""
     for client in clients:
         settings = read_described(client.settings)
         other_facts = settings.get("model")
-        if not client.open or client.ended or settings.get("part") != "generator" or not isinstance(other_facts, dict):
+        if not client.open or client.ended:
+            continue
+        if settings.get("part") != "generator" or not isinstance(other_facts, dict):
             continue
         if differing_facts(other_facts, own_facts):
-            its, own = _in_words(other_facts, own_facts), _in_words(own_facts, other_facts)
+            other = _in_words(other_facts, own_facts)
+            own = _in_words(own_facts, other_facts)
             return (
-                f"generator {client.name} has another model or tokenizer ({its}) than this trainer ({own}): start both "
-                f"with the same one. Groups that are stored are of the generator's: `replay table reset --all` removes "
-                f"them"
+                f"generator {client.name} has another model or tokenizer ({other}) than this trainer ({own}): start "
+                f"both with the same one. Groups that are stored are of the generator's: `replay table reset --all` "
+                f"removes them"
             )
     return ""
 
 
 def _in_words(facts: Mapping[str, Any], others: Mapping[str, Any]) -> str:
-    """What names a model, and of its other facts those that `others` has otherwise."""
-    parts = [f"{name} {value}" for name, value in facts.items() if name in _NAMING or others.get(name, value) != value]
+    """The facts that name a model, and those that differ from `others`."""
+    parts: list[str] = []
+    for name, value in facts.items():
+        if name in _NAMING or others.get(name, value) != value:
+            parts.append(f"{name} {value}")
     return ", ".join(parts)
 
 
@@ -458,7 +512,7 @@ def _in_words(facts: Mapping[str, Any], others: Mapping[str, Any]) -> str:
 
 
 def holds_adapter(folder: str | os.PathLike[str]) -> bool:
-    """Returns whether a folder of weights holds an adapter, and not whole weights.
+    """True if a folder of weights holds an adapter, and not whole weights.
 
     Raises FileNotFoundError if it holds neither, or is gone.
     """
@@ -469,7 +523,7 @@ def holds_adapter(folder: str | os.PathLike[str]) -> bool:
 
 
 def check_base(model: str) -> None:
-    """Raises ValueError if `model`, which an engine is to start with, is a folder with an adapter."""
+    """Raises ValueError if `model`, with which an engine will start, is a folder with an adapter."""
     if (Path(model) / _ADAPTER_CONFIG).is_file():
         raise ValueError(f"{model} holds an adapter: start the engine with its base model, which loads it then")
 
@@ -477,7 +531,7 @@ def check_base(model: str) -> None:
 def read_adapter(folder: str) -> tuple[Any, dict[str, Any]]:
     """The configuration and the tensors of the adapter in `folder`, as peft takes them.
 
-    Raises ModuleNotFoundError without peft, FileNotFoundError if a file is gone, ValueError for another kind of
+    Raises ModuleNotFoundError without peft, FileNotFoundError if a file is gone, and ValueError for another kind of
     adapter than LoRA.
     """
     try:

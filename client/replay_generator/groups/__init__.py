@@ -1,1 +1,1 @@
-"""What is made: rollouts become a group, which may be partial for a while, and goes to the server."""
+"""Groups: rollouts become a group, which may be partial for a while, and which is inserted into the server."""

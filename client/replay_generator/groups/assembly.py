@@ -2,7 +2,7 @@
 
     rollout ──read once, and checked (played.py)──▶ arrays ──▶ a group of those that have a reward
 
-Groups that a generator plays alone, those that several have played, and those that a scorer is handed go this way.
+All groups are assembled here: those that one generator played, those that several played, and those of a scorer.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from replay_generator.rollouts.rollout import PlayedRollout
 def assemble(played: Sequence[PlayedRollout], version: int, **fields: Any) -> RolloutGroup:
     """The group of these rollouts; `fields` are its rewards, its advantages, and others of RolloutGroup.
 
-    What all sequences begin with becomes the shared prompt. `version`: of the policy before the generation; it counts
-    if no token was drawn. Raises ValueError as RolloutGroup does.
+    The common beginning of all sequences becomes the shared prompt. `version`: the policy version before the
+    generation; the group has it if no token was drawn. Raises ValueError as RolloutGroup does.
     """
     sequences = [sequence for rollout in played for sequence in rollout.sequences]
-    masks = [each.sampled_mask[each.head :] for each in sequences]
+    masks = [sequence.sampled_mask[sequence.head :] for sequence in sequences]
     unknown = 0
     if len(sequences) > len(played):
         fields["sequence_counts"] = np.array([len(rollout.sequences) for rollout in played], np.int32)
@@ -33,34 +33,44 @@ def assemble(played: Sequence[PlayedRollout], version: int, **fields: Any) -> Ro
         masks = [_known(sequence) for sequence in sequences]
         unknown = sampled - sum(int(mask.sum()) for mask in masks)
     columns = columns_of(sequences)
-    versions = [each.policy_versions[each.head :] for each in sequences]
-    known = np.concatenate([drawn[drawn >= 0] for drawn in versions])
-    first = last = version
-    if known.size:
-        first = int(known.min())
-        last = int(known.max())
+    versions = [sequence.policy_versions[sequence.head :] for sequence in sequences]
+    drawn_versions = np.concatenate([values[values >= 0] for values in versions])
+    first = version
+    last = version
+    if drawn_versions.size:
+        first = int(drawn_versions.min())
+        last = int(drawn_versions.max())
+    version_end = None
     if last != first:
-        columns["policy_versions"] = "token", versions
+        version_end = last
+        columns["policy_versions"] = ("token", versions)
+    all_are_trained = all(mask.all() for mask in masks)
     group = group_from_rows(
-        prompts=[each.token_ids[: each.head] for each in sequences],
-        completions=[each.token_ids[each.head :] for each in sequences],
-        logprobs=[each.logprobs[each.head :] for each in sequences],
-        loss_masks=None if all(mask.all() for mask in masks) else masks,
+        prompts=[sequence.token_ids[: sequence.head] for sequence in sequences],
+        completions=[sequence.token_ids[sequence.head :] for sequence in sequences],
+        logprobs=[sequence.logprobs[sequence.head :] for sequence in sequences],
+        loss_masks=None if all_are_trained else masks,
         columns=columns,
         policy_version=first,
-        policy_version_end=last if last != first else None,
+        policy_version_end=version_end,
         **fields,
     )
     if unknown:
         group.meta["unknown_logprobs"] = unknown
-    if any(len(each.turns) > 2 for each in sequences):
-        group.meta["turns"] = [[[turn.role, turn.tokens] for turn in each.turns] for each in sequences]
+    if any(len(sequence.turns) > 2 for sequence in sequences):
+        group.meta["turns"] = [_described_turns(sequence) for sequence in sequences]
     return group
 
 
-def _known(sequence: PlayedSequence) -> npt.NDArray[np.bool_]:
-    """The mask of the completion without tokens whose log-probability the engine does not know, if it knows others.
+def _described_turns(sequence: PlayedSequence) -> list[list[Any]]:
+    """The role and the number of tokens of each turn."""
+    return [[turn.role, turn.tokens] for turn in sequence.turns]
 
+
+def _known(sequence: PlayedSequence) -> npt.NDArray[np.bool_]:
+    """The mask of the completion, without the tokens whose log-probability the engine does not know.
+
+    If the engine knows none of them, the mask keeps all.
     RolloutGroup refuses such tokens in rollouts of several sequences: it cannot tell them from those of tools.
     """
     mask = sequence.sampled_mask[sequence.head :]

@@ -1,12 +1,12 @@
-"""PartialGroupSpec: what is stored of a partial group, so that any generator can go on with it.
+"""PartialGroupSpec: the stored form of a partial group, from which any generator can continue it.
 
     spec | rollout/0 | rollout/5 | ...      the payload of one item: what to do, and the rollouts that are finished
 
-The spec is what the generator that opened the group has inserted. Each finished rollout is a segment of its own
-(`client.extend`), named by its number in the group. Who is handed the item has all that is needed: it plays the numbers
-that are missing, and makes of all of them the group that one generator alone would have made.
+The generator that opens the group inserts the spec. Each finished rollout is a segment of its own (`client.extend`),
+named by its number in the group. A generator that draws the item has all that it needs: it plays the missing rollouts,
+and makes the same group that one generator alone would have made.
 
-With all its rollouts it is a group that only lacks its rewards (`encode_whole`).
+A partial group with all its rollouts only lacks its rewards (`encode_whole`).
 
 A rollout is stored as the hook returned it, and not as a group of one: reward functions see texts, turns and `info`,
 and they run when the last rollout is there.
@@ -36,7 +36,9 @@ from replay_generator.rollouts.played_sequence import TOKENS, PlayedSequence, ch
 from replay_generator.rollouts.rollout import PlayedRollout, Rollout, RolloutSequence, Turn, checked
 from replay_generator.user_code.results import encode_info
 
-PARTIAL_GROUP_MAGIC, ROLLOUT_MAGIC = b"RPLYOPN\x01", b"RPLYROL\x01"
+PARTIAL_GROUP_MAGIC = b"RPLYOPN\x01"
+"""The last byte is the format version."""
+ROLLOUT_MAGIC = b"RPLYROL\x01"
 """The last byte is the format version."""
 ROLLOUT = "rollout/"
 """The beginning of the names of segments; the number of the rollout follows."""
@@ -44,31 +46,34 @@ ROLLOUT = "rollout/"
 
 @dataclass(frozen=True)
 class PartialGroupSpec:
-    """What a generator must know of a group to go on with it. The one that opens it writes it, all others read it."""
+    """The facts that a generator needs to continue a group. The generator that opens the group writes them."""
 
     key: int
-    """Under which the finished group is inserted, whoever finishes it."""
+    """The key of the finished group, whichever generator inserts it."""
     prompt: Prompt
     prompt_ids: list[int]
     number: int
-    """In the order of the opener's prompts. The seeds of its rollouts come from it."""
+    """Its number in the order of the opener's prompts. The seeds of its rollouts come from this number."""
     group_size: int
-    """Rollouts that it is to have, G."""
+    """The number of rollouts that it will have, G."""
     sampling: SamplingConfig
     again: bool = False
-    """Whether a group of this prompt was given up before, because it was too old."""
+    """True if a group of this prompt was given up before, because it was too old."""
     item: PromptItem | None = None
-    """The prompt in its table, which the insert of the spec has closed; None: it came from an iterable."""
+    """The item of the prompt, which the insert of the spec has closed; None: the prompt came from an iterable."""
     failures: list[str] = field(default_factory=list)
-    """Why a whole group has no more rollouts."""
+    """The errors of the rollouts that a whole group lacks."""
     began: str = field(default_factory=lambda: datetime.now().isoformat())
-    """When it began, at the place of its opener. Whoever finishes it tells its chat template this day."""
+    """The local time at which its opener began it, in ISO format. Chat templates get this day from every generator."""
 
     def encode(self) -> bytes:
         """The bytes for `decode`. Raises PromptError for a row that msgpack cannot hold."""
-        fields = vars(self) | {"prompt": self.prompt.packed(), "sampling": asdict(self.sampling)}
-        ids = np.array(fields.pop("prompt_ids"), np.int32)
-        return b"".join(encode_arrays(PARTIAL_GROUP_MAGIC, fields, {"prompt_ids": ids}, {}, {}))
+        fields = dict(vars(self))
+        fields["prompt"] = self.prompt.packed()
+        fields["sampling"] = asdict(self.sampling)
+        prompt_ids = np.array(fields.pop("prompt_ids"), np.int32)
+        pieces = encode_arrays(PARTIAL_GROUP_MAGIC, fields, {"prompt_ids": prompt_ids}, {}, {})
+        return b"".join(pieces)
 
     @classmethod
     def decode(cls, payload: Buffer) -> tuple[PartialGroupSpec, dict[int, PlayedRollout]]:
@@ -79,45 +84,51 @@ class PartialGroupSpec:
         try:
             view = memoryview(payload).toreadonly().cast("B")
             decoded = decode_arrays(view, check_magic(view, PARTIAL_GROUP_MAGIC, "partial group"))
-            segments, fields = dict[str, npt.NDArray[Any]](), decoded.fields
+            fields = decoded.fields
+            segments: dict[str, npt.NDArray[Any]] = {}
             decode_segments(decoded.rest, segments, {})
             prompt = Prompt.unpacked(fields.pop("prompt"))
-            sampling, item = SamplingConfig(**fields.pop("sampling")), fields.pop("item")
-            place = None if item is None else PromptItem(*item)
-            ids = vector("prompt_ids", decoded.arrays["prompt_ids"], np.int32).tolist()
-            spec = cls(prompt=prompt, prompt_ids=ids, sampling=sampling, item=place, **fields)
+            sampling = SamplingConfig(**fields.pop("sampling"))
+            stored_item = fields.pop("item")
+            item = None if stored_item is None else PromptItem(*stored_item)
+            prompt_ids = vector("prompt_ids", decoded.arrays["prompt_ids"], np.int32).tolist()
+            spec = cls(prompt=prompt, prompt_ids=prompt_ids, sampling=sampling, item=item, **fields)
             spec._check_numbers()
-            rollouts = {
-                int(name.removeprefix(ROLLOUT)): decode_rollout(values)
-                for name, values in segments.items()
-                if name.startswith(ROLLOUT)
-            }
+            rollouts: dict[int, PlayedRollout] = {}
+            for name, values in segments.items():
+                if name.startswith(ROLLOUT):
+                    index = int(name.removeprefix(ROLLOUT))
+                    rollouts[index] = decode_rollout(values)
             if rollouts:
                 _check_rollouts(rollouts, spec.group_size)
             return spec, rollouts
-        except Exception as error:  # anybody may have written them
+        except Exception as error:  # any client may have written these bytes
             raise ValueError(f"damaged partial group: {type(error).__name__}: {error}") from error
 
     def _check_numbers(self) -> None:
-        place = self.item or PromptItem(0, 0.0, 0, 0)
-        check_places(self.key, self.number, self.group_size, place.key, place.epoch, place.position)
-        if not math.isfinite(place.priority):
-            raise ValueError(f"the priority of its prompt must be finite, not {place.priority}")
+        item = self.item or PromptItem(0, 0.0, 0, 0)
+        check_places(self.key, self.number, self.group_size, item.key, item.epoch, item.position)
+        if not math.isfinite(item.priority):
+            raise ValueError(f"the priority of its prompt must be finite, not {item.priority}")
         if not 1 <= self.group_size <= MOST_ROLLOUTS:
             raise ValueError(f"a group has 1 to {MOST_ROLLOUTS} rollouts, not {self.group_size}")
-        if {*map(type, self.failures)} - {str}:
-            raise ValueError("a failure must be a text")
+        for failure in self.failures:
+            if type(failure) is not str:
+                raise ValueError("a failure must be a text")
         datetime.fromisoformat(self.began)
 
 
 def encode_whole(spec: PartialGroupSpec, rollouts: Mapping[int, PlayedRollout]) -> bytes:
-    """A group that only lacks its rewards, for `PartialGroupSpec.decode`. Raises PromptError for what msgpack cannot
-    hold."""
+    """The bytes of a group that only lacks its rewards, for `PartialGroupSpec.decode`.
+
+    Raises PromptError for values that msgpack cannot hold.
+    """
     try:
         columns = {f"{ROLLOUT}{index}": encode_rollout(played) for index, played in rollouts.items()}
     except ValueError as error:
         raise PromptError(f"prompt {spec.prompt.prompt_id!r}: {error}") from error
-    return b"".join([spec.encode(), *encode_columns(columns, dict.fromkeys(columns, "group"))])
+    axes = dict.fromkeys(columns, "group")
+    return b"".join([spec.encode(), *encode_columns(columns, axes)])
 
 
 def encode_rollout(played: PlayedRollout) -> npt.NDArray[np.uint8]:
@@ -127,9 +138,11 @@ def encode_rollout(played: PlayedRollout) -> npt.NDArray[np.uint8]:
     arrays: dict[str, npt.NDArray[Any]] = {}
     sequences = []
     for index, (sequence, tokens) in enumerate(zip(rollout.sequences, played.sequences, strict=True)):
-        arrays |= {f"{index}/{name}": getattr(tokens, name) for name in TOKENS}
-        for place, (_, extras, _) in enumerate(tokens.drawn):
-            arrays |= {f"{index}/{place}/{name}": np.asarray(values) for name, values in extras.items()}
+        for name in TOKENS:
+            arrays[f"{index}/{name}"] = getattr(tokens, name)
+        for position, (_, extras, _) in enumerate(tokens.drawn):
+            for name, values in extras.items():
+                arrays[f"{index}/{position}/{name}"] = np.asarray(values)
         sequences.append(
             {
                 "turns": [[turn.role, turn.tokens, turn.text] for turn in tokens.turns],
@@ -137,18 +150,20 @@ def encode_rollout(played: PlayedRollout) -> npt.NDArray[np.uint8]:
                 "drawn": [[start, list(extras), dict(axes)] for start, extras, axes in tokens.drawn],
             }
         )
+    reward = None if rollout.reward is None else float(rollout.reward)
     fields = {
         "sequences": sequences,
-        "reward": None if rollout.reward is None else float(rollout.reward),
+        "reward": reward,
         "finish_reason": rollout.finish_reason,
         "metrics": {name: float(value) for name, value in rollout.metrics.items()},
         "info": info,
     }
-    return np.frombuffer(b"".join(encode_arrays(ROLLOUT_MAGIC, fields, arrays, {}, {})), np.uint8)
+    pieces = encode_arrays(ROLLOUT_MAGIC, fields, arrays, {}, {})
+    return np.frombuffer(b"".join(pieces), np.uint8)
 
 
 def decode_rollout(column: npt.NDArray[Any]) -> PlayedRollout:
-    """What `encode_rollout` wrote. Damage raises what `decode_arrays` says."""
+    """The rollout that `encode_rollout` wrote. Raises the errors of `decode_arrays` for damaged bytes."""
     view = np.ascontiguousarray(column).data.cast("B")
     fields, arrays, *_ = decode_arrays(view, check_magic(view, ROLLOUT_MAGIC, "rollout"))
     sequences = []
@@ -160,17 +175,17 @@ def decode_rollout(column: npt.NDArray[Any]) -> PlayedRollout:
             setattr(sequence, name, values.tolist())
         sequence.turns = [Turn(*turn) for turn in stored["turns"]]
         sequence.finish_reason = stored["finish_reason"]
-        for place, (start, names, axes) in enumerate(stored["drawn"]):
-            extras = {name: arrays[f"{index}/{place}/{name}"] for name in names}
+        for position, (start, names, axes) in enumerate(stored["drawn"]):
+            extras = {name: arrays[f"{index}/{position}/{name}"] for name in names}
             sequence.drawn.append((start, extras, axes))
         sequences.append(sequence)
         read.append(PlayedSequence(sequence.head, **parts, drawn=sequence.drawn, turns=sequence.turns))
     rollout = Rollout(
-        sequences,
-        fields["reward"],
-        fields["finish_reason"],
-        msgpack.unpackb(fields["info"], strict_map_key=False),
-        fields["metrics"],
+        sequences=sequences,
+        reward=fields["reward"],
+        finish_reason=fields["finish_reason"],
+        info=msgpack.unpackb(fields["info"], strict_map_key=False),
+        metrics=fields["metrics"],
     )
     return PlayedRollout(rollout, tuple(read))
 
@@ -181,7 +196,10 @@ def _check_rollouts(rollouts: Mapping[int, PlayedRollout], group_size: int) -> N
         raise ValueError(f"it has the rollouts {sorted(rollouts)}, and is a group of {group_size}")
     for played in rollouts.values():
         _check_types(checked(played.rollout))
-    check_sequences([sequence for played in rollouts.values() for sequence in played.sequences])
+    sequences: list[PlayedSequence] = []
+    for played in rollouts.values():
+        sequences += played.sequences
+    check_sequences(sequences)
 
 
 def _check_types(rollout: Rollout) -> None:
@@ -208,5 +226,9 @@ def lowest_version(rollouts: Mapping[int, PlayedRollout]) -> int | None:
 
 
 def sampled_tokens(rollouts: Mapping[int, PlayedRollout]) -> int:
-    """How many tokens the policy wrote in them."""
-    return sum(int(each.sampled_mask.sum()) for played in rollouts.values() for each in played.sequences)
+    """The number of tokens in these rollouts that the policy wrote."""
+    total = 0
+    for played in rollouts.values():
+        for sequence in played.sequences:
+            total += int(sequence.sampled_mask.sum())
+    return total

@@ -13,9 +13,9 @@ from collections.abc import Mapping
 from replay_generator.notices import Watch
 
 MOST_ENVIRONMENTS = 64
-"""Environments that are counted. More of them are left out."""
+"""The most environments that are counted. Further ones are left out."""
 MOST_TEXT = 1000
-"""Characters of the description. The server takes 4096 of all that a generator says."""
+"""The most characters of the description. The server takes 4096 for the whole description of a generator."""
 
 
 class GivenUpWatch(Watch):
@@ -25,7 +25,7 @@ class GivenUpWatch(Watch):
         self._groups: Counter[str] = Counter()
 
     def record(self, tags: Mapping[str, str | int]) -> None:
-        """Counts a group with these tags. Without an environment, nobody could be named."""
+        """Counts a group with these tags. Without an environment, the report would have no name for the group."""
         environment = str(tags.get("environment", ""))
         if not environment:
             return
@@ -34,10 +34,14 @@ class GivenUpWatch(Watch):
 
     @property
     def description(self) -> dict[str, str]:
-        """The groups by environment, those that lost most first; as many environments as have room."""
-        told: dict[str, int] = {}
+        """The groups by environment, with the largest counts first; as many environments as have room."""
+        counts: dict[str, int] = {}
         for environment, groups in self._groups.most_common():
-            if len(json.dumps(json.dumps(told | {environment: groups}))) > MOST_TEXT:
+            longer = json.dumps(counts | {environment: groups})
+            # The description is sent as JSON, in which these counts are a text: quotes are escaped again.
+            if len(json.dumps(longer)) > MOST_TEXT:
                 break
-            told[environment] = groups
-        return {"given_up": json.dumps(told)} if told else {}
+            counts[environment] = groups
+        if not counts:
+            return {}
+        return {"given_up": json.dumps(counts)}

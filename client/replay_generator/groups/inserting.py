@@ -1,6 +1,6 @@
-"""InsertingServer: the server for whoever inserts groups. Whatever passes by itself is waited for and logged.
+"""InsertingServer: the server as a process sees it that inserts groups. It waits for temporary failures and logs them.
 
-Generators (`server.py`) and stages (`scoring/`) stand on it.
+Generators (`server.py`) and stages (`stages/`) are built on it.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 SECONDS_PER_LOOK = 5.0
-"""Between two looks whether the server is there."""
+"""Seconds between two checks that the server is there."""
 
 
 class InsertSettings(Protocol):
-    """What GeneratorConfig and StageConfig say of inserts."""
+    """The settings for inserts, which GeneratorConfig and StageConfig share."""
 
     @property
     def tables(self) -> Sequence[str]: ...
@@ -68,19 +68,19 @@ class InsertSettings(Protocol):
 
 @dataclass(frozen=True)
 class Handoff:
-    """What goes into other tables, and takes the place of the item from which it was made."""
+    """A group for other tables. There it replaces the item from which it was made."""
 
     group: RolloutGroup | Buffer
     tables: Mapping[str, float]
-    """Its priorities, by table."""
+    """The priorities of the new item, by table."""
     tags: Mapping[str, str | int] | None = None
-    """None: those of that item."""
+    """The tags of the new item; None: the tags of the item that it replaces."""
     key: int | None = None
-    """None: a new one."""
+    """The key of the new item; None: a key that no item has."""
 
 
 class LeftOut(Exception):
-    """The group is not inserted. Its permit goes back."""
+    """The group is not inserted. Its permit is released."""
 
     def __init__(
         self,
@@ -90,47 +90,54 @@ class LeftOut(Exception):
         | None,
         rewards: npt.NDArray[np.float32] | None = None,
     ) -> None:
-        """`counts_as`: the field of GeneratorStats to count it in; None: it is counted already. `rewards`: (G,), of a
-        group that is left out for what they are."""
+        """`counts_as`: the field of GeneratorStats that counts the group; None: the group is counted already.
+
+        `rewards`: (G,), of a group that is left out because of its rewards.
+        """
         self.counts_as = counts_as
         self.rewards = rewards
 
 
 class InsertingServer:
-    """The server for whoever inserts groups.
+    """The server as a process sees it that inserts groups.
 
-    A server that is away, shuts down, is busy, or whose storage fails is waited for. Only a server that does not come
-    back within the client's own timeout ends the run, with ServerUnavailableError.
+    It waits for a server that is away, shuts down, is busy, or whose storage fails. The run ends, with
+    ServerUnavailableError, only if the server does not come back within the client's own timeout.
     """
 
     def __init__(self, client: AsyncReplayClient, config: InsertSettings, stats: GeneratorStats, who: str) -> None:
-        """`who` waits, in the log."""
+        """`who`: the name of this process in the log."""
         self._client = client
         self._settings = config
         self._priority = load_priority(config.priority)
         self._stats = stats
         self._who = who
-        self._keys = KeySequence()  # of what has no key yet
+        self._keys = KeySequence()  # for groups that have no key yet
         self._last_info: ServerInfo | None = None
         self._is_known = False
-        """Whether the server knows the settings of this process."""
+        """True while the server knows the settings of this process."""
         self.watches: Sequence[Watch] = ()
-        """What they notice is told the server too."""
-        self._told: dict[str, str] = {}
-        """What the server was told last of that."""
-        self._tells_prompts = False
-        """Whether a table that groups come to indexes the tag `prompt_id`."""
+        """The server is told their descriptions, beside the settings."""
+        self._last_report: dict[str, str] = {}
+        """The descriptions of the watches that the server was told last."""
+        self._needs_prompt_tag = False
+        """True if a table of these groups indexes the tag `prompt_id`."""
         self._waiting = WaitLog(who)
         self._table_full = WaitLog(who)
 
     async def look(self, *stages: str | None) -> ServerInfo:
-        """Asks the server what it is. Raises ReplayError if it lacks one of these tables, or does not count the permits
-        of their groups, and if a trainer is connected that would compute other advantages than this process does."""
+        """Asks the server for its tables and settings, and checks that they suit this process.
+
+        Raises ReplayError if the server lacks one of the tables `stages`, or does not count the permits of their
+        groups, and if a trainer is connected that would compute other advantages than this process does.
+        """
         info: ServerInfo = await self.answer(self._client.server_info)
         self._check_trainers(info)
-        self._tells_prompts = _index_prompts(info, self._settings.tables)
+        self._needs_prompt_tag = _is_prompt_indexed(info, self._settings.tables)
         admission = info.admission
-        for table in filter(None, stages):
+        for table in stages:
+            if not table:
+                continue
             if table not in info.tables:
                 raise ReplayError(
                     f"the server has no table {table!r}, only {', '.join(info.tables)}: declare it or, for groups that "
@@ -147,13 +154,14 @@ class InsertingServer:
         """Raises ReplayError if a connected trainer would scale advantages of the user's own once more."""
         own = json.loads(self._settings.described().get("advantages", '""'))
         for name, settings in info.settings_of("trainer"):
-            if why := why_scaled_again(settings.get("scale_rewards"), own):
+            why = why_scaled_again(settings.get("scale_rewards"), own)
+            if why:
                 raise ReplayError(f"trainer {name}: {why}")
 
     async def watch(self) -> None:
-        """Says that the server is away, that it answers again, and whether it is a new one. Never returns.
+        """Logs that the server is away, that it answers again, and that it was restarted. Never returns.
 
-        The client repeats calls by itself for as long as its timeout, so their errors would say so much later.
+        The client repeats calls until its timeout, so the errors of those calls would report this much later.
         """
         away = WaitLog(self._who)
         while True:
@@ -167,27 +175,31 @@ class InsertingServer:
             await self.observe(info)
 
     async def observe(self, info: ServerInfo) -> None:
-        """Says so if a server that answers now is another process than before: it may be empty.
+        """Logs that the server is another process than before: it may be empty.
 
-        A server that does not know the settings of this process is told of them.
+        Tells the server the settings of this process if it does not know them, and new descriptions of the watches.
         """
         if self._last_info is not None and restarted(self._last_info, info):
             self._is_known = False
             items = counted(info.items, "item")
             logger.warning("the server was restarted: it holds %s, version %d", items, info.policy.version)
         self._last_info = info
-        noticed: dict[str, str] = {}
+        report: dict[str, str] = {}
         for watch in self.watches:
-            noticed |= watch.description
-        if not self._is_known or noticed != self._told:
-            own = await self._described()
-            with contextlib.suppress(ReplayError):
-                if await self._tell(own | noticed) or await self._tell(own):
-                    self._is_known = True
-                    self._told = noticed
+            report |= watch.description
+        if self._is_known and report == self._last_report:
+            return
+        settings = await self._described()
+        with contextlib.suppress(ReplayError):
+            accepted = await self._describe(settings | report)
+            if not accepted:  # the server may refuse only the report
+                accepted = await self._describe(settings)
+            if accepted:
+                self._is_known = True
+                self._last_report = report
 
-    async def _tell(self, settings: Mapping[str, str]) -> bool:
-        """Tells the server of this process. Returns whether the server took it; why not is logged once."""
+    async def _describe(self, settings: Mapping[str, str]) -> bool:
+        """Sends the description of this process. Returns False if the server refuses it, and logs the reason once."""
         try:
             await self._client.describe(settings, timeout=SECONDS_PER_LOOK)
         except InvalidRequestError as error:
@@ -199,23 +211,25 @@ class InsertingServer:
         return self._settings.described()
 
     def hand_on(self, group: RolloutGroup, tags: Mapping[str, str | int], key: int | None = None) -> Handoff:
-        """A scored group with its priority, for its tables. Raises PromptError if it gets none."""
+        """A scored group with its priority, for its tables. Raises PromptError if the priority function fails."""
         try:
             priority = self._priority(group)
         except Exception as error:
             raise PromptError(f"prompt {group.prompt_id!r}: no priority: {type(error).__name__}: {error}") from error
-        if self._tells_prompts:
+        if self._needs_prompt_tag:
             tags = {"prompt_id": group.prompt_id, **tags}
-        return Handoff(group, dict.fromkeys(self._settings.tables, priority), tags, key)
+        priorities = dict.fromkeys(self._settings.tables, priority)
+        return Handoff(group, priorities, tags, key)
 
     async def insert_into(self, name: str, handoff: Handoff, **options: Any) -> None:
-        """Returns when a group is in its tables. `name`: of what it is made from. `options`: of the client's insert.
+        """Returns when a group is in its tables.
 
-        Raises LeftOut if the group will not get there: it is too old, or its table is full and `on_full` is "skip".
-        Raises PromptError if it is too large for the server, GroupRefusedError if its names or numbers are none that
-        the server takes, and LeaseEndedError if the lease of what it closes has ended.
+        `name`: the prompt or item from which the group was made, for errors. `options`: further arguments of the
+        client's `insert`. Raises LeftOut if the group is too old, or if its table is full and `on_full` is "skip".
+        Raises PromptError if it is too large for the server, GroupRefusedError if the server does not accept its names
+        or numbers, and LeaseEndedError if the lease of an item that it closes has ended.
         """
-        # One key at each attempt: if the answer to one was lost, the item is not inserted twice.
+        # All attempts have the same key: if an answer was lost, the item is not inserted twice.
         key = next(self._keys) if handoff.key is None else handoff.key
         options |= {"key": key, "timeout": self._settings.insert_timeout}
         if handoff.tags is not None:
@@ -227,7 +241,7 @@ class InsertingServer:
             raise LeftOut("groups_refused_stale") from error
         except PayloadTooLargeError as error:
             raise PromptError(f"{name}: its group cannot be inserted: {error}") from error
-        except ValueError as error:  # also InvalidRequestError
+        except ValueError as error:  # this catches InvalidRequestError too
             self._stats["groups_refused"] += 1
             raise GroupRefusedError(f"{name}: its group is refused: {error}") from error
 
@@ -238,35 +252,42 @@ class InsertingServer:
         counts_as: Literal["insert_waits", "permit_waits"] | None = None,
         **options: Any,
     ) -> T:
-        """The result of a call, made again while the server cannot do it. `counts_as` counts deadlines."""
+        """The result of a call, which is repeated while the server cannot execute it.
+
+        `counts_as`: the field of GeneratorStats that counts exceeded deadlines; None: such a deadline is an error.
+        """
 
         async def failed(error: Exception, _: bool) -> None:
-            match error:
-                case DeadlineExceededError() if counts_as is not None:
-                    self._stats[counts_as] += 1
-                    what = "a permit" if counts_as == "permit_waits" else "room in its table"
-                    self._waiting.wait(f"a group waits for {what}: {error}")
-                case ServerUnavailableError() | ServerClosedError():
-                    self._waiting.wait(f"the server is away, and {self._who} tries again: {error}")
-                    # This waits for a server that is gone, and ends the run after the client's own timeout. A server
-                    # that is on its way down, or answers but refuses, is tried again.
-                    with contextlib.suppress(ServerClosedError, ServerBusyError):
-                        await self._client.policy()
-                case ServerBusyError() | StorageError():
-                    self._stats["server_refused"] += 1
-                    self._waiting.wait(f"the server refuses for now, and {self._who} tries again: {error}")
-                case TableFullError():
-                    self._stats["groups_refused_full"] += 1
-                    if self._settings.on_full == "skip":
-                        self._table_full.wait(f"a full table refuses groups, which are dropped (when_full): {error}")
-                        raise LeftOut(None) from error
-                    self._table_full.wait(f"a full table refuses groups, which are tried again: {error}")
-                case _:
-                    raise error
+            await self._before_retry(error, counts_as)
 
         result = await Patience(failed).result(partial(call, *args, **options))
         self._waiting.go_on()
         return result
+
+    async def _before_retry(self, error: Exception, counts_as: Literal["insert_waits", "permit_waits"] | None) -> None:
+        """Counts and logs a failure after which a call is repeated. Raises the error if a repetition would not help."""
+        match error:
+            case DeadlineExceededError() if counts_as is not None:
+                self._stats[counts_as] += 1
+                what = "a permit" if counts_as == "permit_waits" else "room in its table"
+                self._waiting.wait(f"a group waits for {what}: {error}")
+            case ServerUnavailableError() | ServerClosedError():
+                self._waiting.wait(f"the server is away, and {self._who} tries again: {error}")
+                # This call waits for a server that is gone, and ends the run after the client's own timeout. A server
+                # that shuts down, or answers but refuses, is tried again.
+                with contextlib.suppress(ServerClosedError, ServerBusyError):
+                    await self._client.policy()
+            case ServerBusyError() | StorageError():
+                self._stats["server_refused"] += 1
+                self._waiting.wait(f"the server refuses for now, and {self._who} tries again: {error}")
+            case TableFullError():
+                self._stats["groups_refused_full"] += 1
+                if self._settings.on_full == "skip":
+                    self._table_full.wait(f"a full table refuses groups, which are dropped (when_full): {error}")
+                    raise LeftOut(None) from error
+                self._table_full.wait(f"a full table refuses groups, which are tried again: {error}")
+            case _:
+                raise error
 
 
 def run_worker(
@@ -274,7 +295,7 @@ def run_worker(
     make: Callable[[AsyncReplayClient], Any],
     on_stop: Callable[[], None] | None = None,
 ) -> GeneratorStats:
-    """Runs what `make` returns to its end, or until Ctrl-C or SIGTERM. Returns the last statistics.
+    """Runs the worker that `make` returns to its end, or until Ctrl-C or SIGTERM. Returns the last statistics.
 
     `on_stop` is called at these signals.
     """
@@ -298,15 +319,20 @@ def run_worker(
     return user_code.run(main())
 
 
-def _index_prompts(info: ServerInfo, tables: Sequence[str]) -> bool:
-    """Whether one of these tables, or one that they forward to, indexes the tag `prompt_id`."""
+def _is_prompt_indexed(info: ServerInfo, tables: Sequence[str]) -> bool:
+    """True if one of these tables, or one that they forward to, indexes the tag `prompt_id`."""
     names = list(tables)
-    for name in names:
-        if (table := info.tables.get(name)) is None:
+    for name in names:  # the loop also visits the names that it appends
+        table = info.tables.get(name)
+        if table is None:
             continue
         config = json.loads(table.config)
-        if "prompt_id" in config["index"] or (config["balance"] or {}).get("tag") == "prompt_id":
+        if "prompt_id" in config["index"]:
             return True
-        if (target := config["forward_to"]) is not None and target not in names:
+        balance = config["balance"]
+        if balance and balance.get("tag") == "prompt_id":
+            return True
+        target = config["forward_to"]
+        if target is not None and target not in names:
             names.append(target)
     return False

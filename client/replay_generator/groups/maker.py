@@ -1,4 +1,4 @@
-"""GroupMaker: makes a scored group of a prompt.
+"""GroupMaker: makes a scored group from a prompt.
 
 prompt ──▶ tokens ──▶ rollouts (rollouts/rollout.py), which ask the engine ──▶ rewards, advantages (scoring.py)
 """
@@ -39,7 +39,7 @@ logger = logging.getLogger(__name__)
 
 
 class GroupMaker:
-    """Lets a hook play rollouts of prompts, and reward functions score them. It knows no server."""
+    """Lets a hook play rollouts of prompts, and reward functions score them. It uses no server."""
 
     def __init__(
         self,
@@ -55,6 +55,7 @@ class GroupMaker:
         self._stats = stats
         self._rollout = rollout
         self._unanswered: list[tuple[float, str]] = []
+        """The requests to the engine without an answer, oldest first: the time of each, and its description."""
         self._policy = policy
         scorer = Scorer(reward, threads=config.reward_threads, timeout=config.reward_timeout)
         self._scoring = Scoring(
@@ -69,36 +70,40 @@ class GroupMaker:
         self._config = config
 
     def tokenize(self, source: PromptSource, began: datetime) -> tuple[Prompt, list[int]]:
-        """The prompt and its token ids, of a group that `began` then.
+        """The prompt and its token ids. `began`: the time at which its group begins, for the chat template.
 
-        Raises PromptError if it is no prompt or does not fit the engine.
+        Raises PromptError if the source is no prompt or does not fit the engine.
         """
         return prompt_for(self._engine, source, self._config.chat_template_kwargs, began)
 
     async def watch(self) -> None:
-        """Says every LOG_SECONDS for what the engine is waited for, if for as long. Never returns.
+        """Logs every LOG_SECONDS the oldest request to the engine, if it has waited for as long. Never returns.
 
-        It does not beat: an engine that never answers hangs.
+        This is no sign of life: an engine that never answers counts as hung.
         """
         while True:
             await asyncio.sleep(LOG_SECONDS)
-            waits, now = self._unanswered, asyncio.get_running_loop().time()
-            if waits and (waited := now - waits[0][0]) >= LOG_SECONDS:
+            if not self._unanswered:
+                continue
+            began, description = self._unanswered[0]
+            waited = asyncio.get_running_loop().time() - began
+            if waited >= LOG_SECONDS:
                 line = "the generator waits for %s (for %.0f s now), the first of %s"
-                logger.warning(line, waits[0][1], waited, counted(len(waits), "request"))
+                logger.warning(line, description, waited, counted(len(self._unanswered), "request"))
 
     async def make(self, work: PartialGroup, times: GroupTimes) -> tuple[RolloutGroup, ByFunction]:
-        """The finished group, and the rewards (G,) of each function by name; empty: it is scored elsewhere, and its
-        rewards are 0. Writes seconds into `times`.
+        """The finished group, and the rewards (G,) of each function by name. Writes seconds into `times`.
 
-        Only the rollouts that it lacks are played. Raises LeftOut if the group must not be inserted, TooOldToFinish if
-        it would be too old, PromptError if it cannot be scored, and any error of the engine.
+        A group that is scored elsewhere has rewards of 0, and no functions. Only the missing rollouts are played.
+        Raises LeftOut if the group must not be inserted, TooOldToFinish if it would be too old, PromptError if it
+        cannot be scored, and any error of the engine.
         """
         times.generate = -time.monotonic()
         try:
             async with self._policy.generation(lowest_version(work.rollouts)):
                 version = self._policy.version
-                if why := self._why_not_ours(work):
+                why = self._why_unfit(work)
+                if why:
                     raise self._scoring.reject(work, why)
                 failures = await self._play_missing(work)
                 work.played = True
@@ -106,61 +111,89 @@ class GroupMaker:
             times.generate += time.monotonic()
         return await self._scoring.score(work, version, times, failures)
 
-    def _why_not_ours(self, work: PartialGroup) -> str:
-        """Why this engine cannot go on with a group that another generator may have begun; "" if it can."""
-        if why := why_unfit(self._engine, work.spec.prompt_ids):
+    def _why_unfit(self, work: PartialGroup) -> str:
+        """The reason that this engine cannot continue a group of another generator; "" if it can."""
+        why = why_unfit(self._engine, work.spec.prompt_ids)
+        if why:
             return f"it has {why}"
         for played in work.rollouts.values():
-            if why := why_unreadable(self._engine, played.rollout):
+            why = why_unreadable(self._engine, played.rollout)
+            if why:
                 return f"a rollout of it has {why}"
         return ""
 
     async def _play_missing(self, work: PartialGroup) -> list[str]:
-        """Plays the rollouts that are missing. Returns why some failed. Raises PromptError if too few were finished.
+        """Plays the missing rollouts. Returns the errors of those that failed, as texts.
 
-        With a seed they are always the same, until a generator dies: what is missing then gets another seed.
+        Raises PromptError if too few were finished. With a seed, a group always gets the same rollouts, unless a
+        generator dies: the rollouts that are missing then get another seed.
         """
-        spec, config = work.spec, self._config
+        spec = work.spec
+        config = self._config
+        sampling = _sampling_of(work)
+        tasks = [self._task(spec, index, sampling) for index in work.missing]
+        if not tasks:
+            return []
 
         async def finished(index: int, played: PlayedRollout) -> None:
-            await self._policy.checked()  # others will use it before this generation ends
+            # A stored rollout may be used by other generators before this generation ends.
+            await self._policy.checked()
             work.append(index, played)
 
-        place = f"{spec.number}" if not work.rollouts else f"{spec.number}/{len(work.rollouts)}"
-        if (sampling := spec.sampling).seed is not None:
-            # Each group has its own seed, or equal prompts would complete equally.
-            sampling = replace(sampling, seed=random.Random(f"{sampling.seed}/{place}").getrandbits(31))
-        if not (tasks := [self._task(spec, index, sampling) for index in work.missing]):
-            return []
         failures = await play(
-            *(self._rollout, tasks, self._engine, config.rollout_timeout, self._unanswered, finished),
+            hook=self._rollout,
+            tasks=tasks,
+            engine=self._engine,
+            timeout=config.rollout_timeout,
+            unanswered=self._unanswered,
+            finished=finished,
             early=work.sample is not None or self._rollout is not single_turn,
             patience=lambda: self._patience(work),
         )
-        if late := len(work.missing) - len(failures):
+        late = len(work.missing) - len(failures)
+        if late:
             too_long = RolloutError(f"it was not finished within {config.group_timeout:g} s (group_timeout)")
-            failures = [*failures, *[too_long] * late]
+            failures = failures + [too_long] * late
         return self._scoring.see_failures(spec.prompt, failures, len(work.rollouts), spec.group_size)
 
     def _patience(self, work: PartialGroup) -> float | None:
-        """Seconds that the next rollout may take; None: the group needs it, however long it takes."""
-        timeout, least = self._config.group_timeout, self._config.min_rollouts
+        """The seconds that the next rollout may take; None: as long as it needs, since the group needs it."""
+        timeout = self._config.group_timeout
+        least = self._config.min_rollouts
         if timeout is None or least is None or len(work.rollouts) < least:
             return None
         return max(0.0, work.opened + timeout - time.monotonic())
 
     def _task(self, spec: PartialGroupSpec, index: int, sampling: SamplingConfig) -> Task:
         prompt = spec.prompt
+        if isinstance(prompt.content, str):
+            text = prompt.content
+            messages = None
+        else:
+            text = ""
+            messages = prompt.content
         return Task(
-            prompt.prompt_id,
-            spec.prompt_ids,
-            prompt.row,
-            None if isinstance(prompt.content, str) else prompt.content,
-            index,
-            sampling,
-            self._engine.tokenizer,
-            self._engine.max_length,
-            {**self._config.chat_template_kwargs, **prompt.template()},
-            datetime.fromisoformat(spec.began),
-            prompt.content if isinstance(prompt.content, str) else "",
+            prompt_id=prompt.prompt_id,
+            prompt_ids=spec.prompt_ids,
+            row=prompt.row,
+            messages=messages,
+            index=index,
+            sampling=sampling,
+            tokenizer=self._engine.tokenizer,
+            max_length=self._engine.max_length,
+            chat_template_kwargs={**self._config.chat_template_kwargs, **prompt.template()},
+            began=datetime.fromisoformat(spec.began),
+            text=text,
         )
+
+
+def _sampling_of(work: PartialGroup) -> SamplingConfig:
+    """The sampling of the missing rollouts, with a seed of their own if the generator has one."""
+    sampling = work.spec.sampling
+    if sampling.seed is None:
+        return sampling
+    # Each group has its own seed, or equal prompts would complete equally.
+    seed_text = f"{sampling.seed}/{work.spec.number}"
+    if work.rollouts:
+        seed_text += f"/{len(work.rollouts)}"
+    return replace(sampling, seed=random.Random(seed_text).getrandbits(31))

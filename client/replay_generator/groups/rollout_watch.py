@@ -1,6 +1,6 @@
 """FailureWatch and LengthWatch: notice that many rollouts fail, or are cut off long before their `max_tokens`.
 
-The generator, or the scorer, tells the server so (`describe`); `replay doctor` shows it.
+The generator or the scorer reports this to the server (`describe`); `replay doctor` shows it.
 """
 
 from __future__ import annotations
@@ -15,11 +15,12 @@ import numpy.typing as npt
 from replay_generator.notices import Watch, beginning_of
 
 LAST_ROLLOUTS = 64
-"""The rollouts that are judged. Of failures: the last groups with at most so many, or the last group."""
+"""The number of rollouts that are judged. Failures are judged by whole groups: the last ones that have at most so many
+rollouts together, or the last one alone."""
 LEAST_ROLLOUTS = 16
-"""Fewer rollouts tell nothing."""
+"""The least number of rollouts that allows a judgement."""
 MOST_REASON = 400
-"""Characters of the reason of a failure, as JSON."""
+"""The most characters of the reason of a failure, as JSON."""
 
 
 class FailureWatch(Watch):
@@ -33,7 +34,7 @@ class FailureWatch(Watch):
         self._reason = ""
 
     def record(self, finished: int, failed: int, reason: str = "") -> None:
-        """Counts a group. `reason`: of one of those that failed."""
+        """Counts a group. `reason`: the error of one of its rollouts that failed."""
         self._groups.append((finished + failed, failed))
         self._rollouts += finished + failed
         while self._rollouts > LAST_ROLLOUTS and len(self._groups) > 1:
@@ -44,12 +45,13 @@ class FailureWatch(Watch):
 
     @property
     def description(self) -> dict[str, str]:
-        """What is to be told the server: JSON by name; empty: at most half of the rollouts failed."""
+        """The report for the server, JSON by name; empty: at most half of the rollouts failed."""
         rollouts = self._rollouts
         failed = sum(failed for _, failed in self._groups)
         if rollouts < LEAST_ROLLOUTS or failed <= rollouts / 2:
             return {}
-        return {"failures": json.dumps({"failed": failed, "rollouts": rollouts, "reason": self._reason})}
+        facts = {"failed": failed, "rollouts": rollouts, "reason": self._reason}
+        return {"failures": json.dumps(facts)}
 
 
 class LengthWatch(Watch):
@@ -60,18 +62,21 @@ class LengthWatch(Watch):
 
     def __init__(self) -> None:
         self._cut: deque[int] = deque(maxlen=LAST_ROLLOUTS)
-        """An entry for each of the last rollouts: its tokens if it was cut off early, otherwise -1."""
+        """One entry for each of the last rollouts: its number of tokens if it was cut off early, otherwise -1."""
         self._max_tokens = 0
 
     def record(self, lengths: npt.NDArray[np.integer], reasons: Sequence[str], max_tokens: int) -> None:
         """`lengths` (G,): tokens of each rollout. `reasons`: why each ended."""
         self._max_tokens = max_tokens
         for length, reason in zip(lengths.tolist(), reasons, strict=True):
-            self._cut.append(length if reason == "length" and length < max_tokens / 2 else -1)
+            if reason == "length" and length < max_tokens / 2:
+                self._cut.append(length)
+            else:
+                self._cut.append(-1)
 
     @property
     def description(self) -> dict[str, str]:
-        """What is to be told the server: JSON by name; empty: at most a tenth of the rollouts was cut off early."""
+        """The report for the server, JSON by name; empty: at most a tenth of the rollouts was cut off early."""
         cut = [length for length in self._cut if length >= 0]
         if len(self._cut) < LEAST_ROLLOUTS or len(cut) <= len(self._cut) / 10:
             return {}

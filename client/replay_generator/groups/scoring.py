@@ -1,6 +1,6 @@
-"""Scoring: makes a group of finished rollouts: rewards, advantages, and which tokens are trained on.
+"""Scoring: makes a group of finished rollouts, with rewards, advantages, and the mask of trained tokens.
 
-It needs no engine and no server. A generator scores the groups that it has played; a GroupScorer those of others.
+It needs no engine and no server. A generator scores its own groups; a GroupScorer scores groups of generators.
 """
 
 from __future__ import annotations
@@ -34,8 +34,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-MOST_FAILURES, MOST_FAILURE = 8, 4500
-"""Of the rollouts of a group that failed: those that its `meta["failures"]` names, and characters of each."""
+MOST_FAILURES = 8
+"""The most failed rollouts that the `meta["failures"]` of a group names."""
+MOST_FAILURE = 4500
+"""The most characters of each of these failures."""
 ByFunction = dict[str, npt.NDArray[np.float32]]
 """The rewards (G,) of each function, by its name."""
 
@@ -51,9 +53,10 @@ class Scoring:
         *,
         single_turn: bool = False,
     ) -> None:
-        """`scorer` None: the group gets its rewards elsewhere; here they are 0. `table`: of what others began.
+        """`scorer` None: rewards come from elsewhere, and are 0 here. `table`: the source of the groups, for logs.
 
-        `single_turn`: each rollout is one completion of its prompt. Of others, length does not tell what cut them off.
+        `single_turn`: each rollout is one completion of its prompt. Only then its length shows that `max_tokens` cut it
+        off.
         """
         self._scorer = scorer
         self._config = config
@@ -68,16 +71,17 @@ class Scoring:
 
     @property
     def watches(self) -> Sequence[Watch]:
-        """What notices the faults of rewards and rollouts, for the server."""
+        """The watches that notice faults of rewards and rollouts, for the server."""
         return self._rewards_seen, self._failures_seen, self._lengths_seen
 
     async def score(
         self, work: PartialGroup, version: int, times: GroupTimes, failures: Sequence[str]
     ) -> tuple[RolloutGroup, ByFunction]:
-        """The group of all rollouts that are finished. Writes seconds into `times`.
+        """The group of all finished rollouts, and the rewards (G,) of each function. Writes seconds into `times`.
 
-        `version`: of the engine before the generation; it counts if no token was drawn. `failures`: why rollouts are
-        missing. Raises LeftOut if the group must not be inserted, and PromptError if it cannot be scored or made.
+        `version`: the engine's policy version before the generation; the group has it if no token was drawn.
+        `failures`: the errors of missing rollouts. Raises LeftOut if the group must not be inserted, and PromptError if
+        it cannot be scored or made.
         """
         played = [work.rollouts[index] for index in sorted(work.rollouts)]
         size = len(played) if work.handed else work.spec.group_size
@@ -88,48 +92,54 @@ class Scoring:
             times.reward = -time.monotonic()
             played, rewards, by_function, failed = await self._rewards(self._scorer, work.spec.prompt, played)
             advantages = await self._advantages_of(work.spec.prompt, played, rewards, by_function)
-            by_function |= _metrics_of([each.rollout for each in played])
+            by_function |= _metrics_of([finished.rollout for finished in played])
             self._rewards_seen.record(rewards, work.spec.prompt.row, played[0].rollout.text)
             failures = [*failures, *failed]
             times.reward += time.monotonic()
         try:
             group = self._assemble(work, played, version, rewards, advantages, by_function)
         except (ValueError, TypeError, IndexError) as error:
-            if not work.handed:
-                prompt_id = work.spec.prompt.prompt_id
-                raise PromptError(f"prompt {prompt_id!r}: no group can be made: {error}") from error
-            raise self.reject(work, f"its rollouts do not go together: {error}") from error
-        reason = failures[-1] if failures else ""
-        self._failures_seen.record(finished=group.group_size, failed=size - group.group_size, reason=reason)
-        if self._single_turn and group.finish_reasons is not None:
-            self._lengths_seen.record(group.rollout_lengths, group.finish_reasons, work.spec.sampling.max_tokens)
+            if work.handed:
+                raise self.reject(work, f"its rollouts do not go together: {error}") from error
+            prompt_id = work.spec.prompt.prompt_id
+            raise PromptError(f"prompt {prompt_id!r}: no group can be made: {error}") from error
+        self._record_faults(group, size, failures, work.spec.sampling.max_tokens)
         if failures:
             group.meta["failures"] = [*failures]
-        if not group.trained_mask.any():
-            raise LeftOut("groups_skipped")  # no token to train on
+        has_trained_token = group.trained_mask.any()
+        if not has_trained_token:
+            raise LeftOut("groups_skipped")
         if self._group_filter is not None and not user_code.decision_of(self._group_filter, group):
             raise LeftOut("groups_filtered", group.rewards)
         return group, by_function
 
+    def _record_faults(self, group: RolloutGroup, size: int, failures: Sequence[str], max_tokens: int) -> None:
+        """Tells the watches of a finished group. `size`: its rollouts with those that failed."""
+        reason = failures[-1] if failures else ""
+        self._failures_seen.record(finished=group.group_size, failed=size - group.group_size, reason=reason)
+        if self._single_turn and group.finish_reasons is not None:
+            self._lengths_seen.record(group.rollout_lengths, group.finish_reasons, max_tokens)
+
     async def _rewards(
         self, scorer: Scorer, prompt: Prompt, played: list[PlayedRollout]
     ) -> tuple[list[PlayedRollout], npt.NDArray[np.float32], ByFunction, list[str]]:
-        """The rollouts that have rewards, these (G,), those of each function, and why others have none.
+        """The rollouts that have rewards, their rewards (G,), those of each function, and the errors of the others.
 
         A rollout for which every function abstains has failed.
         """
-        rollouts = [each.rollout for each in played]
+        rollouts = [finished.rollout for finished in played]
+        texts = [rollout.text for rollout in rollouts]
         try:
-            rewards, by_function = await scorer.score(prompt.row, [each.text for each in rollouts], rollouts)
+            rewards, by_function = await scorer.score(prompt.row, texts, rollouts)
         except RewardError as error:
             self._failures_seen.record(finished=0, failed=len(played), reason=str(error))
             raise PromptError(f"prompt {prompt.prompt_id!r}: {error}") from error
         has_reward = ~np.isnan(rewards)
-        finished = [each for each, has in zip(played, has_reward, strict=True) if has]
-        errors = [scorer.unscored()] * (len(played) - len(finished))
-        failures = self.see_failures(prompt, errors, len(finished), len(played))
+        scored = [rollout for rollout, has in zip(played, has_reward, strict=True) if has]
+        errors = [scorer.unscored()] * (len(played) - len(scored))
+        failures = self.see_failures(prompt, errors, len(scored), len(played))
         by_function = {name: values[has_reward] for name, values in by_function.items()}
-        return finished, rewards[has_reward], by_function, failures
+        return scored, rewards[has_reward], by_function, failures
 
     async def _advantages_of(
         self,
@@ -146,21 +156,21 @@ class Scoring:
             raise PromptError(f"prompt {prompt.prompt_id!r}: {error}") from error
 
     def reject(self, work: PartialGroup, why: str) -> LeftOut:
-        """Says why nobody can make a group of this."""
+        """Logs why no generator can make this group. Returns the exception to raise."""
         key = None if work.sample is None else work.sample.info.key
         logger.warning("item %s of table %r is rejected: %s", key, self._table, why)
         return LeftOut("items_rejected")
 
     def see_failures(self, prompt: Prompt, failures: Sequence[Exception], finished: int, size: int) -> list[str]:
-        """Counts rollouts that failed. Returns why, a line for each of the first. Raises PromptError if too few of
-        `size` were finished."""
+        """Counts rollouts that failed. Returns a text for each of the first MOST_FAILURES.
+
+        Raises PromptError if too few of `size` rollouts were finished.
+        """
         if not failures:
             return []
         self._stats["rollouts_failed"] += len(failures)
         least = size if self._config.min_rollouts is None else self._config.min_rollouts
-        lines = [
-            f"{user_code.shown(failure, MOST_FAILURE)}{_place_of(failure)}" for failure in failures[:MOST_FAILURES]
-        ]
+        lines = [_described_failure(failure) for failure in failures[:MOST_FAILURES]]
         reason = f"{len(failures)} of {size} rollouts failed, the first with {lines[0]}"
         if finished < least:
             self._failures_seen.record(finished=finished, failed=size - finished, reason=lines[0])
@@ -177,8 +187,7 @@ class Scoring:
         advantages: npt.NDArray[np.float32],
         by_function: ByFunction,
     ) -> RolloutGroup:
-        rollouts = [each.rollout for each in played]
-        reasons = tuple(each.finish_reason or each.sequences[-1].finish_reason for each in rollouts)
+        reasons = tuple(_finish_reason_of(finished.rollout) for finished in played)
         group = assemble(
             played,
             version,
@@ -192,23 +201,36 @@ class Scoring:
             group.meta[ADVANTAGES_BY] = self._advantages.name
         if len(by_function) > 1:
             for name, values in by_function.items():
-                group.extras[f"rewards/{name}"], group.axes[f"rewards/{name}"] = values, "rollout"
+                group.extras[f"rewards/{name}"] = values
+                group.axes[f"rewards/{name}"] = "rollout"
         if self._config.mask_truncated_completions and "length" in reasons:
-            ended_S = np.array([reason != "length" for reason in reasons])[group.sequence_rollouts]
+            ended_G = np.array([reason != "length" for reason in reasons])
+            ended_S = ended_G[group.sequence_rollouts]
             ended_T = np.repeat(ended_S, group.completion_lengths)
-            group.loss_mask = ended_T if group.loss_mask is None else group.loss_mask & ended_T
+            if group.loss_mask is None:
+                group.loss_mask = ended_T
+            else:
+                group.loss_mask = group.loss_mask & ended_T
         return group
 
 
-def _place_of(failure: Exception) -> str:
-    """The user's line from which it came; "" if its message has that."""
-    return "" if isinstance(failure, user_code.UserCodeError) else where(failure)
+def _finish_reason_of(rollout: Rollout) -> str:
+    return rollout.finish_reason or rollout.sequences[-1].finish_reason
+
+
+def _described_failure(failure: Exception) -> str:
+    """The message of a failure, and the line of user code that raised it."""
+    message = user_code.shown(failure, MOST_FAILURE)
+    if isinstance(failure, user_code.UserCodeError):  # its message has the line already
+        return message
+    return message + where(failure)
 
 
 def _metrics_of(rollouts: Sequence[Rollout]) -> ByFunction:
     """The metrics (G,) that all rollouts have, by name."""
     shared = set.intersection(*(set(rollout.metrics) for rollout in rollouts))
-    return {
-        f"{OWN_REWARD}/{name}": np.array([rollout.metrics[name] for rollout in rollouts], np.float32)
-        for name in sorted(shared)
-    }
+    metrics: ByFunction = {}
+    for name in sorted(shared):
+        values = [rollout.metrics[name] for rollout in rollouts]
+        metrics[f"{OWN_REWARD}/{name}"] = np.array(values, np.float32)
+    return metrics

@@ -1,4 +1,4 @@
-"""GeneratorServer: the server as a generator sees it: permits, partial groups, and inserts of groups."""
+"""GeneratorServer: the server as a generator sees it, with permits, partial groups, and inserts of groups."""
 
 from __future__ import annotations
 
@@ -26,29 +26,29 @@ class GeneratorServer(InsertingServer):
     def __init__(
         self, client: AsyncReplayClient, config: GeneratorConfig, stats: GeneratorStats, policy: PolicyFollower
     ) -> None:
-        """`policy` is told the `max_staleness` of the tables, now and whenever somebody changes it."""
+        """`policy` is told the `max_staleness` of the tables, at the beginning and after each change."""
         super().__init__(client, config, stats, "the generator")
         self._policy = policy
         self._config = config
         self._grants: set[PermitGrant] = set()
-        self.partial_groups = (
-            PartialGroups()
-            if config.partial_groups_table is None
-            else StoredPartialGroups(client, config, stats, self.answer)
-        )
+        self.partial_groups: PartialGroups
+        if config.partial_groups_table is None:
+            self.partial_groups = PartialGroups()
+        else:
+            self.partial_groups = StoredPartialGroups(client, config, stats, self.answer)
 
     async def begin(self) -> bool:
-        """Asks the server what it is. Returns whether groups for the configured tables need permits.
+        """Checks the server as `look` does. Returns True if groups for the configured tables need permits.
 
-        They do if one of the tables is that of [admission]. Raises ReplayError if the server has no table of partial
-        groups, and this generator needs one.
+        They need permits if one of the tables is the table of [admission]. Raises ReplayError if this generator needs
+        a table of partial groups, and the server has none.
         """
         info = await self.look(self._config.partial_groups_table, self._config.unscored_table)
         await self.observe(info)
         return info.admission is not None and info.admission.table in self._config.tables
 
     async def acquire(self) -> PermitGrant:
-        """One permit, as soon as there is one."""
+        """Waits for one permit, and returns it."""
         timeout = self._config.permit_timeout
         grant = await self.answer(self._client.acquire_permits, 1, timeout=timeout, counts_as="permit_waits")
         self._grants.add(grant)
@@ -68,10 +68,11 @@ class GeneratorServer(InsertingServer):
     async def release_all(self) -> None:
         """Releases every permit that was not used, and requeues every partial group."""
         await self.partial_groups.requeue_all()
-        await asyncio.gather(*map(self.release, [*self._grants]))
+        releases = [self.release(grant) for grant in self._grants]
+        await asyncio.gather(*releases)
 
     async def leave(self) -> None:
-        """Says that this generator ends on purpose, if the server can be reached soon."""
+        """Tells the server that this generator ends on purpose, if the server can be reached soon."""
         await self._client.leave(timeout=LAST_WORD)
 
     def tags_of(self, work: PartialGroup) -> dict[str, str | int]:
@@ -81,20 +82,24 @@ class GeneratorServer(InsertingServer):
     async def insert(self, group: RolloutGroup, work: PartialGroup) -> None:
         """Returns when the group is in its tables, and its permit, its prompt and its partial group are gone.
 
-        Without rewards it is in `unscored_table`, with its permit. Errors: those of `insert_into`, and
-        LeaseLostError if another generator may have the item by now. An ended lease of its prompt raises LeftOut.
+        A group without rewards goes into `unscored_table`, with its permit. Raises the errors of `insert_into`,
+        LeaseLostError if another generator may have the partial group by now, and LeftOut if the lease of its prompt
+        has ended.
         """
-        spec, unscored = work.spec, self._config.unscored_table
+        spec = work.spec
+        unscored_table = self._config.unscored_table
         tags = self.tags_of(work)
         closes = work.drawn.closes if work.sample is None else (work.sample,)
         options: dict[str, Any] = {"permits": work.permit, "closes": closes}
+        if unscored_table is None:
+            handoff = self.hand_on(group, tags, spec.key)
+        else:
+            failures = group.meta.get("failures", [])
+            payload = encode_whole(replace(spec, failures=failures), work.rollouts)
+            handoff = Handoff(payload, {unscored_table: 1.0}, tags)
+            options["policy_version"] = group.policy_version
         try:
-            if unscored is None:
-                handed = self.hand_on(group, tags, spec.key)
-            else:
-                whole = encode_whole(replace(spec, failures=group.meta.get("failures", [])), work.rollouts)
-                handed, options["policy_version"] = Handoff(whole, {unscored: 1.0}, tags), group.policy_version
-            await self.insert_into(f"prompt {group.prompt_id!r}", handed, **options)
+            await self.insert_into(f"prompt {group.prompt_id!r}", handoff, **options)
         except LeaseEndedError as error:
             if work.sample is not None:
                 raise LeaseLostError from error
@@ -105,21 +110,33 @@ class GeneratorServer(InsertingServer):
         work.settle()
 
     async def refused_as_old(self, error: BaseException | None) -> None:
-        """The server has refused a group as too old. Looks at once whether all others would be."""
+        """Logs that the server has refused a group as too old, and asks it at once for its newest policy version.
+
+        Otherwise the next groups would be as old.
+        """
         which = f"the {self._stats['groups_refused_stale']}th"
         self._waiting.wait(
             f"a group is too old on arrival, {which}, and is left out: {error}; {self._policy.why_old()}"
         )
-        await self.observe(await self.answer(self._client.server_info))
+        info = await self.answer(self._client.server_info)
+        await self.observe(info)
 
     async def observe(self, info: ServerInfo) -> None:
-        """Also tells the policy of the versions there, and of their bounds."""
+        """Also tells the policy the newest version there, and the smallest `max_staleness` of the tables."""
         await self._policy.observe(info.policy)
-        # A group goes to all of its tables or to none.
+        # The smallest bound counts: a group goes to all of its tables or to none.
         names = (self._config.partial_groups_table, self._config.unscored_table, *self._config.tables)
-        bounds = [json.loads(info.tables[name].config)["max_staleness"] for name in names if name in info.tables]
-        await self._policy.bound(min((bound for bound in bounds if bound is not None), default=None))
+        bounds = []
+        for name in names:
+            if name not in info.tables:
+                continue
+            table_config = json.loads(info.tables[name].config)
+            if table_config["max_staleness"] is not None:
+                bounds.append(table_config["max_staleness"])
+        await self._policy.bound(min(bounds, default=None))
         await super().observe(info)
 
     async def _described(self) -> dict[str, str]:
-        return self._config.described() | {"model": told_facts(await self._policy.facts())}
+        settings = self._config.described()
+        facts = await self._policy.facts()
+        return settings | {"model": told_facts(facts)}

@@ -1,1 +1,1 @@
-"""Which weights the engine holds: it follows the versions that the trainer publishes, and fetches them."""
+"""Policy: follows the versions that the trainer publishes, fetches their weights, and loads them into the engine."""

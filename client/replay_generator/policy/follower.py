@@ -1,6 +1,6 @@
 """PolicyFollower: loads the trainer's newest weights into an engine, and checks that both compute the same.
 
-It holds generation while the server would refuse as too old whatever those weights draw.
+It holds generation while the server would refuse groups of the engine's weights as too old.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 _PAUSE = 0.1
 """Seconds before the next attempt at a server that shuts down or is busy."""
 _LOOK = 0.5
-"""Seconds between two questions for the first weights."""
+"""Seconds between two requests for the first weights."""
 
 
 class WeightsNotFoundError(ReplayError):
@@ -45,7 +45,7 @@ class WeightsNotFoundError(ReplayError):
 
 
 class TooOldToFinish(Exception):
-    """A group under way was given up: when it is finished, its table will refuse it as too old."""
+    """A group under way was given up: its table would refuse the finished group as too old."""
 
 
 class StaleWeightsError(ReplayError):
@@ -72,31 +72,31 @@ class PolicyFollower:
         self._condition = asyncio.Condition()
         self._generating = 0
         self._under_way: dict[asyncio.Timeout, int] = {}
-        """What draws tokens now, with the version of the engine's weights when it began."""
+        """The generations under way, each with the oldest policy version of its group."""
         self._max_staleness: int | None = None
         self._reloading = False
         self._following = False
         self._loaded: tuple[int, str] | None = None
-        self._warned = False
+        self._has_warned = False
         self._held = WaitLog()
         self._names: Set[str] = frozenset()
-        """Of the tensors of whole weights that have passed their probe."""
+        """The names of the tensors of whole weights that have passed their probe."""
         self._facts: dict[str, Any] | None = None
         self.newest_version = 0
-        """Of the trainer, as far as this process knows."""
+        """The trainer's newest version, as far as this process knows."""
         self.without_weights = False
-        """Whether the newest policy was published without weights."""
+        """True while the newest policy is one that was published without weights."""
         self.version = 0
-        """Of the weights in the engine."""
+        """The version of the weights in the engine."""
 
     @contextlib.asynccontextmanager
     async def generation(self, oldest: int | None = None) -> AsyncIterator[None]:
-        """Surrounds everything that draws tokens. After it, the weights of those tokens have passed their check.
+        """Surrounds all code that draws tokens. After it, the weights of those tokens have passed their check.
 
-        `oldest`: the version of tokens that the group has already; None: it has none.
+        `oldest`: the oldest version of the tokens that the group has already; None: it has none.
 
-        Raises TooOldToFinish inside, as soon as the newest version is too far from that of the first tokens. Whatever
-        draws them is cancelled, and with it the requests of the engine. So a reload need not wait for it either.
+        Raises TooOldToFinish inside, as soon as the newest version is too far from the oldest version of the group. The
+        code inside is cancelled, and with it the requests to the engine. So a reload does not wait for it.
         """
         async with self._condition:
             if self._config.reload == "between_groups":
@@ -109,7 +109,7 @@ class PolicyFollower:
                 self._under_way[limit] = version
                 if oldest is not None:
                     await self._give_up()
-                    await asyncio.sleep(0)  # what is too old already ends here, before anything is drawn
+                    await asyncio.sleep(0)  # a group that is too old already ends here, before a token is drawn
                 yield
         except TimeoutError:
             if limit.expired():
@@ -129,14 +129,17 @@ class PolicyFollower:
                 await self._condition.wait_for(lambda: not self._reloading)
 
     async def hold(self) -> None:
-        """Returns when a group may be started: at once, unless its table would refuse it as too old.
+        """Returns when a group may be started. It waits while the table would refuse the group as too old.
 
         Raises StaleWeightsError when neither newer weights nor a looser bound have come for `stale_timeout`.
         """
-        started, timeout = time.monotonic(), self._config.stale_timeout or math.inf
-        expected = self._following and not self.without_weights  # they are being loaded
+        started = time.monotonic()
+        timeout = self._config.stale_timeout or math.inf
+        # The first wait is not logged if newer weights are on their way.
+        expected = self._following and not self.without_weights
         while self._too_old(self.version):
-            if (left := started + timeout - time.monotonic()) <= 0:
+            left = started + timeout - time.monotonic()
+            if left <= 0:
                 raise StaleWeightsError(
                     f"for {timeout:g} s (stale_timeout) all groups would have been too old on arrival: "
                     f"{self.why_old()}. Let the trainer publish weights with its versions, where this machine can read "
@@ -152,7 +155,7 @@ class PolicyFollower:
         self._metrics.stats["stale_seconds"] += time.monotonic() - started
 
     def why_old(self) -> str:
-        """Why the engine has no newer weights, in words."""
+        """The reason that the engine has no newer weights, in words."""
         if not self._following:
             return f"the engine has version {self.version}, and does not follow the policy (follow_policy)"
         if self.version >= self.newest_version:
@@ -167,8 +170,12 @@ class PolicyFollower:
         return self._facts
 
     async def load_first(self, wait: bool) -> None:
-        """Load the published weights; with `wait` wait for them. Otherwise the engine's own weights are version 0."""
-        policy, log = await self._client.policy(), WaitLog()
+        """Loads the published weights, if there are any. `wait`: waits until there are.
+
+        Without published weights, the engine's own weights are version 0.
+        """
+        policy = await self._client.policy()
+        log = WaitLog()
         while wait and not policy.weights:
             log.wait("waiting until the trainer publishes weights (wait_for_policy); is it running?")
             await asyncio.sleep(_LOOK)
@@ -177,10 +184,11 @@ class PolicyFollower:
         log.go_on()
         await self.observe(policy)
         if policy.weights:
-            await self._load(*await self._fetched(policy))
+            policy, folder = await self._fetched(policy)
+            await self._load(policy, folder)
 
     async def follow(self) -> None:
-        """Load every newer policy. Never returns."""
+        """Loads every newer policy. Never returns."""
         self._following = True
         async for policy in self._watch():
             await self.observe(policy)
@@ -188,21 +196,24 @@ class PolicyFollower:
                 await self._reload(policy)
 
     async def observe(self, policy: Policy) -> None:
-        """The newest policy that the server has named."""
-        self.newest_version, self.without_weights = policy.version, not policy.weights
+        """Notes the newest policy of the server, and gives up the groups that it makes too old."""
+        self.newest_version = policy.version
+        self.without_weights = not policy.weights
         await self._give_up()
 
     async def bound(self, max_staleness: int | None) -> None:
-        """Says how many versions a group may be behind the newest when it arrives; None: any number."""
+        """Sets how many versions a group may be behind the newest when it arrives; None: any number."""
         self._max_staleness = max_staleness
         await self._give_up()
 
     def _too_old(self, version: int) -> bool:
-        """Whether the server will refuse a group that begins with this version (its `Table.too_stale`)."""
-        return self._max_staleness is not None and self.newest_version - version > self._max_staleness
+        """True if the server will refuse a group that begins with this version (its `Table.too_stale`)."""
+        if self._max_staleness is None:
+            return False
+        return self.newest_version - version > self._max_staleness
 
     async def _give_up(self) -> None:
-        """Ends what is under way for groups that will be refused, and wakes up what is held."""
+        """Ends the generations of groups that will be refused as too old, and wakes up the groups that are held."""
         for limit, version in list(self._under_way.items()):
             if self._too_old(version):
                 del self._under_way[limit]
@@ -211,7 +222,7 @@ class PolicyFollower:
             self._condition.notify_all()
 
     async def _watch(self) -> AsyncGenerator[Policy]:
-        """Every policy. Waits for a server that shuts down or is busy as for one that does not answer."""
+        """Yields every new policy. Waits for a server that shuts down or is busy, as for one that does not answer."""
         while True:
             with contextlib.suppress(ServerClosedError, ServerBusyError):
                 async for policy in self._client.watch_policy():
@@ -219,17 +230,19 @@ class PolicyFollower:
             await asyncio.sleep(_PAUSE)
 
     async def _reload(self, policy: Policy) -> None:
+        """Fetches a newer policy, and loads it as `config.reload` says: between groups, or in flight."""
         policy, folder = await self._fetched(policy)
         self._reloading = True
         if self._config.reload == "between_groups":
             async with self._condition:
                 await self._condition.wait_for(lambda: self._generating == 0)
-            # Load the newest policy: another one may have come while groups finished. One that must be fetched comes
-            # after this one: nothing is generated now.
+            # Load the newest policy: another one may have come while groups finished. A newest policy that must be
+            # fetched is loaded after this one: nothing is generated now, and a fetch takes long.
             with contextlib.suppress(ServerClosedError, ServerBusyError):
                 newest = await self._client.policy()
                 if newest.weights and not is_remote(newest.weights):
-                    policy, folder = newest, newest.weights
+                    policy = newest
+                    folder = newest.weights
         await self._load(policy, folder)
         # Not in a `finally`: after a failure the run ends, and waiting groups must not go on.
         self._reloading = False
@@ -237,11 +250,14 @@ class PolicyFollower:
             self._condition.notify_all()
 
     async def _fetched(self, policy: Policy) -> tuple[Policy, str]:
-        """The folder of its weights on this machine, or those of its successor if they cannot be had before that.
+        """The policy whose weights are on this machine now, and their folder.
 
-        The engine goes on meanwhile. If it has no weights yet, raises WeightsNotFoundError after `stale_timeout`.
+        It is `policy`, or a newer one that was published while the weights of `policy` could not be fetched. The engine
+        continues to generate meanwhile. Before the first weights, raises WeightsNotFoundError after `stale_timeout`.
         """
-        deadline, log = Deadline(None if self._following else self._config.stale_timeout), WaitLog()
+        timeout = None if self._following else self._config.stale_timeout
+        deadline = Deadline(timeout)
+        log = WaitLog()
         while is_remote(policy.weights):
             try:
                 folder = await in_daemon_thread(partial(self._fetcher.folder_of, policy.weights))
@@ -253,18 +269,20 @@ class PolicyFollower:
                 log.wait(f"policy {policy.version}: {error}")
             await asyncio.sleep(_LOOK)
             with contextlib.suppress(ServerClosedError, ServerBusyError):
-                await self.observe(newest := await self._client.policy())
-                policy = newest if newest.weights else policy
+                newest = await self._client.policy()
+                await self.observe(newest)
+                if newest.weights:
+                    policy = newest
         return policy, policy.weights
 
     async def _load(self, policy: Policy, folder: str) -> None:
-        """Load and check the weights of `policy`, or of its successor if the trainer has replaced them meanwhile."""
+        """Loads and checks the weights of `policy`, or of its successor if the trainer has replaced them meanwhile."""
         started = time.monotonic()
         while True:
             try:
                 probe, names = await self._check_folder(policy, folder)
                 await self._engine.load_weights(folder, policy.version)
-                # An engine that several generators share may have been given a newer version by another one.
+                # Several generators may share an engine: another one may have loaded a newer version into it.
                 await self._check(policy, probe)
                 self._names = names or self._names
                 break
@@ -283,36 +301,39 @@ class PolicyFollower:
         self._metrics.count_reload(policy.version, time.monotonic() - started)
 
     async def _check_folder(self, policy: Policy, folder: str) -> tuple[Probe | None, Set[str]]:
-        """What `check_folder` returns. Also raises WeightsMismatchError for a probe that the engine cannot read."""
+        """The result of `check_folder`. Also raises WeightsMismatchError for a probe that the engine cannot read."""
         root = None if is_remote(policy.weights) else self._config.weights_root
-        check = partial(check_folder, folder, root, self._engine.model, self._names, await self.facts())
+        facts = await self.facts()
+        check = partial(check_folder, folder, root, self._engine.model, self._names, facts)
         try:
-            # In a thread: it may read all files, as the engine does right after it.
+            # The check runs in a thread: it may read all files, as the engine does right after it.
             probe, names = await in_daemon_thread(check)
             unknown = "" if probe is None else why_unknown(self._engine, probe.token_ids)
             if unknown:
                 raise WeightsMismatchError(f"the probe in {folder}/probe.json has {unknown}")
             # A probe is short, and may look the same with the frequencies of long sequences.
             served = getattr(self._engine, "served_length", self._engine.max_length)
-            if why := why_other_frequencies(folder_frequencies(folder), served):
+            why = why_other_frequencies(folder_frequencies(folder), served)
+            if why:
                 raise WeightsMismatchError(f"{folder}: {why}")
         except (WeightsNotAllowedError, WeightsDamagedError, WeightsMismatchError) as error:
             raise type(error)(f"policy {policy.version}: {error}") from None
         return probe, names
 
     async def _check(self, policy: Policy, probe: Probe | None) -> None:
+        """Raises WeightsMismatchError if the engine computes other log-probabilities of the probe than the trainer."""
         if probe is None:
-            if not self._warned:
+            if not self._has_warned:
                 logger.warning(
                     "%s has no probe.json, so nobody checks that the engine uses them (said once)", policy.weights
                 )
-            self._warned = True
+            self._has_warned = True
             self._metrics.stats["probe_max_difference"] = math.nan
             return
-        self._metrics.stats["probe_max_difference"] = difference = probe.max_difference(
-            await self._engine.score(probe.token_ids)
-        )
-        if not difference <= self._config.probe_tolerance:
+        scores = await self._engine.score(probe.token_ids)
+        difference = probe.max_difference(scores)
+        self._metrics.stats["probe_max_difference"] = difference
+        if not difference <= self._config.probe_tolerance:  # NaN is refused too
             raise WeightsMismatchError(
                 f"policy {policy.version}, loaded from {policy.weights}: the engine's log-probabilities of the "
                 f"trainer's probe differ by up to {difference:.3g} nats, more than probe_tolerance = "
@@ -324,4 +345,5 @@ class PolicyFollower:
 
 
 def _named(policy: Policy) -> tuple[int, str]:
+    """The version and the location of its weights, which tell policies apart."""
     return policy.version, policy.weights

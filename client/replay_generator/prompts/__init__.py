@@ -1,1 +1,1 @@
-"""What is asked: rows of files and data sets, messages, the queue of prompts, and the table of prompts."""
+"""Prompts: rows of files and data sets, messages, the queue of prompts, and the table of prompts."""

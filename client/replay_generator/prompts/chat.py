@@ -1,15 +1,15 @@
-"""Chat: messages as a chat template reads them. All prompts, hooks and sessions render by `render`, and nothing else.
+"""Chat: makes text of messages by the tokenizer's chat template. Prompts, hooks and sessions all use `render`.
 
-    messages of a row, a hook or a client ──clean──▶ texts ──ways──▶ the template ──▶ text, and the words to go on with
+    messages of a row, a hook or a client ──clean──▶ texts ──ways──▶ the template ──▶ text, and the words to continue
 
-* A null field is no field. Arrow has all fields in each message, and null where a message lacks one.
-* Content in parts is the text of its parts. A part that is no text is refused.
-* Arguments of calls are objects for the template. One that wants their JSON gets this (`_WAYS`).
+* A null field counts as missing. Arrow has all fields in each message, and null where a message lacks one.
+* Content in parts becomes the text of its parts. A part that is no text is refused.
+* The template gets the arguments of calls as objects. A template that needs their JSON gets that (`_WAYS`).
 * Messages of the system stay where they are. A template that refuses them there gets one, at the top (`_WAYS`).
-* A last message of the assistant is not rendered: the policy goes on behind its words, whatever the template does to
+* A last message of the assistant is not rendered: the policy continues after its words, whatever the template does to
   whole messages.
-* Templates that ask for today's date get the day on which the rollout began. It would change the head of a
-  conversation at midnight.
+* Templates that ask for today's date get the day on which the rollout began. Otherwise the head of a conversation would
+  change at midnight.
 """
 
 from __future__ import annotations
@@ -26,17 +26,16 @@ from replay_generator.prompts.values import HalfSurrogateError, plain_value
 Message = Mapping[str, Any]
 """{"role": "system" | "user" | "assistant" | ..., "content": ...}, and any other field of the chat template."""
 _TEXTS = (None, "text", "input_text", "output_text")
-"""The `type` of a part that is a text."""
-_THINKS, _THOUGHT = "<think>", "</think>"
+"""The values of `type` of a part that is a text."""
+_THINKS = "<think>"
+_THOUGHT = "</think>"
 _OURS = ("conversation", "messages", "tools", "add_generation_prompt", "continue_final_message", "tokenize")
 """Arguments of the template that follow from the messages, or that `render` sets."""
-
-
 _NOTHING_BEFORE = "no message comes before the words of the assistant: begin with one of the user"
 
 
 class ChatError(ValueError):
-    """Messages that no template can be told. The text names the message."""
+    """Messages that no template takes. The text names the message."""
 
 
 def render(
@@ -48,11 +47,11 @@ def render(
     *,
     ended: bool = False,
 ) -> str:
-    """The text that the policy goes on after: what the tokenizer's chat template makes of the messages.
+    """The text that the policy continues: the messages, rendered by the tokenizer's chat template.
 
     `tools`: as the client gave them, or Python functions. `template`: arguments of the template. `began`: when the
-    rollout began; None: now. `ended`: whether the policy begins a turn of its own, also if the last message is of the
-    assistant. Tokenize it without special tokens: the template has written them. Raises ChatError.
+    rollout began; None: now. `ended`: the policy begins a new turn, also if the last message is of the assistant.
+    Tokenize the text without special tokens: the template has written them. Raises ChatError.
     """
     arguments = dict(template or {})
     written = _template_of(tokenizer, arguments)
@@ -83,14 +82,19 @@ def render(
         whole = f"{rendered}{words}"
         _checked("the chat, as the template renders it,", whole)
         if ways:
-            in_words = ", and ".join(_WAYS[way] for way in ways)
-            say_once(
-                f"the chat template refuses the messages as they are ({type(failure).__name__}: {failure}): it is told "
-                f"{in_words}",
-                f"told {in_words}",
-            )
+            _log_ways(ways, failure)
         return whole
     raise ChatError(f"the chat template refuses the messages: {type(failure).__name__}: {failure}") from failure
+
+
+def _log_ways(ways: Sequence[_Way], failure: Exception | None) -> None:
+    """Logs once that a template refused the usual form of messages, and gets another one."""
+    in_words = ", and ".join(_WAYS[way] for way in ways)
+    say_once(
+        f"the chat template refuses the messages as they are ({type(failure).__name__}: {failure}): it is told "
+        f"{in_words}",
+        f"told {in_words}",
+    )
 
 
 def rendered_ids(tokenizer: Any, rendered: str) -> list[int]:
@@ -99,11 +103,11 @@ def rendered_ids(tokenizer: Any, rendered: str) -> list[int]:
 
 
 def text_ids(tokenizer: Any, text: str) -> list[int]:
-    """The tokens of a text that the policy goes on after, which may be one that a template has rendered.
+    """The tokens of a text that the policy continues, which may be one that a template has rendered.
 
-    The tokenizer puts its first tokens before it, such as BOS, unless the text begins with them. It puts none before a
-    text with other special tokens if the chat template writes none either. What a tokenizer puts behind a text, such
-    as EOS, would end it, and is left out. Raises ChatError for half a surrogate.
+    The tokenizer's first tokens, such as BOS, come before the text, unless it begins with them. They do not come before
+    a text with other special tokens if the chat template writes none of them either. Tokens that a tokenizer adds after
+    a text, such as EOS, would end it, and are left out. Raises ChatError for half a surrogate.
     """
     _checked("the text", text)
     ids = [int(token) for token in tokenizer.encode(text)]
@@ -112,7 +116,7 @@ def text_ids(tokenizer: Any, text: str) -> list[int]:
         return ids
     plain = rendered_ids(tokenizer, text)
     first = _before(ids, plain)
-    if first is None:  # a tokenizer that reads a text in another way behind its first tokens
+    if first is None:  # this tokenizer splits a text in another way after its first tokens
         return ids
     if plain[: len(first)] == first:
         return plain
@@ -125,7 +129,7 @@ def text_ids(tokenizer: Any, text: str) -> list[int]:
 
 
 def _before(ids: list[int], plain: list[int]) -> list[int] | None:
-    """What stands in `ids` before `plain`. None: `plain` is not in it."""
+    """The tokens of `ids` before `plain`; None: `plain` is not in `ids`."""
     for start in range(len(ids) - len(plain) + 1):
         if ids[start : start + len(plain)] == plain:
             return ids[:start]
@@ -133,19 +137,23 @@ def _before(ids: list[int], plain: list[int]) -> list[int] | None:
 
 
 def _special_ids(tokenizer: Any) -> set[int]:
+    """The ids of all special tokens, without that of unknown text."""
+    found = set(tokenizer.all_special_ids)
     added = getattr(tokenizer, "added_tokens_decoder", {})
-    found = {*tokenizer.all_special_ids, *(id for id, token in added.items() if token.special)}
-    return found - {tokenizer.unk_token_id}  # it stands for any text
+    for token_id, token in added.items():
+        if token.special:
+            found.add(token_id)
+    return found - {tokenizer.unk_token_id}
 
 
 def _template_of(tokenizer: Any, arguments: Mapping[str, Any]) -> str:
-    """The source of the template, or of all of them if the tokenizer has several; "": it has none."""
+    """The source of the template, or of all templates if the tokenizer has several; "": it has none."""
     own = getattr(tokenizer, "chat_template", None) or ""
     wanted = arguments.get("chat_template")
     if not isinstance(own, Mapping):
         return str(wanted or own)
     if wanted:
-        return str(own.get(wanted, wanted))  # the name of one of them, or another one
+        return str(own.get(wanted, wanted))  # `wanted` is the name of one of them, or the source of another one
     return "\n".join(map(str, own.values()))
 
 
@@ -164,6 +172,7 @@ def clean(messages: Sequence[Message]) -> list[dict[str, Any]]:
 
 
 def _clean(message: Any) -> dict[str, Any]:
+    """One message without null fields, with its content as a text. Raises ChatError."""
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
         raise ChatError(f"each message needs a 'role' and a 'content', not {message!r:.200}")
     if message.get("function_call"):
@@ -198,7 +207,7 @@ def text_of(content: Any) -> str:
         if not isinstance(text, str | None):
             raise ChatError(f"the 'text' of a part of its content is {text!r:.80}, which is no text")
         others = [name for name, value in part.items() if name not in ("type", "text") and value is not None]
-        if text is None and others:  # an image of which nobody said that it is one
+        if text is None and others:  # an image without the type of an image
             raise ChatError(
                 f"a part of its content has {', '.join(map(str, others))!r:.80} and no 'text', and no text model "
                 "takes that: leave out the row"
@@ -208,7 +217,7 @@ def text_of(content: Any) -> str:
 
 
 def _clean_calls(calls: Any) -> list[dict[str, Any]]:
-    """The calls without null fields, with their arguments as they are: a null in these is the caller's.
+    """The calls without null fields. Their arguments stay as they are: a null in these belongs to the call.
 
     `calls`: a list, or its JSON.
     """
@@ -243,7 +252,7 @@ def arguments_of(function: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_words(messages: Sequence[Message]) -> None:
-    """Raises ChatError if the last message is one of the assistant that nobody can go on with."""
+    """Raises ChatError if the last message is one of the assistant that cannot be continued."""
     if messages[-1]["role"] != "assistant":
         return
     _words_of(messages[-1])
@@ -252,7 +261,7 @@ def check_words(messages: Sequence[Message]) -> None:
 
 
 def _checked(name: str, value: Any) -> Any:
-    """The value as rows have it (`plain_value`). Raises ChatError for what no tokenizer takes."""
+    """The value as rows have it (`plain_value`). Raises ChatError for a value that no tokenizer takes."""
     try:
         return plain_value(value)
     except ValueError as error:
@@ -260,7 +269,7 @@ def _checked(name: str, value: Any) -> Any:
 
 
 def functions_of(messages: Sequence[Message]) -> Iterator[Mapping[str, Any]]:
-    """What each call of cleaned messages says of its function: `name` and `arguments`."""
+    """The function of each call in cleaned messages: its `name` and `arguments`."""
     for message in messages:
         for call in message.get("tool_calls", ()):
             function = call.get("function")
@@ -268,7 +277,7 @@ def functions_of(messages: Sequence[Message]) -> Iterator[Mapping[str, Any]]:
 
 
 def _words_of(message: Message) -> str:
-    """The words of the assistant that the policy is to go on with."""
+    """The words of the assistant that the policy continues. Raises ChatError for a message without such words."""
     if message.get("tool_calls"):
         raise ChatError("the last message is a call of the assistant: end with the answer of its tool")
     if message.get("reasoning_content"):
@@ -276,14 +285,14 @@ def _words_of(message: Message) -> str:
     return str(message["content"])
 
 
-# ------------------------------------------------------------------------------------------------ ways to tell them
+# ------------------------------------------------------------------------------------------------ forms of messages
 
 _Messages = list[dict[str, Any]]
 _Way = Callable[[_Messages], _Messages]
 
 
 def _ways(messages: _Messages) -> Iterator[tuple[tuple[_Way, ...], _Messages]]:
-    """The messages in each form that some template wants, with the ways that lead to it.
+    """Yields the messages in each form that some template needs, with the ways that lead to this form.
 
     The usual form is first; a form that comes again is left out. Raises ChatError for half a surrogate.
     """
@@ -318,16 +327,19 @@ def _arguments_as_objects(messages: _Messages) -> _Messages:
 
 
 def _arguments_as_text(messages: _Messages) -> _Messages:
-    """A text stays as it is written."""
+    """The messages with the arguments of calls as JSON. Arguments that are a text stay as they are."""
 
     def as_text(function: Mapping[str, Any]) -> Any:
         value = function.get("arguments")
-        return value if isinstance(value, str) else json.dumps(value or {}, ensure_ascii=False)
+        if isinstance(value, str):
+            return value
+        return json.dumps(value or {}, ensure_ascii=False)
 
     return _with_arguments(messages, as_text)
 
 
 def _with_arguments(messages: _Messages, arguments: Callable[[Mapping[str, Any]], Any]) -> _Messages:
+    """The messages with other arguments in their calls. `arguments`: makes them from the function of a call."""
     changed = []
     for message in messages:
         if "tool_calls" in message:
@@ -335,7 +347,8 @@ def _with_arguments(messages: _Messages, arguments: Callable[[Mapping[str, Any]]
             for call in message["tool_calls"]:
                 function = call.get("function")
                 if isinstance(function, Mapping):
-                    calls.append({**call, "function": {**function, "arguments": arguments(function)}})
+                    changed_function = {**function, "arguments": arguments(function)}
+                    calls.append({**call, "function": changed_function})
                 else:
                     calls.append({**call, "arguments": arguments(call)})
             message = {**message, "tool_calls": calls}
@@ -344,7 +357,7 @@ def _with_arguments(messages: _Messages, arguments: Callable[[Mapping[str, Any]]
 
 
 def _thoughts_apart(messages: _Messages) -> _Messages:
-    """The thoughts that the assistant's content begins with, as `reasoning_content`."""
+    """The messages with the thoughts at the beginning of the assistant's content moved to `reasoning_content`."""
     changed = []
     for message in messages:
         thoughts, ends, text = message["content"].partition(_THOUGHT)
@@ -356,9 +369,10 @@ def _thoughts_apart(messages: _Messages) -> _Messages:
 
 
 def _one_system(messages: _Messages) -> _Messages:
-    """One message of the system, at the top: of several there, all words. Later ones are words of the user.
+    """The messages with one message of the system, at the top.
 
-    They join those of the user beside them, since many of these templates want turns that alternate.
+    It has the words of all that are at the top. Later ones become words of the user, and join the user's messages
+    beside them: many of these templates need turns that alternate.
     """
     top: list[str] = []
     rest = list(messages)
@@ -374,7 +388,8 @@ def _one_system(messages: _Messages) -> _Messages:
             message = {**message, "role": "user"}
         follows_user = bool(changed) and changed[-1]["role"] == message["role"] == "user"
         if follows_user and (is_system or was_system):
-            changed[-1] = {**changed[-1], "content": f"{changed[-1]['content']}\n\n{message['content']}"}
+            content = f"{changed[-1]['content']}\n\n{message['content']}"
+            changed[-1] = {**changed[-1], "content": content}
         else:
             changed.append(message)
         was_system = is_system
@@ -386,12 +401,12 @@ _WAYS: dict[_Way, str] = {
     _thoughts_apart: "the thoughts of the assistant apart from its content, as reasoning_content",
     _one_system: "the messages of the system as one at the top, and later ones as words of the user",
 }
-"""Other forms in which some templates want messages, each with its words in the log. `render` tries a way, alone and
-with others, only where the template refuses the usual form."""
+"""Changes of messages that some templates need, each with its words in the log. `render` tries them, alone and
+together, only if the template refuses the usual form."""
 
 
 def _check_arguments(rendered: str, messages: _Messages) -> None:
-    """Raises ChatError if the template has written arguments as Python does: it wants their JSON."""
+    """Raises ChatError if the template has written arguments as Python does: then it needs their JSON."""
     contents = "\n".join(message["content"] for message in messages)
     for function in functions_of(messages):
         arguments = function.get("arguments")
@@ -415,10 +430,12 @@ def tools_of(value: Any) -> list[Any]:
     if not isinstance(tools, list | tuple):
         raise ChatError(f"'tools' must be a list of objects, or its JSON, not {tools!r:.200}")
     found = []
-    for each in tools:
-        tool = _unpacked("tools", each)
-        about = tool.get("function", tool) if isinstance(tool, Mapping) else None
-        if not isinstance(about, Mapping) or not isinstance(about.get("name"), str):
+    for packed_tool in tools:
+        tool = _unpacked("tools", packed_tool)
+        function = None
+        if isinstance(tool, Mapping):
+            function = tool.get("function", tool)
+        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
             raise ChatError(
                 f"each of 'tools' is an object with the name of its function, not {tool!r:.200}: if the column is not "
                 "for the chat template, rename it"
@@ -439,7 +456,7 @@ def template_of(value: Any) -> dict[str, Any]:
 
 
 def _unpacked(name: str, value: Any) -> Any:
-    """Data sets have what Arrow has no type for as JSON."""
+    """The value of a column, which may be a JSON text: Arrow has no type for some columns. Raises ChatError."""
     if not isinstance(value, str):
         return value
     if not value.strip():

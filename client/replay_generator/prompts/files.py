@@ -1,12 +1,12 @@
-"""Row files: rows by number, of files and data sets in the forms in which people have them.
+"""Row files: reads rows by number from files and data sets, in their usual forms.
 
     JSON lines, a JSON array           read whole; perhaps packed by gzip, from a pipe, or from "-", which is stdin
     Parquet                            read whole, as Arrow; a row becomes objects of Python when it is asked for
     a folder of these                  the files of one split
     a folder of `datasets`, or a name  by that package, row by row
 
-What a file is, its first bytes say, not its name. A row that cannot be read is an error when it is asked for, and the
-error names file and row.
+The first bytes of a file decide its form, not its name. A row that cannot be read is an error when it is asked for, and
+the error names file and row.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ from replay_generator.prompts.values import without_nulls
 
 STDIN = "-"
 """The path of the standard input."""
-_GZIP, _PARQUET = b"\x1f\x8b", b"PAR1"
+_GZIP = b"\x1f\x8b"
+_PARQUET = b"PAR1"
 _OTHER_FILES = (
     (b"PK\x03\x04", "a zip file", "unpack it with unzip"),
     (b"\x28\xb5\x2f\xfd", "a zstd file", "unpack it with unzstd"),
@@ -40,52 +41,52 @@ _OTHER_FILES = (
     (codecs.BOM_UTF16_LE, "text in UTF-16", "convert it with iconv -f UTF-16 -t UTF-8"),
     (codecs.BOM_UTF16_BE, "text in UTF-16", "convert it with iconv -f UTF-16 -t UTF-8"),
 )
-"""The first bytes of files that people give by mistake. Each has the words of the error, with the remedy."""
+"""The first bytes of files that users give by mistake, each with the words of the error, and the remedy."""
 _ONLY_LINES = (
     (_GZIP, "a gzip file", "unpack it with gunzip"),
     (_PARQUET, "a Parquet file", "write it as JSON lines or, to import items, let its name end with .parquet"),
 )
-"""More of these, where nothing but lines of JSON is read."""
+"""Further files of this kind, for readers that accept only lines of JSON."""
 _AT_ONCE = 256
-"""Rows that Arrow makes objects of Python at once."""
+"""The number of rows that Arrow converts to Python at once."""
 _HEAD = 8
-"""First bytes of a file that tell what it is."""
+"""The number of first bytes that decide the form of a file."""
 _LOOKED_AT = 1 << 16
-"""Bytes at the beginning of a file that tell whether it has a row a line."""
+"""The number of first bytes that show if a file has one row in each line."""
 _TABLES = {".csv": "read_csv", ".tsv": "read_table", ".xlsx": "read_excel"}
 """Files without types, and the function of pandas that reads them."""
 _PACKED = (".gz", ".zst", ".bz2", ".xz", ".zip")
-_DATA = (".parquet", (".jsonl", ".jsonl.gz", ".ndjson", ".ndjson.gz"), (".json", ".json.gz"))
-"""How the names of files end that a folder may hold: Parquet, JSON lines, and JSON, which may describe the others."""
+_LINES_ENDS = (".jsonl", ".jsonl.gz", ".ndjson", ".ndjson.gz")
+_JSON_ENDS = (".json", ".json.gz")
 _NAMES_OF_FILES = (".parquet", ".jsonl", ".ndjson", ".json", ".txt", *_PACKED, *_TABLES)
-"""Ends of names that are those of files, and not of data sets on the hub."""
+"""Ends of names that show that a source is a file, and not a data set on the hub."""
 _LFS = b"version https://git-lfs"
-"""The beginning of what git leaves in the place of a large file."""
+"""The beginning of the note that git leaves in the place of a large file."""
 _SPLITS = {
     "train": ("train", "training"),
     "validation": ("validation", "valid", "val", "dev"),
     "test": ("test", "testing", "eval", "evaluation"),
 }
-"""By split: words of which one stands in the names of its files."""
+"""Splits, each with the words of which one is in the names of its files."""
 
 
 class Rows(Protocol):
-    """Rows by number, which can name each."""
+    """Rows that are read by number, with a name for each in errors."""
 
     @property
     def columns(self) -> Sequence[str] | None:
-        """Of all rows; None: each row has fields of its own."""
+        """The columns of all rows; None: each row has its own fields."""
 
     @property
     def in_memory(self) -> bool:
-        """A look at all rows costs little."""
+        """True if reading all rows costs little."""
         ...
 
     def __len__(self) -> int: ...
     def __getitem__(self, index: int, /) -> Any: ...
 
     def place(self, index: int) -> str:
-        """What errors call this row: its file and its number."""
+        """The name of a row in errors: its file and its number."""
         ...
 
     def each(self) -> Iterator[Any]:
@@ -94,7 +95,7 @@ class Rows(Protocol):
 
 
 def place_of(rows: Any, index: int) -> str:
-    """What errors call a row: as the rows say, or by its number."""
+    """The name of a row in errors, from the rows if they have names, otherwise by its number."""
     if hasattr(rows, "place"):
         return str(rows.place(index))
     return f"row {index + 1} (index {index}) of the prompts"
@@ -105,12 +106,12 @@ def place_of(rows: Any, index: int) -> str:
 
 @contextlib.contextmanager
 def _opened(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
-    """The bytes of a file, of a pipe, or of stdin, unpacked. It can be read twice."""
-    with contextlib.ExitStack() as held:
+    """The bytes of a file, a pipe, or stdin, unpacked. The returned file can be read twice."""
+    with contextlib.ExitStack() as stack:
         if os.fspath(path) == STDIN:
-            file: IO[bytes] = held.enter_context(open(0, "rb", closefd=False))
+            file: IO[bytes] = stack.enter_context(open(0, "rb", closefd=False))
         else:
-            file = held.enter_context(Path(path).open("rb"))
+            file = stack.enter_context(Path(path).open("rb"))
         if not file.seekable():
             file = io.BytesIO(file.read())
         if not _head(file).startswith(_GZIP):
@@ -118,23 +119,24 @@ def _opened(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
             return
         try:
             unpacked = gzip.GzipFile(fileobj=file)
-            held.callback(unpacked.close)
+            stack.callback(unpacked.close)
             yield cast("IO[bytes]", unpacked)
         except (EOFError, gzip.BadGzipFile, zlib.error) as error:
             raise ValueError(f"{path}: a damaged gzip file: {error}") from error
 
 
 def _head(file: IO[bytes]) -> bytes:
+    """The first bytes of a file, which is then read again from its beginning."""
     head = file.read(_HEAD)
     file.seek(0)
     return head
 
 
 def json_lines(path: str | os.PathLike[str]) -> Iterator[tuple[int, dict[str, Any]]]:
-    """The objects of a file in UTF-8 with one JSON object a line, each with the number of its line.
+    """The objects of a file in UTF-8 with one JSON object in each line, each with the number of its line.
 
-    Empty lines do not count, nor does a byte order mark. Raises ValueError that names file and line, with the remedy,
-    for anything else.
+    Empty lines and a byte order mark are skipped. Raises ValueError, which names file and line, with the remedy, for
+    any other file.
     """
     with Path(path).open("rb") as file:
         if file.seekable():
@@ -146,7 +148,7 @@ def json_lines(path: str | os.PathLike[str]) -> Iterator[tuple[int, dict[str, An
 
 
 def _lines(path: object, file: IO[bytes]) -> Iterator[tuple[int, dict[str, Any] | ValueError]]:
-    """The object of each line, or what is wrong with it."""
+    """The object of each line, or the error of a line that has none. The number of the line comes first."""
     for number, line in enumerate(file, start=1):
         if number == 1:
             line = line.removeprefix(codecs.BOM_UTF8)
@@ -181,6 +183,7 @@ def _decoded(data: bytes) -> str:
 
 
 def _refuse_others(path: object, file: IO[bytes], others: Sequence[tuple[bytes, str, str]] = ()) -> None:
+    """Raises ValueError, with the remedy, for a file that is no rows. `others`: further files that are refused."""
     name = str(path)
     line = _line_that_converts(Path(name))
     if line is not None:
@@ -194,7 +197,7 @@ def _refuse_others(path: object, file: IO[bytes], others: Sequence[tuple[bytes, 
 
 
 def _line_that_converts(path: Path) -> str | None:
-    """The command that makes JSON lines of a file without types; None: it is another file, by its name."""
+    """The command that converts a file without types to JSON lines; None: by its name, it is another file."""
     plain = path.with_suffix("") if path.suffix.lower() == ".gz" else path
     reader = _TABLES.get(plain.suffix.lower())
     if reader is None:
@@ -208,9 +211,9 @@ def _line_that_converts(path: Path) -> str | None:
 
 
 def _values(name: str, file: IO[bytes]) -> list[Any] | None:
-    """The values of a file that is one JSON array, or the object of one that is this alone; None: it has lines.
+    """The values of a file that is one JSON array or one object; None: the file has one row in each line.
 
-    Raises ValueError for an array that is damaged.
+    Raises ValueError for a damaged array.
     """
     start = file.read(_LOOKED_AT).removeprefix(codecs.BOM_UTF8).lstrip()
     file.seek(0)
@@ -224,20 +227,25 @@ def _values(name: str, file: IO[bytes]) -> list[Any] | None:
     except RecursionError:
         raise ValueError(f"{name}: it is nested too deeply") from None
     except UnicodeDecodeError:
-        return None  # whoever reads it by lines says in which
+        return None  # the reader of lines raises an error that names the line
     except json.JSONDecodeError as error:
-        if is_array and not _is_json(start.partition(b"\n")[0]):  # else each line is an array
+        first_line = start.partition(b"\n")[0]
+        if is_array and not _is_json(first_line):  # otherwise each line is an array
             raise ValueError(f"{name}: it begins as a JSON array, and is damaged: {error}") from error
         return None
     if isinstance(value, dict):
         return [value]
-    return value if isinstance(value, list) else None
+    if isinstance(value, list):
+        return value
+    return None
 
 
 def _has_lines_of_one_object(start: bytes) -> bool:
-    """The beginning of a file is that of an object over several lines."""
-    first, ends, _ = start.partition(b"\n")
-    return first.startswith(b"{") and bool(ends) and not _is_json(first)
+    """True if a file begins with an object that has several lines."""
+    first_line, line_end, _ = start.partition(b"\n")
+    if not first_line.startswith(b"{") or not line_end:
+        return False
+    return not _is_json(first_line)
 
 
 def _is_json(line: bytes) -> bool:
@@ -253,7 +261,7 @@ def _is_json(line: bytes) -> bool:
 
 @dataclass
 class FileRows:
-    """The rows of files, one file after the other. A row that cannot be read is raised when it is asked for."""
+    """The rows of files, one file after the other. A row that cannot be read is an error when it is asked for."""
 
     parts: list[Rows] = field(default_factory=list)
     in_memory = True
@@ -262,16 +270,24 @@ class FileRows:
         self._ends = list(accumulate(len(part) for part in self.parts))
         self.columns: Sequence[str] | None = None
         if self.parts and all(part.columns is not None for part in self.parts):
-            self.columns = list(dict.fromkeys(name for part in self.parts for name in part.columns or ()))
+            names: list[str] = []
+            for part in self.parts:
+                names += part.columns or ()
+            self.columns = list(dict.fromkeys(names))  # each once
 
     def __len__(self) -> int:
-        return self._ends[-1] if self._ends else 0
+        if not self._ends:
+            return 0
+        return self._ends[-1]
 
     def _part(self, index: int) -> tuple[Rows, int]:
+        """The file of a row, and the number of the row in that file."""
         number = bisect_right(self._ends, index)
         if index < 0 or number == len(self.parts):
             raise IndexError(index)
-        return self.parts[number], index - (self._ends[number] - len(self.parts[number]))
+        part = self.parts[number]
+        start = self._ends[number] - len(part)
+        return part, index - start
 
     def __getitem__(self, index: int) -> Any:
         part, inside = self._part(index)
@@ -292,9 +308,9 @@ class _Listed:
 
     name: str
     word: str
-    """What the file numbers: "line" or "row"."""
+    """The word before a number in errors: "line" or "row"."""
     rows: list[tuple[int, Any]]
-    """Each with its number, from 1; a ValueError is that of the row."""
+    """The rows, each with its number, from 1. A ValueError stands for a row that cannot be read."""
     columns: Sequence[str] | None = None
     in_memory: bool = True
 
@@ -317,9 +333,9 @@ class _Listed:
 
 @dataclass
 class ArrowRows:
-    """Rows of a table of pyarrow, or of a data set, whose null fields stand for those that a row lacks.
+    """Rows of a table of pyarrow, or of a data set, in which a null field stands for one that a row lacks.
 
-    `template_columns`: columns that a chat template is told, where a null field is no field.
+    `template_columns`: the columns from which a chat template gets values. In these, null fields are left out.
     """
 
     name: str
@@ -348,7 +364,8 @@ class ArrowRows:
             if hasattr(self.rows, "to_pylist"):
                 rows = self.rows.slice(start, _AT_ONCE).to_pylist()
             else:
-                rows = [self.rows[index] for index in range(start, min(start + _AT_ONCE, len(self.rows)))]
+                end = min(start + _AT_ONCE, len(self.rows))
+                rows = [self.rows[index] for index in range(start, end)]
             for row in rows:
                 try:
                     yield row_of_arrow(row, self.template_columns)
@@ -366,12 +383,12 @@ def row_of_arrow(row: Mapping[str, Any], template_columns: Sequence[str]) -> dic
 
 
 def numbered_rows(rows: Any, template_columns: Sequence[str]) -> Any:
-    """The rows by number that a program has, in whatever holds them. `template_columns`: as of ArrowRows.
+    """The rows of a DataFrame, a data set of the package `datasets`, or a table of pyarrow, by number.
 
-    Those of Arrow are a data set of the package `datasets`, or a table of pyarrow. Raises ValueError for a data set of
+    Other rows are returned as they are. `template_columns`: as of ArrowRows. Raises ValueError for a data set from
     which no split was chosen.
     """
-    if hasattr(rows, "iloc"):  # a DataFrame of pandas, which numbers its columns
+    if hasattr(rows, "iloc"):  # a DataFrame of pandas: its numbers are those of its columns
         return rows.to_dict("records")
     if isinstance(rows, Mapping):
         raise ValueError(f"the prompts are in splits, {', '.join(map(str, rows))}: choose one, such as rows['train']")
@@ -381,11 +398,12 @@ def numbered_rows(rows: Any, template_columns: Sequence[str]) -> Any:
 
 
 def is_of_arrow(rows: Any) -> bool:
-    """These are rows of the package `datasets`, or of pyarrow."""
+    """True for rows of the package `datasets`, or of pyarrow."""
     return type(rows).__module__.partition(".")[0] in ("datasets", "pyarrow") and hasattr(rows, "column_names")
 
 
 def _rows_of_file(path: str | os.PathLike[str], template_columns: Sequence[str]) -> Rows:
+    """The rows of one file, in the class for its form."""
     name = str(path)
     with _opened(path) as file:
         _refuse_others(path, file)
@@ -397,8 +415,9 @@ def _rows_of_file(path: str | os.PathLike[str], template_columns: Sequence[str])
             return _Listed(name, "line", list(_lines(path, file)))
         rows: list[tuple[int, Any]] = []
         for number, value in enumerate(values, start=1):
-            wrong = ValueError(f"{name}, row {number}: a {type(value).__name__} where an object belongs")
-            rows.append((number, value if isinstance(value, dict) else wrong))
+            if not isinstance(value, dict):
+                value = ValueError(f"{name}, row {number}: a {type(value).__name__} where an object belongs")
+            rows.append((number, value))
         return _Listed(name, "row", rows)
 
 
@@ -429,10 +448,13 @@ def _folder_rows(folder: Path, split: str, template_columns: Sequence[str]) -> F
     files = _data_files(folder)
     by_split: dict[str, list[Path]] = {}
     for path in files:
-        by_split.setdefault(_split_of(path.relative_to(folder)), []).append(path)
-    if list(by_split) == [""]:
-        by_split = {"train": files}  # none is named after a split
-    chosen = by_split.get(split) or [path for path in by_split.get("", ()) if split in path.name]
+        name = _split_of(path.relative_to(folder))
+        by_split.setdefault(name, []).append(path)
+    if list(by_split) == [""]:  # no file is named after a split
+        by_split = {"train": files}
+    chosen = by_split.get(split)
+    if not chosen:  # a split with a name of its own
+        chosen = [path for path in by_split.get("", ()) if split in path.name]
     if not chosen:
         names = ", ".join(sorted(name or "others" for name in by_split))
         raise ValueError(f"{folder} has no split {split!r}, only {names}: see --split")
@@ -440,29 +462,35 @@ def _folder_rows(folder: Path, split: str, template_columns: Sequence[str]) -> F
 
 
 def _data_files(folder: Path) -> list[Path]:
-    """The files of a folder; if it has none, those of its one subfolder, such as `data`, or of one for each split."""
+    """The files of a folder; if it has none, those of its only subfolder, or of its subfolders for splits."""
     found = _files_of_one_kind(folder)
     if found:
         return found
-    having = {path: files for path in _folders(folder) if (files := _files_below(path))}
-    if not having:
+    files_by_folder: dict[Path, list[Path]] = {}
+    for path in _folders(folder):
+        files = _files_below(path)
+        if files:
+            files_by_folder[path] = files
+    if not files_by_folder:
         raise ValueError(
             f"{folder} holds no prompts: neither files *.parquet, *.jsonl or *.json, nor what `datasets` saved"
             f"{_other_files(folder)}"
         )
-    by_split = all(_split_of(Path(path.name)) for path in having)
-    if len(having) > 1 and not by_split:
-        names = ", ".join(path.name for path in having)
+    all_are_splits = all(_split_of(Path(path.name)) for path in files_by_folder)
+    if len(files_by_folder) > 1 and not all_are_splits:
+        names = ", ".join(path.name for path in files_by_folder)
         raise ValueError(f"{folder} has several data sets, {names}: give the folder of one of them")
-    return [path for files in having.values() for path in files]
+    for files in files_by_folder.values():
+        found += files
+    return found
 
 
 def _files_below(folder: Path) -> list[Path]:
-    """Those of a folder, and else of its own subfolders."""
+    """The files of a folder; if it has none, those of its subfolders."""
     found = _files_of_one_kind(folder)
     if not found:
-        for each in _folders(folder):
-            found += _files_of_one_kind(each)
+        for subfolder in _folders(folder):
+            found += _files_of_one_kind(subfolder)
     return found
 
 
@@ -471,12 +499,15 @@ def _folders(folder: Path) -> list[Path]:
 
 
 def _files_of_one_kind(folder: Path) -> list[Path]:
-    """The Parquet files of a folder, or those of JSON lines, or else of JSON: that may describe the others.
+    """The Parquet files of a folder, or its files of JSON lines. If it has neither, its JSON files.
 
-    Raises ValueError for a folder with both of the first, of which one would be lost.
+    JSON files come last, since they may describe the others. Raises ValueError for a folder with Parquet and JSON
+    lines, of which one would be ignored.
     """
-    kinds = [[path for path in _files(folder) if path.name.lower().endswith(ends)] for ends in _DATA]
-    parquet, lines, described = kinds
+    files = _files(folder)
+    parquet = [path for path in files if path.name.lower().endswith(".parquet")]
+    lines = [path for path in files if path.name.lower().endswith(_LINES_ENDS)]
+    described = [path for path in files if path.name.lower().endswith(_JSON_ENDS)]
     if parquet and lines:
         raise ValueError(
             f"{folder} holds files of two kinds, such as {parquet[0].name} and {lines[0].name}: give one file, or a "
@@ -486,12 +517,12 @@ def _files_of_one_kind(folder: Path) -> list[Path]:
 
 
 def _files(folder: Path) -> list[Path]:
-    """Files that somebody put there: those that begin with a dot are of systems and editors."""
+    """The files of a folder, without those that begin with a dot: systems and editors make them."""
     return [path for path in sorted(folder.iterdir()) if path.is_file() and not path.name.startswith(".")]
 
 
 def _other_files(folder: Path) -> str:
-    """What to do with files of a folder that are not read, in words; "": there are none."""
+    """The remedy for the first file of a folder that is not read, in words; "": there is none."""
     for path in _files(folder):
         line = _line_that_converts(path)
         if line is not None:
@@ -502,7 +533,7 @@ def _other_files(folder: Path) -> str:
 
 
 def _split_of(path: Path) -> str:
-    """The split after which a file, or its folder, is named; "": none."""
+    """The split after which a file, or its folder, is named; "": it is named after none."""
     words = re.split(r"[^a-z0-9]+", str(path).lower())
     for split, names in _SPLITS.items():
         if any(name in words for name in names):
@@ -526,7 +557,7 @@ def open_rows(source: str, *, split: str = "train", template_columns: Sequence[s
         raise FileNotFoundError(f"there is no file or folder {source}")
     if source == STDIN or (path.exists() and not path.is_dir()):
         rows: Rows = file_rows(source, template_columns)
-    elif path.is_dir() and not any((path / name).exists() for name in ("dataset_dict.json", "dataset_info.json")):
+    elif path.is_dir() and not _is_saved_data_set(path):
         rows = _folder_rows(path, split, template_columns)
     else:
         rows = _data_set(source, split, template_columns)
@@ -535,8 +566,13 @@ def open_rows(source: str, *, split: str = "train", template_columns: Sequence[s
     return rows
 
 
+def _is_saved_data_set(folder: Path) -> bool:
+    """True if the package `datasets` has saved this folder."""
+    return (folder / "dataset_dict.json").exists() or (folder / "dataset_info.json").exists()
+
+
 def _is_path(source: str) -> bool:
-    """A source that is not there is named as a file or folder, and not as a data set on the hub: `owner/name`."""
+    """True if a source is named like a file or folder, and not like a data set on the hub, `owner/name`."""
     path = Path(source.partition(":")[0])
     return source.startswith(("/", ".", "~")) or len(path.parts) > 2 or path.suffix.lower() in _NAMES_OF_FILES
 
@@ -548,13 +584,15 @@ def _data_set(source: str, split: str, template_columns: Sequence[str]) -> Arrow
         raise ImportError(
             f"{source!r} is no file, and for a data set the package `datasets` is needed: pip install datasets"
         ) from error
-    is_saved = Path(source).is_dir()
     name, _, subset = source.partition(":")
     try:
-        loaded = datasets.load_from_disk(source) if is_saved else datasets.load_dataset(name, subset or None)
+        if Path(source).is_dir():
+            loaded = datasets.load_from_disk(source)
+        else:
+            loaded = datasets.load_dataset(name, subset or None)
     except (ValueError, OSError, ImportError):
         raise
-    except Exception as error:  # what a package raises for a name that it cannot read
+    except Exception as error:  # the package may raise any error for a name that it cannot read
         raise ValueError(f"{source!r} is no data set that can be loaded: {type(error).__name__}: {error}") from error
     if isinstance(loaded, Mapping):
         if split not in loaded:

@@ -35,7 +35,7 @@ from replay_protos.labels import MOST_VALUE_BYTES, TagValue, labels_of
 
 
 class PromptRows(Protocol):
-    """Rows by number: a list, or a data set of the package `datasets`."""
+    """Rows that are read by number: a list, or a data set of the package `datasets`."""
 
     def __len__(self) -> int: ...
     def __getitem__(self, index: int, /) -> Any: ...
@@ -52,7 +52,7 @@ class Prompt:
     row: Mapping[str, Any]
     """The whole row with the prompt."""
     tags: Mapping[str, TagValue] = field(default_factory=dict)
-    """Tags of its groups: the row's `tags`, if that is an object; those that are null are not there."""
+    """The tags of its groups: those of the row's `tags` that are not null, if that is an object."""
 
     @classmethod
     def of(cls, source: Prompt | Mapping[str, Any] | str | Sequence[Message], prompt_field: str = "prompt") -> Prompt:
@@ -61,7 +61,7 @@ class Prompt:
         `prompt_field` may be a path: `extra_info.question`. The row gets values of Python (`plain_row`), and its
         messages are cleaned (`chat.clean`). Its `prompt_id` is `row["prompt_id"]`, a text or a number, or else a hash
         of its content and of the row's other fields. Raises ValueError if the content is missing, empty, or neither a
-        text nor messages, for what no store can hold, such as half of a surrogate pair, for `tools` and
+        text nor messages, for values that no store can hold, such as half of a surrogate pair, for `tools` and
         `chat_template_kwargs` that no template takes, and for tags that no item can have.
         """
         if isinstance(source, Prompt):
@@ -69,7 +69,8 @@ class Prompt:
         row, content, tags = _parsed(source, prompt_field)
         prompt_id = _named(row.get("prompt_id"))
         if not prompt_id:
-            prompt_id = _id_of(content, {name: each for name, each in row.items() if name != prompt_field})
+            other_fields = {name: value for name, value in row.items() if name != prompt_field}
+            prompt_id = _id_of(content, other_fields)
         return cls(prompt_id=prompt_id, content=content, row=row, tags=tags)
 
     def packed(self) -> bytes:
@@ -86,9 +87,10 @@ class Prompt:
 
     @classmethod
     def unpacked(cls, packed: bytes) -> Prompt:
-        """Raises an error for what `packed` cannot have made."""
+        """The prompt in these bytes. Raises an error for bytes that `packed` cannot have made."""
         fields = msgpack.unpackb(packed, strict_map_key=False, ext_hook=_unpacked_number)
-        prompt_id, row = fields["prompt_id"], fields["row"]
+        prompt_id = fields["prompt_id"]
+        row = fields["row"]
         if not isinstance(prompt_id, str) or not isinstance(row, Mapping):
             raise ValueError(f"a prompt needs a text as its prompt_id and an object as its row, not {prompt_id!r:.80}")
         prompt = cls(prompt_id, _content("content", fields["content"]), row, _tags(fields["tags"]))
@@ -98,7 +100,7 @@ class Prompt:
     def as_chat(self, system: str | None = None) -> Prompt:
         """The prompt as messages. A text becomes the user's message; `system` comes first if there is no other.
 
-        Raises ValueError for `tools` that no template takes: those of a text are told to none.
+        Raises ValueError for `tools` that no template takes. As long as the prompt is a text, no template gets them.
         """
         messages = self.content
         if isinstance(messages, str):
@@ -110,11 +112,13 @@ class Prompt:
         return prompt
 
     def tools(self) -> list[Any]:
-        """The tools that the chat template is told: the row's `tools`. A text has none.
+        """The tools for the chat template: the row's `tools`. A text has none.
 
         Raises ValueError if the column holds anything else.
         """
-        return [] if isinstance(self.content, str) else chat.tools_of(self.row.get("tools"))
+        if isinstance(self.content, str):
+            return []
+        return chat.tools_of(self.row.get("tools"))
 
     def template(self) -> dict[str, Any]:
         """The row's own arguments of the chat template: its `chat_template_kwargs`.
@@ -124,9 +128,9 @@ class Prompt:
         return chat.template_of(self.row.get("chat_template_kwargs"))
 
     def tokenize(self, tokenizer: Any, *, began: datetime | None = None, **template: Any) -> list[int]:
-        """The token ids (P,). Messages go through the tokenizer's chat template, as `chat.render` tells them.
+        """The token ids (P,). Messages go through the tokenizer's chat template, by `chat.render`.
 
-        The template gets `template`, and what the row says beside it. `began`: when the rollout began; None: now. If
+        The template gets the arguments `template` and those of the row. `began`: when the rollout began; None: now. If
         the last message is the assistant's, the completion continues it. Raises PromptError.
         """
         try:
@@ -140,11 +144,11 @@ class Prompt:
 
 
 _NUMBER = 1
-"""The type of extension of msgpack for whole numbers of more than 64 bits."""
+"""The extension type of msgpack for whole numbers of more than 64 bits."""
 
 
 def _packed_number(value: Any) -> msgpack.ExtType:
-    """Raises TypeError for anything else that msgpack has no type for."""
+    """The extension for a large whole number. Raises TypeError for any other value."""
     if not isinstance(value, int):
         name = type(value).__name__
         article = "an" if name[:1].lower() in "aeiou" else "a"
@@ -179,18 +183,18 @@ def _parsed(
 
 
 def _check_columns(content: str | tuple[Message, ...], row: Mapping[str, Any]) -> None:
-    """Raises ValueError for columns that no template can be told."""
+    """Raises ValueError for columns that no template takes."""
     prompt = Prompt("", content, row)
     prompt.tools()
     prompt.template()
 
 
 def _named(prompt_id: Any) -> str:
-    """The name in a row's `prompt_id`; "": it has none. Raises ValueError for what is no name."""
+    """The name in a row's `prompt_id`; "": the row has none. Raises ValueError for a value that is no name."""
     if prompt_id is None:
         return ""
     if isinstance(prompt_id, float) and prompt_id.is_integer():
-        prompt_id = int(prompt_id)  # beside nulls, Arrow and pandas make numbers floats
+        prompt_id = int(prompt_id)  # Arrow and pandas make the numbers of a column floats if it has nulls
     if not isinstance(prompt_id, str | int | float):
         raise ValueError(f"'prompt_id' must be a text or a number, not {prompt_id!r:.80}")
     name = str(prompt_id)
@@ -204,14 +208,16 @@ def _named(prompt_id: Any) -> str:
 
 
 def _tags(column: Any) -> dict[str, TagValue]:
-    """A data set may have a column `tags` of its own, such as lists of keywords: that is not meant for the server."""
+    """The tags in a row's `tags`. A column of other values, such as lists of keywords, is not meant for the server."""
     if not isinstance(column, Mapping):
         return {}
-    # A data set has all fields in each row, and null where a row lacks one.
-    return labels_of((), {name: value for name, value in column.items() if value is not None}).tags
+    # A data set has all fields in each row, with null for those that the row lacks.
+    present = {name: value for name, value in column.items() if value is not None}
+    return labels_of((), present).tags
 
 
 def _content(name: str, value: Any) -> str | tuple[Message, ...]:
+    """The content of a prompt, from the field `name`. Raises ValueError for a value that is none."""
     if isinstance(value, str) and value:
         return value
     if isinstance(value, list | tuple) and value:
@@ -229,8 +235,8 @@ def _content(name: str, value: Any) -> str | tuple[Message, ...]:
 def _id_of(content: str | tuple[Message, ...], others: Mapping[str, Any]) -> str:
     """The name of a prompt that has none: a hash of its content, and of the other fields of its row.
 
-    Two rows may ask the same and want different answers. Null fields do not count, nor do objects that JSON cannot
-    have, so that a row has one name however it was stored.
+    The other fields count, since two rows may have the same question and different answers. Null fields do not count,
+    nor do objects without a JSON type, so that a row has the same name however it was stored.
     """
     text = content if isinstance(content, str) else json_of(content)
     other_fields = json_of(others)
@@ -240,15 +246,16 @@ def _id_of(content: str | tuple[Message, ...], others: Mapping[str, Any]) -> str
 
 
 def read_prompts(path: str | os.PathLike[str], prompt_field: str = "prompt") -> list[Prompt]:
-    """All prompts of one file: JSON lines, a JSON array or Parquet, perhaps packed by gzip; `row_files` says how.
+    """All prompts of one file: JSON lines, a JSON array or Parquet, perhaps packed by gzip; see `prompts/files.py`.
 
     Raises ValueError that names file and row, for a row without a prompt and for a file without prompts.
     """
-    rows = LoadedPrompts(file_rows(path, _template_columns(prompt_field)), prompt_field)
-    if not len(rows):
+    rows = file_rows(path, _template_columns(prompt_field))
+    prompts = LoadedPrompts(rows, prompt_field)
+    if not len(prompts):
         raise ValueError(f"{path} has no prompts")
-    rows.check()
-    return [rows[index] for index in range(len(rows))]
+    prompts.check()
+    return [prompts[index] for index in range(len(prompts))]
 
 
 def load_prompts(
@@ -256,13 +263,13 @@ def load_prompts(
 ) -> LoadedPrompts:
     """Prompts of a file, of a folder, or of a data set named as on the hub: docs/how-to/data.md lists the forms.
 
-    A data set is read row by row, as its prompts are asked for. All others are read at once; `check` says whether one
-    bad row of them is an error here, or when it is asked for. Raises ValueError if there are no prompts, OSError, and
-    ImportError if a package is needed and missing.
+    The rows of a data set are read when their prompts are asked for. All others are read at once. With `check`, a bad
+    row of these is an error here, otherwise when it is asked for. Raises ValueError if there are no prompts, OSError,
+    and ImportError if a package is needed and missing.
     """
     rows = open_rows(source, split=split, template_columns=_template_columns(prompt_field))
     head = prompt_field.partition(".")[0]
-    if rows.columns is not None and not {prompt_field, head}.intersection(rows.columns):
+    if rows.columns is not None and prompt_field not in rows.columns and head not in rows.columns:
         raise ValueError(f"{source} has no column {prompt_field!r}, only {', '.join(rows.columns)}: see --prompt-field")
     loaded = LoadedPrompts(rows, prompt_field)
     if check and rows.in_memory:
@@ -271,8 +278,10 @@ def load_prompts(
 
 
 def _template_columns(prompt_field: str) -> list[str]:
-    """Columns that a chat template is told."""
-    return list(dict.fromkeys([prompt_field, prompt_field.partition(".")[0], "tools", "chat_template_kwargs"]))
+    """The columns from which a chat template gets values."""
+    head = prompt_field.partition(".")[0]
+    columns = [prompt_field, head, "tools", "chat_template_kwargs"]
+    return list(dict.fromkeys(columns))  # each once
 
 
 class LoadedPrompts:
@@ -287,19 +296,19 @@ class LoadedPrompts:
 
     @property
     def in_memory(self) -> bool:
-        """A look at all rows costs little."""
+        """True if reading all rows costs little."""
         return self._rows.in_memory
 
     def __getitem__(self, index: int) -> Prompt:
-        """Raises PromptError that names file and row."""
+        """The prompt of a row. Raises PromptError, which names file and row."""
         return prompt_at(self._rows, index, self._prompt_field)
 
     def place(self, index: int) -> str:
-        """What errors call this row: its file and its number."""
+        """The name of a row in errors: its file and its number."""
         return self._rows.place(index)
 
     def check(self) -> None:
-        """Looks at all rows. Raises ValueError for the first that is no prompt, which names file and row."""
+        """Checks all rows. Raises ValueError for the first that is no prompt, which names file and row."""
         for index, row in enumerate(self._rows.each()):
             try:
                 if isinstance(row, ValueError):
@@ -310,16 +319,16 @@ class LoadedPrompts:
 
 
 def prompt_rows(rows: PromptRows, prompt_field: str = "prompt") -> PromptRows:
-    """The rows by number, whatever holds them: a list, a data set, a table of pyarrow, a DataFrame.
+    """The rows by number of a list, a data set, a table of pyarrow, or a DataFrame.
 
-    Raises ValueError for a data set of which no split was chosen.
+    Raises ValueError for a data set from which no split was chosen.
     """
     numbered: PromptRows = numbered_rows(rows, _template_columns(prompt_field))
     return numbered
 
 
 def rows_in_turn(rows: Any) -> Iterable[Any]:
-    """The rows that any iterable gives, which may be a data set or a stream of one. Raises as `prompt_rows`."""
+    """The rows of any iterable, also of a data set or a stream of one. Raises the errors of `prompt_rows`."""
     template_columns = _template_columns("prompt")
     numbered = numbered_rows(rows, template_columns)
     if is_of_arrow(numbered):  # a stream
@@ -338,22 +347,25 @@ def prompt_at(rows: PromptRows, index: int, prompt_field: str = "prompt") -> Pro
 
 
 def _at(rows: PromptRows, index: int, error: Exception) -> str:
-    """What is wrong, with the place of the row."""
+    """The message of an error, with the name of the row before it."""
     place = place_of(rows, index)
     message = str(error)
-    return message if message.startswith(place) else f"{place}: {message}"
+    if message.startswith(place):
+        return message
+    return f"{place}: {message}"
 
 
 PromptSource = Prompt | Mapping[str, Any] | str | list[Message]
-"""Whatever `Prompt.of` makes a prompt of."""
+"""The values from which `Prompt.of` makes a prompt."""
 
 
 def prompt_for(
     engine: Engine, source: PromptSource, template: Mapping[str, Any], began: datetime | None = None
 ) -> tuple[Prompt, list[int]]:
-    """The prompt and its token ids (P,), of a group that `began` then. `template`: arguments of the chat template.
+    """The prompt and its token ids (P,).
 
-    Raises PromptError if it is no prompt or does not fit the engine, of which only the tokenizer and the limits count.
+    `template`: arguments of the chat template. `began`: when its group began. Raises PromptError if the source is no
+    prompt or does not fit the engine, of which only the tokenizer and the limits count.
     """
     try:
         prompt = Prompt.of(source)
@@ -367,12 +379,12 @@ def prompt_for(
 
 
 class PreparedRows:
-    """Rows as prompts, each made when it is asked for: a large data set costs nothing before."""
+    """Rows as prompts. Each prompt is made when it is asked for, so a large data set costs nothing before."""
 
     def __init__(
         self, rows: PromptRows, prompt_field: str = "prompt", system: str | None = None, *, chat: bool = False
     ) -> None:
-        """`chat`: texts become messages of the user. `system`: the message of the system in each that has none."""
+        """`chat`: texts become messages of the user. `system`: a message of the system for chats that have none."""
         self._rows = prompt_rows(rows, prompt_field)
         self._prompt_field = prompt_field
         self._chat = chat
@@ -382,7 +394,7 @@ class PreparedRows:
         return len(self._rows)
 
     def __getitem__(self, index: int) -> Prompt:
-        """Raises PromptError that names the row."""
+        """The prompt of a row. Raises PromptError, which names the row."""
         prompt = prompt_at(self._rows, index, self._prompt_field)
         if not self._chat:
             return prompt
@@ -392,11 +404,11 @@ class PreparedRows:
             raise PromptError(_at(self._rows, int(index), error)) from error
 
     def place(self, index: int) -> str:
-        """What errors call this row."""
+        """The name of a row in errors."""
         return place_of(self._rows, index)
 
     def check(self) -> None:
-        """Looks at all rows. Raises PromptError for the first that is no prompt."""
+        """Checks all rows. Raises PromptError for the first that is no prompt."""
         if isinstance(self._rows, LoadedPrompts) and not self._chat:
             self._rows.check()
             return
@@ -407,26 +419,28 @@ class PreparedRows:
 def cycle_prompts(
     rows: PromptRows, *, seed: int = 0, epochs: int | None = None, prompt_field: str = "prompt"
 ) -> Iterator[Prompt]:
-    """Every row once in each epoch, in an order that depends on `seed` and the epoch; `epochs` None: for ever.
+    """Yields every row once in each epoch, in an order that depends on `seed` and the epoch; `epochs` None: for ever.
 
     Reads the rows one by one, so a large data set starts at once. Raises ValueError if there are no rows. A row that is
-    no prompt raises PromptError when its turn comes, and the next call goes on with the next row.
+    no prompt raises PromptError when its turn comes, and the next call continues with the next row.
     """
     if not len(rows):
         raise ValueError(f"there are no prompts to cycle through: rows is empty, {rows!r:.80}")
     numbered = prompt_rows(rows, prompt_field)
-    orders = (epoch_order(len(rows), seed, epoch) for epoch in (itertools.count() if epochs is None else range(epochs)))
+    numbers: Iterable[int] = itertools.count() if epochs is None else range(epochs)
+    orders = (epoch_order(len(rows), seed, epoch) for epoch in numbers)
 
     def prompt_of(index: int) -> Prompt:
         return prompt_at(numbered, index, prompt_field)
 
-    # `map` goes on after an error, which a generator does not.
+    # A generator would end at the first error. `map` continues with the next row.
     return map(prompt_of, itertools.chain.from_iterable(orders))
 
 
 def epoch_order(count: int, seed: int, epoch: int) -> npt.NDArray[np.int64]:
-    """The order of `count` rows in this epoch: each index once. A million take some 20 ms."""
-    return np.random.default_rng([*f"{seed}/{epoch}".encode()]).permutation(count)
+    """The order of `count` rows in this epoch: each index once. A million rows take some 20 ms."""
+    entropy = list(f"{seed}/{epoch}".encode())
+    return np.random.default_rng(entropy).permutation(count)
 
 
 def chat_prompts(prompts: Iterable[Prompt], system: str | None = None) -> Iterator[Prompt]:
@@ -435,5 +449,5 @@ def chat_prompts(prompts: Iterable[Prompt], system: str | None = None) -> Iterat
     def as_chat(prompt: Prompt) -> Prompt:
         return prompt.as_chat(system)
 
-    # `map` goes on after a prompt that cannot be made, which a generator does not.
+    # A generator would end at the first prompt that cannot be made. `map` continues with the next one.
     return map(as_chat, prompts)

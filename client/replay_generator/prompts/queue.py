@@ -1,7 +1,7 @@
-"""Prompt queue: where a generator's next prompt comes from, and who is told what became of it.
+"""Prompt queue: returns a generator's next prompt, and is told the outcome of each.
 
-Prompts of an iterable are the generator's own, and nobody is told (`IteratedPrompts`). Those of a table of prompts are
-drawn under a lease, which ends with the group (`table.py`). Partial groups are drawn and held like them
+The prompts of an iterable belong to the generator, and their outcomes are ignored (`IteratedPrompts`). The prompts of a
+table are drawn under a lease, which ends with the group (`table.py`). Partial groups are drawn and held in the same way
 (`LeasedItems`).
 """
 
@@ -27,15 +27,15 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 Answer = Callable[..., Awaitable[Any]]
-"""Makes a call of the client, again while the server is away or busy: `GeneratorServer.answer`."""
+"""Makes a call of the client, and repeats it while the server is away or busy: `GeneratorServer.answer`."""
 _THE_END = object()
-"""What stands for a further prompt where there is none. Null may be one that somebody gave."""
-_MOST_STRANGERS = 100
-"""Items that cannot be decoded. When there were so many before the first group, it is the wrong table."""
+"""Marks the end of the iterable. None cannot mark it: an iterable may yield None."""
+_MOST_FOREIGN = 100
+"""Items that cannot be decoded. So many before the first group mean that this is the wrong table."""
 
 
 class PromptItem(NamedTuple):
-    """A prompt in its table, as a generator has drawn it."""
+    """The item of a prompt in its table, as a generator has drawn it."""
 
     key: int
     priority: float
@@ -45,50 +45,51 @@ class PromptItem(NamedTuple):
 
 @dataclass(frozen=True)
 class DrawnPrompt:
-    """A prompt of which the generator is to make a group."""
+    """A prompt from which the generator will make a group."""
 
     source: PromptSource
     closes: tuple[Sample, ...] = ()
-    """Its item under a lease, which the insert of the group closes. Empty: it came from an iterable, or a partial
-    group has taken its place."""
+    """The item of the prompt under its lease, which the insert of the group closes.
+
+    Empty: the prompt came from an iterable, or a partial group has replaced it."""
     item: PromptItem | None = None
-    """None: it came from an iterable."""
+    """The item of the prompt; None: the prompt came from an iterable."""
 
 
 class PromptQueue:
-    """Gives prompts one by one. Each ends with exactly one of `finished`, `requeued` and `reject`.
+    """Returns prompts one by one. Each ends with exactly one of `finished`, `requeued` and `reject`.
 
-    Where partial groups are stored, such a group takes the place of its prompt when it is opened (`opened`). It may
-    end at another generator than the one that drew the prompt.
+    If partial groups are stored, such a group replaces its prompt when it is opened (`opened`). It may end at another
+    generator than the one that drew the prompt.
     """
 
     ended = False
-    """No prompt will come any more."""
+    """True when no prompt will come any more."""
 
     async def begin(self) -> None:
-        """Finds out whether there can be prompts. Raises ReplayError that names the remedy."""
+        """Prepares the queue. Raises ReplayError, which names the remedy, if there can be no prompts."""
 
     async def next(self) -> DrawnPrompt | None:
-        """The next prompt; None: there is none now. Then `ended` says whether to ask again.
+        """The next prompt; None: there is none now. Then call it again, unless `ended`.
 
-        Raises PromptError for a row that is no prompt; the next call goes on with the next one.
+        Raises PromptError for a row that is no prompt; the next call continues with the next row.
         """
         raise NotImplementedError
 
     async def finished(self, drawn: DrawnPrompt, rewards: npt.ArrayLike | None, *, inserted: bool) -> None:
-        """The prompt is done: its group was `inserted`, or is left out for good.
+        """Is called when the prompt is done: its group was `inserted`, or is left out for good.
 
-        `rewards` (G,) are those of the group; None: nobody knows them.
+        `rewards` (G,): the rewards of the group; None: they are unknown.
         """
 
     def opened(self, drawn: DrawnPrompt) -> None:
-        """The insert of a partial group has closed the prompt."""
+        """Is called when the insert of a partial group has closed the prompt."""
 
     async def requeued(self, drawn: DrawnPrompt, partial: Sample | None = None) -> None:
-        """The prompt is not done: somebody else may have it. It takes the place of `partial`, if there is one."""
+        """Returns a prompt that is not done, for any generator. It replaces `partial`, if there is one."""
 
     async def reject(self, sample: Sample, why: Exception) -> None:
-        """The item is taken out: nobody can make a group of it."""
+        """Removes an item from which no generator can make a group."""
 
     async def close(self) -> None:
         """Returns all prompts that are under way, if the server can be reached soon."""
@@ -102,7 +103,7 @@ class IteratedPrompts(PromptQueue):
         self._count = 0
 
     async def next(self) -> DrawnPrompt | None:
-        # In a thread: the next prompt of a streamed data set may take its time.
+        # It runs in a thread: the next prompt of a streamed data set may take long.
         source = await in_daemon_thread(lambda: next(self._prompts, _THE_END))
         if source is _THE_END:
             self.ended = True
@@ -115,7 +116,7 @@ class IteratedPrompts(PromptQueue):
 
 
 class LeasedItems(Generic[T]):
-    """The items of a table that this process has drawn, under leases that it renews until it has done with them."""
+    """The items of a table that this process has drawn, under leases that it renews until it is done with them."""
 
     def __init__(
         self,
@@ -128,13 +129,20 @@ class LeasedItems(Generic[T]):
         on_lost: Callable[[Sample, T], object],
         stats: GeneratorStats,
     ) -> None:
-        """`what` such a table is of. `decode` raises ValueError for what nobody can work at, and that is rejected.
-        `on_lost`: its lease has ended."""
-        self._client, self._answer, self._table, self._what, self._lease = client, answer, table, what, lease
-        self._decode, self._on_lost, self._stats = decode, on_lost, stats
+        """`what`: the contents of the table, for errors. `decode`: makes the value of an item; it raises ValueError for
+        an item that nobody can use, which is then rejected. `on_lost`: is called when the lease of an item has ended.
+        """
+        self._client = client
+        self._answer = answer
+        self._table = table
+        self._lease = lease
+        self._what = what
+        self._decode = decode
+        self._on_lost = on_lost
+        self._stats = stats
         self._renewer = AsyncLeaseRenewer(client.renew, lease, self._lose)
         self.held: dict[int, tuple[Sample, T]] = {}
-        """By lease."""
+        """The items and their values, by the number of the lease."""
 
     async def draw(self, timeout: float, exclude: Sequence[int] = ()) -> tuple[Sample, T]:
         """The next item. Raises DeadlineExceededError if there is none."""
@@ -146,27 +154,31 @@ class LeasedItems(Generic[T]):
                 item = self._decode(sample)
             except ValueError as error:
                 await self.reject(sample, error)
-                if self._stats["items_rejected"] >= _MOST_STRANGERS and not self._stats["groups"]:
+                if self._stats["items_rejected"] >= _MOST_FOREIGN and not self._stats["groups"]:
                     wrong = f"table {self._table!r} holds other things than {self._what}: use another one"
                     raise ReplayError(wrong) from error
                 continue
-            self.held[sample.info.lease_id] = sample, item
-            # From its first renewal on the sample is in use: its lease goes on after a restart of the server.
+            self.held[sample.info.lease_id] = (sample, item)
+            # From its first renewal on, the sample counts as in use: its lease survives a restart of the server.
             self._renewer.add([sample])
             return sample, item
 
     async def reject(self, sample: Sample, why: Exception) -> None:
-        """The item is taken out: nobody can work at it."""
+        """Removes an item that nobody can use."""
         logger.warning("item %d of table %r is rejected: %s", sample.info.key, self._table, why)
         self._stats["items_rejected"] += 1
         self.forget([sample])
-        await self._answer(self._client.delete, self._table, [sample.info.key])  # a curriculum keeps it
+        await self._answer(self._client.delete, self._table, [sample.info.key])  # a curriculum would keep it
         await self._answer(self._client.acknowledge, [sample])
 
     def forget(self, samples: Sequence[Sample]) -> list[Sample]:
-        """These have been closed or lost. Returns those that were not already."""
+        """Forgets items that were closed or lost. Returns those that were held until now."""
         self._renewer.forget(samples)
-        return [sample for sample in samples if self.held.pop(sample.info.lease_id, None) is not None]
+        forgotten = []
+        for sample in samples:
+            if self.held.pop(sample.info.lease_id, None) is not None:
+                forgotten.append(sample)
+        return forgotten
 
     def check(self) -> None:
         """Asserts that each item is held under its own lease."""
@@ -174,8 +186,9 @@ class LeasedItems(Generic[T]):
             assert sample.info.lease_id == lease, (lease, sample.info)
 
     async def end(self, samples: Sequence[Sample], *, requeue: bool = False) -> None:
-        """These leave the table, or go back to their places."""
-        if held := self.forget(samples):
+        """Ends the leases of these items: they are consumed, or return to their places in the table."""
+        held = self.forget(samples)
+        if held:
             await self._answer(self._client.acknowledge, held, requeue=requeue)
 
     async def close(self) -> None:
@@ -186,6 +199,7 @@ class LeasedItems(Generic[T]):
                 await self.end([sample for sample, _ in self.held.values()], requeue=True)
 
     def _lose(self, lost: list[SampleInfo]) -> None:
-        for sample, item in [self.held[info.lease_id] for info in lost if info.lease_id in self.held]:
+        held = [self.held[info.lease_id] for info in lost if info.lease_id in self.held]
+        for sample, item in held:
             self.forget([sample])
             self._on_lost(sample, item)

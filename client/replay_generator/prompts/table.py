@@ -1,24 +1,24 @@
-"""Prompts of a table: every generator draws from it under leases, and the insert of a group closes its prompt.
+"""Prompts of a table: all generators draw from it under leases, and the insert of a group closes its prompt.
 
-A prompt and its group change places in one request (`closes`), so a kill leaves one of them, and never both or neither.
-A generator that dies loses its leases. Its prompts go back to their places, and others draw them.
+One request inserts a group and closes its prompt (`closes`), so a kill leaves one of them, and never both or neither. A
+generator that dies loses its leases. Its prompts return to their places, and other generators draw them.
 
-`EpochPrompts` makes a group of each prompt once an epoch, in an order by seed. The table is a queue, and nobody holds
-all of an epoch in it. Behind the prompts that are loaded lies a PromptCursor, which says how far that is. The generator
-that draws the cursor loads the next WINDOW prompts. It then inserts the next cursor, which closes the one it has:
+`EpochPrompts` makes a group of each prompt once an epoch, in an order by seed. The table is a queue, which never holds
+a whole epoch. Behind the loaded prompts lies a PromptCursor, which has the position of the next prompt. The generator
+that draws the cursor loads the next WINDOW prompts. It then inserts the next cursor, which closes the one that it drew:
 
     p1 p2 p3 cursor(3)  ──▶  cursor(3) drawn  ──▶  p4 p5 p6 cursor(6)
 
-So the lease of the cursor decides who loads. What a kill leaves, at each step:
+So the generator that has the lease of the cursor loads prompts. A kill has these effects, at each step:
 
     the cursor is drawn          its lease ends, and another generator loads
-    some prompts are loaded    the same. Keys follow from run, epoch and position: the server knows those that are there
-    the next cursor is in        the old one is gone in the same moment
+    some prompts are loaded      the same. Keys follow from run, epoch and position, so the server refuses duplicates
+    the next cursor is there     the old one has gone at the same moment
 
-The server has to remember the keys of one window until the next cursor is in, and no key after that. So epochs may be
-as long as you like. The table is empty, and no item of it is drawn, only before the first cursor and after a reset.
+The server must remember the keys of one window until the next cursor is there, and no key after that. So epochs may
+have any length. The table is empty, with no item drawn, only before the first cursor and after a reset.
 
-`CurriculumPrompts` draws by priority, and prompts stay in the table. The priority is all that it knows of a prompt.
+`CurriculumPrompts` draws by priority, and prompts stay in the table. The priority is its only memory of a prompt.
 """
 
 from __future__ import annotations
@@ -68,27 +68,27 @@ from replay_protos.words import counted
 logger = logging.getLogger(__name__)
 
 WINDOW = 1024
-"""Prompts of an epoch that are loaded at once."""
+"""The number of prompts of an epoch that are loaded at once."""
 LEAST_ROOM = 16 * WINDOW
-"""The least `max_size` of a table of prompts: a window, and what generators that died requeue."""
+"""The least `max_size` of a table of prompts: a window, and the prompts that are requeued when generators die."""
 LEAST_BOUND = 1_000_000
-"""The least `max_staleness` of partial groups that stand for prompts: no run has so many versions."""
+"""The least `max_staleness` of partial groups that replace prompts: no run has so many versions."""
 FIRST_PRIORITY = 0.25
-"""Of a prompt in a curriculum that nobody has tried: the most that p (1 - p) can be."""
+"""The priority of a prompt in a curriculum that has had no group yet: the maximum of p (1 - p)."""
 LEARNING_RATE = 0.5
-"""Weight of the newest group of a prompt in its priority."""
+"""The weight of the newest group of a prompt in its priority."""
 LEAST_PRIORITY = 0.02
-"""Of a prompt that was always solved, or never: it is tried again, more seldom."""
+"""The priority of a prompt that was always solved, or never: it is tried again, but more seldom."""
 _PAUSE = 1.0
-"""Seconds to wait for a prompt before another look at what is going on."""
+"""Seconds to wait for a prompt before the state of the table is checked again."""
 MOST_BAD = 100
-"""When so many rows in a row were no prompts, the run ends: the cause is not a single row."""
+"""The run ends when so many successive rows are no prompts: the cause is not a single row."""
 _MOST_BEGINNINGS = 64
-"""How often a table may be emptied while the server remembers the key of its first cursor."""
+"""The number of times that a table may be emptied while the server remembers the key of its first cursor."""
 
 
 class PromptsTable(PromptQueue):
-    """Draws prompts under leases, and renews these until the prompts are finished or returned."""
+    """Draws prompts under leases, and renews the leases until the prompts are finished or requeued."""
 
     def __init__(
         self,
@@ -109,10 +109,19 @@ class PromptsTable(PromptQueue):
         self._stats = stats
         self._bad_in_a_row = 0
         self._names = ""
-        self._items = LeasedItems(client, answer, self.table, config.prompts_lease, "prompts", _decoded, _lose, stats)
+        self._items = LeasedItems(
+            client,
+            answer,
+            self.table,
+            config.prompts_lease,
+            "prompts",
+            _decoded,
+            _lose,
+            stats,
+        )
 
     async def begin(self) -> None:
-        """Loads the first prompts, if nobody has. Raises ReplayError for a table that cannot hold prompts."""
+        """Loads the first prompts, if no generator has. Raises ReplayError for a table that cannot hold prompts."""
         if not len(self._rows):
             raise ReplayError("there are no prompts to load: the file has no rows")
         self._names = await in_daemon_thread(lambda: names_of(self._rows))
@@ -121,15 +130,19 @@ class PromptsTable(PromptQueue):
             raise ReplayError(
                 "a table of prompts over several servers does not go together with [admission]: use one server"
             )
-        if (found := info.tables.get(self.table)) is None:
+        table = info.tables.get(self.table)
+        if table is None:
             names = ", ".join(info.tables)
             raise ReplayError(f"prompts_table {self.table!r} does not exist; there are {names}: add it in [[tables]]")
-        for wrong in self._faults(json.loads(found.config)):
-            raise ReplayError(f"table {self.table!r} cannot hold the prompts of {self._what}: {wrong}")
+        fault = next(self._faults(json.loads(table.config)), None)
+        if fault is not None:
+            raise ReplayError(f"table {self.table!r} cannot hold the prompts of {self._what}: {fault}")
 
     async def next(self) -> DrawnPrompt | None:
         """The next prompt, under a lease; None: there is none now."""
-        exclude = [] if self._times else [sample.info.key for sample, _ in self._items.held.values()]
+        exclude: list[int] = []
+        if not self._times:  # prompts stay in the table, which could return the same one again
+            exclude = [sample.info.key for sample, _ in self._items.held.values()]
         try:
             sample, item = await self._items.draw(_PAUSE, exclude)
         except DeadlineExceededError:
@@ -138,11 +151,11 @@ class PromptsTable(PromptQueue):
         if isinstance(item, PromptCursor):
             await self._cursor_drawn(sample, item)
             return None
-        place = PromptItem(sample.info.key, sample.info.priority, item.epoch, item.position)
-        return DrawnPrompt(item.prompt, (sample,), place)
+        prompt_item = PromptItem(sample.info.key, sample.info.priority, item.epoch, item.position)
+        return DrawnPrompt(item.prompt, closes=(sample,), item=prompt_item)
 
     async def finished(self, drawn: DrawnPrompt, rewards: npt.ArrayLike | None, *, inserted: bool) -> None:
-        """The insert of a group has closed its prompt. That of a group which is left out is acknowledged here."""
+        """Forgets a prompt that an insert has closed, and acknowledges the prompt of a group that is left out."""
         if inserted:
             self.opened(drawn)
         else:
@@ -160,23 +173,29 @@ class PromptsTable(PromptQueue):
     async def close(self) -> None:
         await self._items.close()
 
-    # ------------------------------------------------------------------------------------ what the modes differ in
+    # ------------------------------------------------------------------------------- the differences of the modes
 
-    _what, _sampler, _times = "", "", 0
-    """The mode, for messages; the sampler and the max_times_sampled of its table."""
+    _what = ""
+    """The mode, for messages."""
+    _sampler = ""
+    """The `sampler` that its table must have."""
+    _times = 0
+    """The `max_times_sampled` that its table must have."""
 
     @abstractmethod
     async def _cursor_drawn(self, sample: Sample, cursor: PromptCursor) -> None:
-        """The cursor was drawn."""
+        """Is called when the cursor was drawn."""
 
     async def _look(self) -> None:
-        """There was no prompt for a while."""
+        """Is called when there was no prompt for a while."""
 
-    # -------------------------------------------------------------------------------------------------- for both
+    # ---------------------------------------------------------------------------------------------- for both modes
 
     def _faults(self, config: Mapping[str, Any]) -> Iterator[str]:
-        """Lists the settings of a table that make it unfit for prompts, in words."""
-        sampler, times, limiter = config["sampler"]["type"], config["max_times_sampled"], config["rate_limiter"]
+        """Yields the settings of a table that make it unfit for prompts, in words."""
+        sampler = config["sampler"]["type"]
+        times = config["max_times_sampled"]
+        limiter = config["rate_limiter"]
         room = LEAST_ROOM if self._times else len(self._rows) + 2
         if sampler != self._sampler:
             yield f'its sampler is {sampler!r}; write sampler = "{self._sampler}"'
@@ -186,7 +205,10 @@ class PromptsTable(PromptQueue):
             yield f"its max_staleness {config['max_staleness']} would drop prompts; leave it out"
         if limiter["type"] not in ("min_size", "queue") or limiter["min_size"] > 1:
             yield f"its rate_limiter {limiter['type']!r} may hold prompts back; leave it out"
-        if (most := min(config["max_size"], limiter["max_size"] or config["max_size"])) < room:
+        most = config["max_size"]
+        if limiter["max_size"]:
+            most = min(most, limiter["max_size"])
+        if most < room:
             yield f"it holds {most} items; write max_size = {room} or more, so that no prompt is evicted"
         if config["requires"]:
             yield f"it requires {', '.join(config['requires'])}, which prompts lack; leave that out"
@@ -196,9 +218,9 @@ class PromptsTable(PromptQueue):
         return info
 
     async def _is_empty(self) -> bool:
-        """Whether the table holds nothing, and nobody has drawn anything of it."""
+        """True if the table holds no items, and none is drawn."""
         info = await self._info()
-        if getattr(info, "gone", ()):  # what that server holds, nobody knows
+        if getattr(info, "gone", ()):  # a server that is gone may hold items
             return False
         table = info.tables[self.table]
         return not table.size and not table.reserved
@@ -206,10 +228,10 @@ class PromptsTable(PromptQueue):
     async def _first_cursor(self, priority: float) -> None:
         """Inserts the first cursor if the table is empty.
 
-        All that begin at once use the same key, so there is one cursor. After a reset the server still knows that key:
-        then the table stays empty, and the next key counts.
+        Generators that begin at the same time use the same key, so there is one cursor. After a reset the server still
+        knows that key: then the table stays empty, and the next key is tried.
         """
-        cursor = PromptCursor(secrets.randbits(63), self._seed, len(self._rows), self._names)
+        cursor = PromptCursor(run=secrets.randbits(63), seed=self._seed, rows=len(self._rows), names=self._names)
         for beginning in range(_MOST_BEGINNINGS):
             if not await self._is_empty():
                 return
@@ -229,18 +251,24 @@ class PromptsTable(PromptQueue):
         )
 
     async def _load(self, cursor: PromptCursor, rows: Sequence[int], priority: float = 1.0) -> None:
-        """Inserts the prompts of these rows, which begin where the cursor is, those that are there already apart.
+        """Inserts the prompts of these rows, of which the first has the position of the cursor.
 
-        A row that is no prompt, or that no table can hold, is left out: it would end every generator in turn.
+        Prompts that the table has already are not inserted again. A row that is no prompt, or that no table can hold,
+        is left out: otherwise it would end every generator in turn.
         """
-        prompts = await in_daemon_thread(
-            lambda: [self._stored(row, cursor, position) for position, row in enumerate(rows, cursor.position)]
-        )
-        places = {key_of(cursor.run, cursor.epoch, cursor.position + index): index for index in range(len(prompts))}
+
+        def encoded() -> list[tuple[bytes, dict[str, TagValue]] | PromptError]:
+            return [self._stored(row, cursor, position) for position, row in enumerate(rows, cursor.position)]
+
+        prompts = await in_daemon_thread(encoded)
+        indices: dict[int, int] = {}
+        for index in range(len(prompts)):
+            key = key_of(cursor.run, cursor.epoch, cursor.position + index)
+            indices[key] = index
 
         async def attempt() -> dict[int, ReplayError]:
             async with self._client.writer(max_in_flight=WINDOW) as writer:
-                for key, index in places.items():
+                for key, index in indices.items():
                     stored = prompts[index]
                     if isinstance(stored, PromptError):
                         continue
@@ -253,14 +281,16 @@ class PromptsTable(PromptQueue):
                         raise error
                 return dict(writer.refused)
 
-        for key, error in (await self._answer(attempt)).items():
-            row = place_of(self._rows, rows[places[key]])
-            prompts[places[key]] = PromptError(f"{row}: the prompt cannot be stored in a table: {error}")
+        refused = await self._answer(attempt)
+        for key, error in refused.items():
+            index = indices[key]
+            row = place_of(self._rows, rows[index])
+            prompts[index] = PromptError(f"{row}: the prompt cannot be stored in a table: {error}")
         for prompt in prompts:
             self._count_bad(prompt)
 
     def _stored(self, row: int, cursor: PromptCursor, position: int) -> tuple[bytes, dict[str, TagValue]] | PromptError:
-        """The bytes and the tags of the prompt of a row, or why it has none."""
+        """The bytes and the tags of the prompt of a row, or the error of a row that is no prompt."""
         try:
             stored = StoredPrompt(prompt_at(self._rows, row), cursor.epoch, position)
             return stored.encode(), stored.item_tags()
@@ -268,7 +298,7 @@ class PromptsTable(PromptQueue):
             return error
 
     def _count_bad(self, prompt: object) -> None:
-        """Raises ReplayError when so many rows in a row were no prompts that the cause is not one of them."""
+        """Counts a row that is no prompt. Raises ReplayError after so many that the cause is not a single row."""
         if not isinstance(prompt, PromptError):
             self._bad_in_a_row = 0
             return
@@ -281,7 +311,10 @@ class PromptsTable(PromptQueue):
     def _check(self, cursor: PromptCursor) -> None:
         """Raises ReplayError if the table was loaded from other prompts."""
         if (cursor.rows, cursor.names) != (len(self._rows), self._names):
-            kind = "others" if cursor.rows == len(self._rows) else f"{len(self._rows)}"
+            if cursor.rows == len(self._rows):
+                kind = "others"
+            else:
+                kind = f"{len(self._rows)}"
             prompts = counted(cursor.rows, "prompt")
             raise ReplayError(
                 f"table {self.table!r} was loaded from {prompts}, and this generator has {kind}: "
@@ -290,9 +323,10 @@ class PromptsTable(PromptQueue):
 
 
 async def _beside_too_large(call: Callable[[], Awaitable[object]]) -> None:
-    """Calls a method of a writer, whose `refused` gets each prompt that is too large for the server.
+    """Calls a method of a writer, and repeats the call after an error about a prompt that is too large.
 
-    A writer that raises has done nothing else: the error is that of an earlier item, and it raises it once.
+    A writer raises such an error once, for an earlier item, which it adds to `refused`. Then it has not executed this
+    call.
     """
     while True:
         try:
@@ -311,15 +345,20 @@ def _lose(_: Sample, __: StoredPrompt | PromptCursor) -> None:
 
 
 class EpochPrompts(PromptsTable):
-    """Each prompt once an epoch, whoever restarts, and however many generators draw."""
+    """Each prompt once an epoch, with any number of generators, also after restarts."""
 
-    _what, _sampler, _times = "an epoch", "fifo", 1
+    _what = "an epoch"
+    _sampler = "fifo"
+    _times = 1
 
     async def begin(self) -> None:
         await super().begin()
+        info = await self._info()
         name = self._config.partial_groups_table or ""
-        partial_groups = (await self._info()).tables.get(name)
-        bound = None if partial_groups is None else json.loads(partial_groups.config)["max_staleness"]
+        partial_groups = info.tables.get(name)
+        bound = None
+        if partial_groups is not None:
+            bound = json.loads(partial_groups.config)["max_staleness"]
         if bound is not None and bound < LEAST_BOUND:
             raise ReplayError(
                 f"table {name!r} has max_staleness {bound}: the server would drop partial groups "
@@ -329,15 +368,16 @@ class EpochPrompts(PromptsTable):
         await self._first_cursor(1.0)
 
     async def requeued(self, drawn: DrawnPrompt, partial: Sample | None = None) -> None:
-        """A prompt that takes the place of a partial group comes behind those that are loaded."""
+        """Requeues a prompt. If it replaces a partial group, it comes behind the loaded prompts."""
         await super().requeued(drawn)
         if partial is None or drawn.item is None:
             return
         prompt = StoredPrompt(Prompt.of(drawn.source), drawn.item.epoch, drawn.item.position)
-        # The key follows from what it replaces: an answer that is lost does not repeat the prompt.
-        key, tags = key_of("again", partial.info.key), prompt.item_tags()
+        # The key follows from the key of the partial group: if an answer is lost, the prompt is not inserted twice.
+        key = key_of("again", partial.info.key)
+        tags = prompt.item_tags()
         table = {self.table: 1.0}
-        with contextlib.suppress(LeaseEndedError):  # another generator has the group, and goes on with it
+        with contextlib.suppress(LeaseEndedError):  # another generator has the group, and continues it
             await self._answer(self._client.insert, prompt.encode(), table, key=key, tags=tags, closes=[partial])
 
     async def _look(self) -> None:
@@ -345,31 +385,37 @@ class EpochPrompts(PromptsTable):
 
     async def _cursor_drawn(self, sample: Sample, cursor: PromptCursor) -> None:
         self._check(cursor)
-        if (epochs := self._config.prompts_epochs) is not None and cursor.epoch >= epochs:
+        epochs = self._config.prompts_epochs
+        if epochs is not None and cursor.epoch >= epochs:
             await self._wait_for_others()
             await self._items.end([sample], requeue=True)
             return
         order = await in_daemon_thread(lambda: epoch_order(cursor.rows, cursor.seed, cursor.epoch))
         rows = order[cursor.position : cursor.position + WINDOW].tolist()
-        after = cursor.position + len(rows)
-        epoch, position = (cursor.epoch, after) if after < cursor.rows else (cursor.epoch + 1, 0)
+        epoch = cursor.epoch
+        position = cursor.position + len(rows)
+        if position >= cursor.rows:
+            epoch += 1
+            position = 0
         assert (epoch, position) > (cursor.epoch, cursor.position), "a cursor goes forward"
         assert len(rows) <= WINDOW, len(rows)
         try:
-            # Who stands still for longer than the lease must not go on where another generator is at work.
+            # A generator that was suspended for longer than the lease must stop: another one loads these prompts.
             async with asyncio.timeout(self._config.prompts_lease):
                 await self._load(cursor, rows)
                 key = key_of(cursor.run, epoch, position, "cursor")
-                await self._insert_cursor(replace(cursor, epoch=epoch, position=position), key, closes=[sample])
+                next_cursor = replace(cursor, epoch=epoch, position=position)
+                await self._insert_cursor(next_cursor, key, closes=[sample])
         except (LeaseEndedError, TimeoutError):
             logger.warning("loading prompts took longer than their lease, and another generator does it")
         self._items.forget([sample])
 
     async def _wait_for_others(self) -> None:
-        """All epochs are drawn. They are through when no prompt can come back, and no partial group is left."""
-        tables = (await self._info()).tables
-        table, partial_groups = tables[self.table], tables.get(self._config.partial_groups_table or "")
-        self.ended = table.size == 0 and table.reserved == 1  # this cursor
+        """Waits, after all epochs are drawn, until no prompt can return, and no partial group is left."""
+        info = await self._info()
+        table = info.tables[self.table]
+        partial_groups = info.tables.get(self._config.partial_groups_table or "")
+        self.ended = table.size == 0 and table.reserved == 1  # the one drawn item is this cursor
         if partial_groups is not None and partial_groups.size + partial_groups.reserved:
             self.ended = False
         if not self.ended:
@@ -377,18 +423,19 @@ class EpochPrompts(PromptsTable):
 
 
 class CurriculumPrompts(PromptsTable):
-    """Prompts by how much their groups teach, again and again.
+    """Prompts by the learnability of their groups, again and again.
 
     The priority of a prompt is a running mean of p (1 - p), with p the share of its completions that are right
     (learnability, arXiv 2502.12272; `scoring.group_learnability`):
 
         priority = (1 - LEARNING_RATE) * priority + LEARNING_RATE * max(p (1 - p), LEAST_PRIORITY)
 
-    So a group counts half as much at each further group of its prompt, and no prompt is forgotten. Nothing else is
-    known of a prompt: whichever generator makes its next group goes on from its priority, after any restart.
+    So the weight of a group halves with each further group of its prompt, and no prompt is forgotten. The priority is
+    the only state of a prompt: the generator that makes its next group starts from it, also after a restart.
     """
 
-    _what, _sampler = "a curriculum", "prioritized"
+    _what = "a curriculum"
+    _sampler = "prioritized"
 
     async def begin(self) -> None:
         await super().begin()
@@ -397,27 +444,30 @@ class CurriculumPrompts(PromptsTable):
         loaded = key_of(run, "loaded")
         if await self._answer(self._client.get, [loaded], payloads=False):
             return
-        cursor = PromptCursor(run, self._seed, len(self._rows), self._names)
+        cursor = PromptCursor(run=run, seed=self._seed, rows=len(self._rows), names=self._names)
         for start in range(0, cursor.rows, WINDOW):
             rows = range(start, min(start + WINDOW, cursor.rows))
             await self._load(replace(cursor, position=start), rows, FIRST_PRIORITY)
-        # From now on no generator loads: prompts that somebody deletes stay away.
+        # From now on no generator loads: prompts that a user deletes stay deleted.
         await self._insert_cursor(replace(cursor, position=cursor.rows), loaded, 0.0)
 
     async def finished(self, drawn: DrawnPrompt, rewards: npt.ArrayLike | None, *, inserted: bool) -> None:
-        """A kill before the new priority is there loses what this group says of its prompt, and nothing else."""
+        """Also updates the priority of the prompt. A kill before that loses only the effect of this group on it."""
         await super().finished(drawn, rewards, inserted=inserted)
-        if (item := drawn.item) is not None:
-            taught = 0.0 if rewards is None else group_learnability(rewards)
-            mean = (1 - LEARNING_RATE) * item.priority + LEARNING_RATE * max(taught, LEAST_PRIORITY)
-            await self._answer(self._client.update_priorities, self.table, {item.key: mean})
+        item = drawn.item
+        if item is None:
+            return
+        learnability = 0.0 if rewards is None else group_learnability(rewards)
+        mean = (1 - LEARNING_RATE) * item.priority + LEARNING_RATE * max(learnability, LEAST_PRIORITY)
+        await self._answer(self._client.update_priorities, self.table, {item.key: mean})
 
     async def _run(self) -> int:
-        """The number that the first cursor has."""
+        """The number `run` of the first cursor."""
         keys = [key_of("begin", self.table, beginning) for beginning in range(_MOST_BEGINNINGS)]
         for item in await self._answer(self._client.get, keys):
-            with contextlib.suppress(ValueError):  # what is damaged is no cursor
-                if isinstance(cursor := decode_item(item.payload), PromptCursor) and self.table in item.tables:
+            with contextlib.suppress(ValueError):  # a damaged item is no cursor
+                cursor = decode_item(item.payload)
+                if isinstance(cursor, PromptCursor) and self.table in item.tables:
                     self._check(cursor)
                     return cursor.run
         raise ReplayError(
@@ -426,7 +476,7 @@ class CurriculumPrompts(PromptsTable):
         )
 
     async def _cursor_drawn(self, sample: Sample, cursor: PromptCursor) -> None:
-        await self._items.end([sample], requeue=True)  # somebody has raised its priority
+        await self._items.end([sample], requeue=True)  # a user has raised its priority
 
 
 def prompt_queue_of(
@@ -436,7 +486,7 @@ def prompt_queue_of(
     config: GeneratorConfig,
     stats: GeneratorStats,
 ) -> PromptQueue:
-    """The supply that `config` asks for. Raises ValueError if it asks for a table, and `prompts` are no rows."""
+    """The queue for these prompts. Raises ValueError if `config` asks for a table, and `prompts` are no rows."""
     if config.prompts_table is None:
         if config.prompts_epochs is not None:
             raise ValueError("prompts_epochs needs a prompts_table: without one, `prompts` says how many there are")
@@ -445,5 +495,6 @@ def prompt_queue_of(
         raise ValueError(f"prompts_table needs all prompts as rows by number, not {type(prompts).__name__}")
     if config.prompts_mode == "curriculum" and config.prompts_epochs is not None:
         raise ValueError("prompts_epochs does not go together with prompts_mode = 'curriculum', which has no epochs")
-    kind = EpochPrompts if config.prompts_mode == "epoch" else CurriculumPrompts
-    return kind(client, answer, prompt_rows(cast("PromptRows", prompts)), config, stats)
+    queue_class = EpochPrompts if config.prompts_mode == "epoch" else CurriculumPrompts
+    rows = prompt_rows(cast("PromptRows", prompts))
+    return queue_class(client, answer, rows, config, stats)

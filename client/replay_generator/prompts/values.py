@@ -1,8 +1,8 @@
-"""Values of rows: what people's rows hold, as what JSON, msgpack and reward functions all take.
+"""Values of rows: converts the values of users' rows to values that JSON, msgpack and reward functions all accept.
 
-Rows come from JSON, Arrow, pandas and Python. Whoever reads a row knows nothing of that: numbers and arrays of numpy
-are those of Python, sets are lists, a number that JSON cannot write is null, and what JSON has no type for is its text:
-dates, times, decimals, UUIDs, paths.
+Rows come from JSON, Arrow, pandas and Python. A reader of a row need not know its origin: numbers and arrays of numpy
+become those of Python, sets become lists, a number that JSON cannot write becomes null, and values without a JSON type
+become texts: dates, times, decimals, UUIDs, paths.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from uuid import UUID
 import numpy as np
 
 MOST_DEPTH = 64
-"""Lists and objects inside one another. Whoever walks through a row may do so by recursion."""
+"""The most lists and objects inside one another. So code that walks through a row may use recursion."""
 _NULLS = ("NAType", "NaTType")
-"""Types of pandas for what is missing."""
+"""Types of pandas for missing values."""
 _TEXTS = (Decimal, Fraction, UUID, PurePath, timedelta)
-"""Types whose values are told by their texts."""
+"""Types whose values become their texts."""
 _LISTS = (list, tuple, AbstractSet, deque, range)
-"""Types of values that hold others in a row. Sets come in the order of their texts."""
+"""Types of values that hold a list of other values. Sets are sorted by the texts of their values."""
 _SIMPLE = frozenset([str, int, float, bool, type(None)])
-"""Types that hold no others: most values have one of them."""
+"""Types that hold no other values. Most values have one of them."""
 
 
 class HalfSurrogateError(ValueError):
@@ -38,9 +38,9 @@ class HalfSurrogateError(ValueError):
 
 
 def plain_row(row: Mapping[str, Any]) -> dict[str, Any]:
-    """The row with values that JSON has too. NaN and infinities become None; objects of other kinds stay as they are.
+    """The row with values of JSON. NaN and infinities become None; objects of unknown types stay as they are.
 
-    Raises ValueError that names the field, for a text with half a surrogate, and for what is nested too deeply.
+    Raises ValueError, which names the field, for a text with half a surrogate, and for values nested too deeply.
     """
     try:
         plain: dict[str, Any] = _rebuilt(row, _plain)
@@ -55,22 +55,22 @@ def plain_row(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def plain_value(value: Any) -> Any:
-    """A value as `plain_row` has it. Raises ValueError, as that does."""
+    """A value as `plain_row` converts it. Raises ValueError, as `plain_row` does."""
     return _rebuilt(value, _plain)
 
 
 def without_nulls(value: Any) -> Any:
-    """A value of Arrow without the fields that are null, at any depth. Arrow has all fields of all rows in each object.
+    """A value of Arrow without null fields, at any depth. In Arrow each object has the fields of all rows.
 
-    Null in a list stays: it is nobody's missing field.
+    Null in a list stays: it stands for no missing field.
     """
-    return _rebuilt(value, lambda each: each, drop_nulls=True)
+    return _rebuilt(value, lambda unchanged: unchanged, drop_nulls=True)
 
 
 def _rebuilt(value: Any, change: Callable[[Any], Any], *, drop_nulls: bool = False, most: int = MOST_DEPTH) -> Any:
-    """The value with all its objects and lists made anew, and each value in them, at any depth, changed.
+    """A copy of the value in which `change` was applied to each value and each name, at any depth.
 
-    `most`: the depth from which on it raises ValueError.
+    `most`: the largest depth. Raises ValueError for a deeper value.
     """
     top = [change(value)]
     todo: list[tuple[Any, Any, int]] = [(top, 0, 0)]
@@ -83,29 +83,30 @@ def _rebuilt(value: Any, change: Callable[[Any], Any], *, drop_nulls: bool = Fal
             raise ValueError(f"is nested more than {MOST_DEPTH} deep")
         keys: list[Any] = []
         if isinstance(inner, Mapping):
-            inner = {change(name): change(each) for name, each in inner.items()}
+            inner = {change(name): change(field) for name, field in inner.items()}
             if drop_nulls:
-                inner = {name: each for name, each in inner.items() if each is not None}
-            keys = [name for name, each in inner.items() if _holds_others(each)]
+                inner = {name: field for name, field in inner.items() if field is not None}
+            keys = [name for name, field in inner.items() if _holds_others(field)]
         elif isinstance(inner, _LISTS):
             if isinstance(inner, AbstractSet):
                 inner = sorted(inner, key=repr)
-            inner = [change(each) for each in inner]
-            keys = [index for index, each in enumerate(inner) if _holds_others(each)]
+            inner = [change(element) for element in inner]
+            keys = [index for index, element in enumerate(inner) if _holds_others(element)]
         holder[key] = inner
-        for each in keys:
-            todo.append((inner, each, depth + 1))
+        for inner_key in keys:
+            todo.append((inner, inner_key, depth + 1))
     return top[0]
 
 
 def _holds_others(value: Any) -> bool:
+    """True if the value is a list, an object or an array."""
     if type(value) in _SIMPLE:
         return False
     return isinstance(value, (Mapping, np.ndarray, *_LISTS))
 
 
 def _plain(value: Any) -> Any:
-    """A value as JSON and msgpack have it, if it is none that holds others. Raises ValueError for half a surrogate."""
+    """The value as JSON and msgpack have it. Lists and objects stay. Raises ValueError for half a surrogate."""
     if type(value) is str:
         return _whole(value)
     if value is None or type(value) in (bool, int, dict, list):
@@ -124,7 +125,9 @@ def _plain(value: Any) -> Any:
         return _whole(str.__str__(value))
     if isinstance(value, date | time):
         return value.isoformat()
-    return str(value) if isinstance(value, _TEXTS) else value
+    if isinstance(value, _TEXTS):
+        return str(value)
+    return value
 
 
 def _whole(text: str) -> str:
@@ -145,9 +148,9 @@ def _whole(text: str) -> str:
 
 
 def field_of(row: Mapping[str, Any], path: str) -> Any:
-    """The value of a field. `path` names it, or those around it too: `reward_model.ground_truth`.
+    """The value of a field. `path` is its name, or a path of names: `reward_model.ground_truth`.
 
-    A field whose own name is the whole path comes first. Raises KeyError in words that name what is there instead.
+    A field whose own name is the whole path comes first. Raises KeyError, whose text names the fields that exist.
     """
     if path in row:
         return row[path]
@@ -165,15 +168,16 @@ def field_of(row: Mapping[str, Any], path: str) -> Any:
 
 
 def _names(value: Any) -> str:
+    """The fields of a value, for the text of an error."""
     if isinstance(value, Mapping):
         return ", ".join(map(str, value)) or "none"
     return f"{value!r:.80}, which has no fields"
 
 
 def json_of(value: Any) -> str:
-    """JSON that is the same for equal values wherever they come from: sorted, and without null fields.
+    """JSON that is the same for equal values from any source: sorted, and without null fields.
 
-    `value`: as `plain_row` and `plain_value` make it, or an object of such values. What JSON has no type for counts as
+    `value`: a result of `plain_row` or `plain_value`, or an object of such values. Values without a JSON type count as
     null.
     """
     rebuilt = _rebuilt(value, _json_value, drop_nulls=True, most=MOST_DEPTH + 2)
@@ -184,7 +188,7 @@ def json_of(value: Any) -> str:
 
 
 def _json_value(value: Any) -> Any:
-    """Arrow makes all numbers of a column with fractions floats, so 1.0 is 1."""
+    """A value for `json_of`. 1.0 becomes 1: Arrow makes all numbers of a column floats if one has a fraction."""
     value = _plain(value)
     if isinstance(value, float) and value.is_integer():
         return int(value)

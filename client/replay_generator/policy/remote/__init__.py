@@ -1,4 +1,4 @@
-"""Weights without a shared disk: versions as deltas, the server that gives them, and who fetches them."""
+"""Weights without a shared disk: versions as deltas, the server that offers them, and the client that fetches them."""
 
 from replay_generator.policy.remote.delta import checksum_of, write_deltas
 from replay_generator.policy.remote.serving import WeightsServer

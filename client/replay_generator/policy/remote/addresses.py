@@ -1,7 +1,7 @@
-"""Addresses of weights over HTTP: what a generator may fetch, whoever named it.
+"""Addresses of weights over HTTP: the rules for addresses from which a generator may fetch.
 
-Any client that may write to the server can set the address of the weights. So it counts only as far as `weights_root`,
-which the generator's own user gave, allows it, and only in a spelling that every server and proxy reads alike.
+Any client that may write to the server can set the address of the weights. So a generator uses it only inside of
+`weights_root`, which its own user sets, and only in a spelling that every server and proxy reads alike.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from urllib.parse import urlsplit
 
 _PORTS = {"http": 80, "https": 443}
 _LETTERS = re.compile(r"https?://[A-Za-z0-9._~+=,:\[\]/-]+")
-"""Without user and password, query, fragment, backslashes, and without %: no encoding hides another letter."""
+"""Addresses without user, password, query, fragment and backslashes, and without %, which could hide another letter."""
 _VERSION = re.compile(r"step-[0-9]+")
 
 
 def is_version(name: str) -> bool:
-    """Tells whether a folder with this name holds the weights of a version."""
+    """True if a folder with this name holds the weights of a version."""
     return _VERSION.fullmatch(name) is not None
 
 
@@ -42,15 +42,16 @@ class WeightsAddress:
         parts = urlsplit(text)
         path = parts.path.strip("/")
         folders = tuple(path.split("/")) if path else ()
-        if {"", ".", ".."} & {*folders}:
-            raise ValueError(f"{text!r:.200} is no address of weights: each of its folders needs a name")
+        for folder in folders:
+            if folder in ("", ".", ".."):
+                raise ValueError(f"{text!r:.200} is no address of weights: each of its folders needs a name")
         port = parts.port
         if not parts.hostname:
             raise ValueError(f"{text!r:.200} is no address of weights: it names no host")
         return cls(parts.scheme, parts.hostname.rstrip("."), port or _PORTS[parts.scheme], folders)
 
     def is_inside(self, root: WeightsAddress) -> bool:
-        """Tells whether this address is that of a folder below `root`, on the same server."""
+        """True if this address names a folder below `root`, on the same server."""
         if (self.scheme, self.host, self.port) != (root.scheme, root.host, root.port):
             return False
         size = len(root.folders)

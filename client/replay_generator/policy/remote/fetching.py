@@ -1,14 +1,14 @@
-"""Fetcher: brings versions from `replay weights serve` to this machine, as deltas if it can.
+"""Fetcher: fetches versions from `replay weights serve` to this machine, as deltas if possible.
 
     <weights_cache>/replay-weights/0/step-12/    a version, whole and checked
-                                     part/       one that is being fetched
+                                     part/       a version that is being fetched
                                    0.lock        locked by the generator that uses the folder 0
 
-* Each generator takes the first folder that no other one uses. So several may share a `weights_cache`, and one that
-  starts again finds what it had.
-* It keeps the version that the engine has and the newest one, beside the one that is being fetched.
-* Whatever a delta makes has the checksum that the trainer wrote for the whole. If it has not, if a delta is missing, or
-  if none leads from what is here to the newest version, the whole is fetched.
+* Each generator takes the first folder that no other generator uses. So several may share a `weights_cache`, and a
+  generator that is restarted finds its versions again.
+* A folder keeps the version that the engine has and the newest version, beside the version that is being fetched.
+* A file that was made by deltas must have the checksum that the trainer wrote for the whole file. If it has another
+  one, if a delta is missing, or if no deltas lead from a version here to the newest version, whole files are fetched.
 """
 
 from __future__ import annotations
@@ -25,7 +25,15 @@ from pathlib import Path
 from typing import IO, Any
 from urllib.error import HTTPError
 from urllib.parse import urlsplit
-from urllib.request import HTTPRedirectHandler, HTTPSHandler, OpenerDirector, ProxyHandler, Request, build_opener
+from urllib.request import (
+    BaseHandler,
+    HTTPRedirectHandler,
+    HTTPSHandler,
+    OpenerDirector,
+    ProxyHandler,
+    Request,
+    build_opener,
+)
 
 from replay_client.access import check_token_way, read_token
 from replay_client.errors import ReplayError
@@ -39,19 +47,20 @@ from replay_protos.transport import is_near, proxy_remedy
 logger = logging.getLogger(__name__)
 
 _SILENCE = 60.0
-"""Seconds without a byte after which a connection is given up."""
+"""Seconds without a byte after which a connection is closed."""
 _CHUNK = 4 << 20
 Checksums = Mapping[str, str]
 """The checksum of each file of a version, by the file's name."""
 Held = tuple[Path, Checksums]
+"""A version on this machine: its folder, and its checksums."""
 
 
 class WeightsAwayError(ReplayError):
-    """The newest weights cannot be had now. Later they may."""
+    """The newest weights cannot be fetched now, but maybe later."""
 
 
 def is_remote(location: str) -> bool:
-    """Whether generators fetch the weights of a policy over HTTP. Otherwise they read a folder."""
+    """True if generators fetch the weights of a policy over HTTP. Otherwise they read a folder."""
     return location.startswith(("http://", "https://"))
 
 
@@ -59,36 +68,43 @@ class Fetcher:
     """The versions on this machine. Its methods block."""
 
     def __init__(self, config: GeneratorConfig, stats: GeneratorStats) -> None:
-        self._config, self._stats = config, stats
+        self._config = config
+        self._stats = stats
         self._newest: Path | None = None
+        """The folder of the version that was fetched last."""
         self._own: Path | None = None
-        self._lock: IO[str] | None = None  # held as long as this object lives
+        """The folder that only this generator uses."""
+        self._lock: IO[str] | None = None  # locked as long as this object lives
         self._has_warned = False
 
     def folder_of(self, location: str) -> str:
         """A folder on this machine with the weights at a remote location.
 
         Raises WeightsNotAllowedError without weights_cache, weights_root or the right token, for an address outside of
-        weights_root, and where the token would go unencrypted to another machine. Raises WeightsAwayError if nobody
-        answers there, or not with what the trainer wrote.
+        weights_root, and where the token would go unencrypted to another machine. Raises WeightsAwayError if the server
+        does not answer, or not with the bytes that the trainer wrote.
         """
         location = location.rstrip("/")
         if self._config.weights_cache is None:
             raise WeightsNotAllowedError(f"the weights are at {location}: set weights_cache to a folder for them")
         self._check_allowed(location)
         try:
-            return str(self._fetch(location, self._own_folder(Path(self._config.weights_cache) / "replay-weights")))
+            cache = self._own_folder(Path(self._config.weights_cache) / "replay-weights")
+            return str(self._fetch(location, cache))
         except (OSError, HTTPException, ValueError, LookupError, TypeError, AttributeError) as error:
             host = urlsplit(location).hostname or ""
-            variables = (f"{location.partition(':')[0]}_proxy", "all_proxy")
-            remedy = proxy_remedy(host, [*variables, *map(str.upper, variables)])
+            scheme = location.partition(":")[0]
+            variables = [f"{scheme}_proxy", "all_proxy", f"{scheme}_proxy".upper(), "ALL_PROXY"]
+            remedy = proxy_remedy(host, variables)
             raise WeightsAwayError(
                 f"{location} cannot be fetched: {str(error) or type(error).__name__}{remedy}"
             ) from error
 
     def _check_allowed(self, location: str) -> None:
-        """Raises WeightsNotAllowedError unless the generator's own user has allowed this address, and the token
-        there."""
+        """Raises WeightsNotAllowedError unless the generator's own user has allowed this address.
+
+        The address must also be one to which the token may be sent.
+        """
         root = self._config.weights_root
         remedy = "If they are the trainer's, start it with the address before /step-N as --weights-root"
         if root is None:
@@ -117,7 +133,7 @@ class Fetcher:
             )
 
     def _own_folder(self, cache: Path) -> Path:
-        """A folder in `cache` that no other generator uses while this one lives: the first that is free."""
+        """The first folder in `cache` that no other generator uses. It stays locked while this generator lives."""
         if self._own is None:
             cache.mkdir(parents=True, exist_ok=True)
             for number in itertools.count():
@@ -138,34 +154,43 @@ class Fetcher:
         return self._own
 
     def _fetch(self, location: str, cache: Path) -> Path:
-        text = b"".join(self._read(f"{location}/{MANIFEST}"))
-        wanted, folder, part = json.loads(text)["checksums"], cache / location.rpartition("/")[2], cache / "part"
-        manifests = {path.parent: json.loads(path.read_text()) for path in cache.glob(f"step-*/{MANIFEST}")}
-        held = {weights_of(each["checksums"]): (path, each["checksums"]) for path, each in manifests.items()}
+        """Fetches a version into `cache`. Returns its folder there, after older versions are removed."""
+        manifest = b"".join(self._read(f"{location}/{MANIFEST}"))
+        wanted = json.loads(manifest)["checksums"]
+        folder = cache / location.rpartition("/")[2]
+        part = cache / "part"
+        held: dict[Any, Held] = {}
+        for path in cache.glob(f"step-*/{MANIFEST}"):
+            checksums = json.loads(path.read_text())["checksums"]
+            held[weights_of(checksums)] = (path.parent, checksums)
         try:
-            self._get_files(part, location, wanted, *self._way(location, wanted, held))
+            base, steps = self._way(location, wanted, held)
+            self._get_files(part, location, wanted, base, steps)
         except (FileNotFoundError, ValueError, LookupError) as error:
             if held and not self._has_warned:
                 why = "is fetched whole, because no delta makes it of what is here"
                 logger.warning("%s %s: %s (said once)", location, why, error)
                 self._has_warned = True
             self._get_files(part, location, wanted, None, ())
-        (part / MANIFEST).write_bytes(text)
+        (part / MANIFEST).write_bytes(manifest)
         shutil.rmtree(folder, ignore_errors=True)
         part.rename(folder)
-        for each in {*cache.iterdir()} - {folder, self._newest}:
-            shutil.rmtree(each, ignore_errors=True)
+        for path in list(cache.iterdir()):
+            if path not in (folder, self._newest):
+                shutil.rmtree(path, ignore_errors=True)
         self._newest = folder
         return folder
 
     def _way(self, location: str, wanted: Checksums, held: Mapping[Any, Held]) -> tuple[Held, list[str]]:
-        """A version that is here, and where the deltas are that lead from it to the wanted one, oldest first.
+        """A version on this machine, and the locations of the deltas that lead from it to the wanted version.
 
-        Raises FileNotFoundError if there is none.
+        The oldest delta is first. Raises FileNotFoundError if no version here leads to the wanted one.
         """
-        steps, weights = list[str](), weights_of(wanted)
+        steps: list[str] = []
+        weights = weights_of(wanted)
         while weights not in held:
-            before = json.loads(b"".join(self._read(f"{location}/{BASE}")))
+            base = b"".join(self._read(f"{location}/{BASE}"))
+            before = json.loads(base)
             steps.insert(0, location)
             if not is_version(str(before["version"])):
                 raise ValueError(f"{location}/{BASE} names the version {before['version']!r:.80}")
@@ -176,20 +201,26 @@ class Fetcher:
     def _get_files(
         self, folder: Path, location: str, wanted: Checksums, held: Held | None, steps: Sequence[str]
     ) -> None:
-        """Raises ValueError if a file has other bytes than the trainer wrote."""
+        """Writes the files of the version at `location` into `folder`.
+
+        With `held`, files are copied from that version, and weights are changed by the deltas at `steps`. Raises
+        ValueError if a file has other bytes than the trainer wrote.
+        """
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
-        base, known = held or (folder, {})
+        delta = folder / ".delta"
         for name in wanted:
-            file, delta = folder / name, folder / ".delta"
-            if "/" in name or name in ("trainer.pt", ".", ".."):  # deltas, and what only a resume needs
+            if "/" in name or name in ("trainer.pt", ".", ".."):  # deltas, and the file that only a resume needs
                 continue
-            if held and (is_weights(name) or known.get(name) == wanted[name]):
-                shutil.copyfile(base / name, file)
-                for at in steps if is_weights(name) else ():
-                    self._download(f"{at}/{FOLDER}/{name}", delta)
+            file = folder / name
+            if held is not None and is_weights(name):
+                shutil.copyfile(held[0] / name, file)
+                for step in steps:
+                    self._download(f"{step}/{FOLDER}/{name}", delta)
                     patch(file, delta)
                     delta.unlink()
+            elif held is not None and held[1].get(name) == wanted[name]:
+                shutil.copyfile(held[0] / name, file)
             else:
                 self._download(f"{location}/{name}", file)
             if checksum_of(file) != wanted[name]:
@@ -200,8 +231,12 @@ class Fetcher:
             out.writelines(self._read(url))
 
     def _read(self, url: str) -> Iterator[bytes]:
-        """Raises FileNotFoundError if there is no such file, and OSError or HTTPException for other trouble."""
-        config, request = self._config, Request(url)
+        """The bytes at an address, in pieces.
+
+        Raises FileNotFoundError if there is no such file, and OSError or HTTPException for other trouble.
+        """
+        config = self._config
+        request = Request(url)
         tls = ssl.create_default_context(cafile=config.weights_tls_ca)
         if config.weights_token_file is not None:
             token = read_token(config.weights_token_file, "weights_token_file")
@@ -225,13 +260,15 @@ class Fetcher:
 
 
 class _NoRedirects(HTTPRedirectHandler):
-    """A redirect is an error: it would take the token to an address that nobody allowed."""
+    """Refuses redirects: a redirect would take the token to an address that nobody allowed."""
 
     def redirect_request(self, *_: Any) -> None:
         return None
 
 
 def _opener(url: str, tls: ssl.SSLContext) -> OpenerDirector:
-    """Opens addresses as `urlopen` does, but follows no redirects, and goes directly to those of a private network."""
-    near = [ProxyHandler({})] if is_near(urlsplit(url).hostname or "") else []
-    return build_opener(HTTPSHandler(context=tls), _NoRedirects(), *near)
+    """An opener like that of `urlopen`, without redirects, and without a proxy for addresses of a private network."""
+    handlers: list[BaseHandler] = [HTTPSHandler(context=tls), _NoRedirects()]
+    if is_near(urlsplit(url).hostname or ""):
+        handlers.append(ProxyHandler({}))
+    return build_opener(*handlers)

@@ -1,12 +1,12 @@
-"""WeightsServer: gives the versions in a folder to those who do not see it, over HTTP.
+"""WeightsServer: offers the versions in a folder over HTTP, to generators that cannot read the folder.
 
     GET /step-12/NAME    a file that the manifest of this version names, or the manifest itself
 
-* It reads and never writes. Nothing but these files can be had, whatever a path says.
-* Each connection has a thread, which ends after a minute without a sign of the other side.
-* The bounds are those of `replay_protos.connection_bounds`. Where as many connections are open as may be, a new one
-  takes the place of the oldest with half a request, or of a client that reads its file too slowly. If there is none,
-  the new one is closed: who fetches comes again. A client that reads fast enough is never cut.
+* The server reads and never writes. It answers only with these files, whatever a path says.
+* Each connection has a thread, which ends after a minute without a sign of the client.
+* The bounds are those of `replay_protos.connection_bounds`. If the maximum of connections is open, a new connection
+  replaces the oldest one whose request is incomplete, or one whose client reads its file too slowly. If there is
+  neither, the new connection is closed: generators try again. A client that reads fast enough is never cut.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ from replay_protos import connection_bounds
 logger = logging.getLogger(__name__)
 
 _LOOK = 0.05
-"""Seconds between two looks for a place."""
+"""Seconds between two attempts to replace a connection."""
 _CHUNK = 1 << 16
 """Bytes of a file that are sent at once."""
 
 
 @dataclass
 class _Progress:
-    """How far one connection has come."""
+    """The progress of one connection."""
 
     since: float = field(default_factory=lambda: time.monotonic())
-    """When the client last came a step further: it connected, sent its whole request, or took a whole piece."""
+    """The time of the client's last step: it connected, sent its whole request, or took a whole piece."""
     has_request: bool = False
     taken: int = 0
     """Bytes of its file that the client has taken since then."""
@@ -60,7 +60,7 @@ class _Progress:
 
 
 class WeightsServer(ThreadingTCPServer):
-    """Listens from construction on, and answers in `serve_forever`. Raises OSError if the address cannot be had."""
+    """Listens from construction on, and answers in `serve_forever`. Raises OSError if it cannot have the address."""
 
     allow_reuse_address = True
     request_queue_size = 1024
@@ -77,12 +77,13 @@ class WeightsServer(ThreadingTCPServer):
         super().__init__(listen.socket_address, partial(_VersionsHandler, directory=str(self._folder)))
 
     def has(self, path: str) -> bool:
-        """Whether the manifest of a published version names this file."""
+        """True if the manifest of a published version names this file."""
         version, _, name = path.removeprefix("/").partition("/")
         manifest = self._folder / version / MANIFEST
-        if not (re.fullmatch(r"step-\d+", version) and manifest.is_file()):
+        if re.fullmatch(r"step-\d+", version) is None or not manifest.is_file():
             return False
-        return name in {MANIFEST, *json.loads(manifest.read_text())["files"]}
+        names = {MANIFEST, *json.loads(manifest.read_text())["files"]}
+        return name in names
 
     def get_request(self) -> tuple[Any, Any]:
         connection, where = super().get_request()
@@ -106,18 +107,25 @@ class WeightsServer(ThreadingTCPServer):
             time.sleep(min(max(seconds, 0.0), _LOOK))
 
     def _replaceable(self) -> tuple[socket.socket | None, float]:
-        """The connection whose place a new one may take, and in how many seconds."""
-        now = time.monotonic()
-        half = next((each for each, progress in self._open.items() if not progress.has_request), None)
-        safe = 0.0
-        if half is not None:
-            safe = self._open[half].since + connection_bounds.SECONDS_SAFE - now
-            if safe <= 0:
-                return half, 0.0
-        slow = [each for each, progress in self._open.items() if progress.is_slow]
+        """The connection that a new one may replace, and the seconds until then. None: there is no such connection."""
+        incomplete = self._oldest_incomplete()
+        seconds = 0.0
+        if incomplete is not None:
+            seconds = self._open[incomplete].since + connection_bounds.SECONDS_SAFE - time.monotonic()
+            if seconds <= 0:
+                return incomplete, 0.0
+        slow = [connection for connection, progress in self._open.items() if progress.is_slow]
         if slow:
-            return min(slow, key=lambda each: self._open[each].since), 0.0
-        return half, safe
+            slowest = min(slow, key=lambda connection: self._open[connection].since)
+            return slowest, 0.0
+        return incomplete, seconds
+
+    def _oldest_incomplete(self) -> socket.socket | None:
+        """The oldest connection whose request is incomplete."""
+        for connection, progress in self._open.items():
+            if not progress.has_request:
+                return connection
+        return None
 
     def service_actions(self) -> None:
         with self._lock:
@@ -131,14 +139,14 @@ class WeightsServer(ThreadingTCPServer):
         super().shutdown_request(request)
 
     def read_whole(self, connection: socket.socket) -> None:
-        """The request of this connection is there. Raises ConnectionError if it came too late."""
+        """Notes that the request of this connection is complete. Raises ConnectionError if it came too late."""
         with self._lock:
             if connection not in self._open:
                 raise ConnectionAbortedError("the request came too late")
             self._open[connection] = _Progress(has_request=True)
 
     def taken(self, connection: socket.socket, count: int) -> None:
-        """The client of this connection has taken so many bytes of its file. Raises ConnectionError if it was cut."""
+        """Notes that the client has taken `count` bytes of its file. Raises ConnectionError if it was cut off."""
         with self._lock:
             progress = self._open.get(connection)
             if progress is None:
