@@ -181,8 +181,8 @@ class _WithPool:
 
         `step`: the step of this run's count at which the group was generated.
         """
+        # The key of the first row of each session, in the order of the sessions.
         first_keys: dict[str, str] = {}
-        """The key of the first row of each session, in the order of the sessions."""
         for key in keys:
             first_keys.setdefault(_session(key), key)
         counts = [1] * group.group_size if group.sequence_counts is None else group.sequence_counts.tolist()

@@ -50,7 +50,7 @@ class Rollouts:
         self.first_J = np.flatnonzero(np.diff(rollout_B, prepend=-1))
         """The first row of each of the J rollouts."""
         self.joins = self.first_J.size < rollout_B.size
-        """Whether a rollout has several rows."""
+        """True if a rollout has several rows."""
         self.mask_JT = mask_BT
         """(J, T) bool, the tokens to train on."""
         if self.joins:
@@ -101,11 +101,12 @@ class Batch:
     rollout_B: Ints
     """Index of the rollout that the row belongs to, over all groups of the batch, ascending."""
     shared_prefixes: SharedPrefixes
-    """Which rows begin alike, as the model reads them: their prompt, and all of their completion but its last token."""
+    """The order in which rows that begin alike follow one another, as the model reads them: their prompt, and all of
+    their completion but its last token."""
     teacher_logprobs_BT: Tensor | None = None
-    """float32, of a teacher in nats, finite inside the mask. None: the batch distils from none."""
+    """float32, log-probabilities of a teacher in nats, finite inside the mask. None: the batch distils from none."""
     teacher_weight: float = 0.0
-    """Of the teacher in the advantages."""
+    """The weight of the teacher in the advantages."""
     sampling_masks: SamplingMasks | None = None
     """The tokens that top_p, top_k or min_p kept for each token; None: all tokens of the batch were drawn from all."""
 
@@ -122,11 +123,12 @@ class Batch:
 
     @property
     def advantages(self) -> Tensor:
-        """(B,) or (B, T), what the groups say."""
+        """(B,) or (B, T), the advantages of the groups."""
         return self.advantages_B if self.token_advantages_BT is None else self.token_advantages_BT
 
     def advantages_under(self, old_BT: Tensor) -> Tensor:
-        """(B,) or (B, T), what the loss takes, if the policy had the log-probabilities `old_BT` before the update."""
+        """(B,) or (B, T), the advantages for the loss, if the policy had the log-probabilities `old_BT` before the
+        update."""
         teacher_BT = self.teacher_logprobs_BT
         if teacher_BT is None:
             return self.advantages
@@ -143,25 +145,34 @@ class Batch:
         return self.mask_BT.device
 
     def without_wrong(self, groups: Sequence[int]) -> Batch:
-        """Of these groups, only the rollouts with an advantage above 0; all sequences of a rollout go together.
+        """The batch without the rollouts of `groups` whose advantage is not above 0.
 
-        The denominator of the loss counts what is left. The other groups keep all rollouts.
+        All sequences of a rollout go together. The other groups keep all rollouts. The denominator of the loss counts
+        the tokens that are left.
         """
-        wrong_B = np.isin(self.group_B, np.array(groups, np.int64)) & ~(self.advantages_B.cpu().numpy() > 0)
-        return self.select(np.flatnonzero(~wrong_B)) if wrong_B.any() else self
+        in_groups_B = np.isin(self.group_B, np.array(groups, np.int64))
+        wrong_B = in_groups_B & ~(self.advantages_B.cpu().numpy() > 0)
+        if not wrong_B.any():
+            return self
+        return self.select(np.flatnonzero(~wrong_B))
 
     def select(self, rows: Ints) -> Batch:
         """These rows, without padding that none of them needs. The prompts are unchanged."""
         longest = max(int(self.completion_lengths_B[rows].max(initial=1)), 1)
         index = torch.from_numpy(rows).to(self.device)
-        # The last letters of a name are the axes.
-        values = {name: value for name, value in vars(self).items() if value is not None and name != "rollouts"}
-        chosen: dict[str, Any] = {name: values[name][index, :longest] for name in values if name.endswith("_BT")}
-        for name in values:
-            if name.endswith("_B"):
-                chosen[name] = values[name][index if isinstance(values[name], Tensor) else rows]
-        sampling_masks = None if self.sampling_masks is None else self.sampling_masks.select(rows, longest)
-        part = replace(self, **chosen, shared_prefixes=self.shared_prefixes.select(rows), sampling_masks=sampling_masks)
+        chosen: dict[str, Any] = {}
+        for name, value in vars(self).items():
+            if value is None or name == "rollouts":
+                continue
+            # The last letters of a name are the axes.
+            if name.endswith("_BT"):
+                chosen[name] = value[index, :longest]
+            elif name.endswith("_B"):
+                chosen[name] = value[index if isinstance(value, Tensor) else rows]
+        chosen["shared_prefixes"] = self.shared_prefixes.select(rows)
+        if self.sampling_masks is not None:
+            chosen["sampling_masks"] = self.sampling_masks.select(rows, longest)
+        part = replace(self, **chosen)
         part.check()
         return part
 
@@ -196,7 +207,7 @@ class ModelInput:
     attention_mask_RS: Tensor | None
     """int64, 1 for tokens, 0 for padding; None without padding."""
     layout: Layout | None
-    """Which tokens attend to which in a packed row; None: each row is one sequence."""
+    """The tokens that each token of a packed row attends to; None: each row is one sequence."""
     predicts_N: Tensor
     """int64: positions in the flattened (R S) that predict the N tokens of mask_BT, row after row."""
 
@@ -213,22 +224,15 @@ def to_batch(
 
     No groups make a batch without rows; T is at least 1. The temperature is `sampling["temperature"]` of the group,
     default 1. `mask_truncated` excludes rollouts whose finish reason is "length" from the mask. `advantages`: (G,) of
-    each group, in the place of its own; the `token_advantages` of a group come before both. `teacher`: whom to distil
-    from; None: nobody. `oldest_version` excludes tokens of earlier policy versions from the mask; None: none.
+    each group, which replace its own; the `token_advantages` of a group come before both. `teacher`: the teacher to
+    distil from; None: none. `oldest_version` excludes tokens of earlier policy versions from the mask; None: no
+    tokens.
 
     Raises ValueError for an empty prompt (nothing would predict the first token), for a temperature not above 0, and
     for a column of the teacher that nobody can distil from.
     """
     for index, group in enumerate(groups):
-        if not group.prompt_lengths.all():
-            raise ValueError(f"group {index} (prompt_id {group.prompt_id!r}) has an empty prompt; add a first token")
-        if not 0 < _temperature(group) < np.inf:
-            raise ValueError(
-                f"group {index} (prompt_id {group.prompt_id!r}) was sampled at temperature {_temperature(group)}; "
-                f"the policy gradient needs samples at a temperature above 0"
-            )
-        if teacher is not None and (reason := why_no_teacher(group, teacher.column)):
-            raise ValueError(f"group {index} (prompt_id {group.prompt_id!r}): {reason}")
+        _check_trainable(index, group, teacher)
     groups = [without_stale_tokens(group, oldest_version) for group in groups]
     rollouts_U = [group.sequence_rollouts for group in groups]
     sizes_U = np.array([group.group_size for group in groups], np.int64)
@@ -247,23 +251,34 @@ def to_batch(
 
     mask_BT = in_rows([group.trained_mask for group in groups], np.bool_)
     if mask_truncated:
-        reasons_J = [reason for group in groups for reason in group.finish_reasons or [""] * group.group_size]
-        mask_BT &= torch.tensor([reason != "length" for reason in reasons_J], device=device)[rollout_B, None]
+        # True for each rollout that was not cut off at its length limit.
+        whole_J: list[bool] = []
+        for group in groups:
+            reasons_G = group.finish_reasons or [""] * group.group_size
+            whole_J += [reason != "length" for reason in reasons_G]
+        mask_BT &= torch.tensor(whole_J, device=device)[rollout_B, None]
     advantages_U = advantages or [group.advantages for group in groups]
-    advantages_J, token_advantages_BT = _joined(advantages_U, np.float32), None
+    advantages_J = _joined(advantages_U, np.float32)
+    token_advantages_BT = None
     if any(group.token_advantages is not None for group in groups):
-        tokens_U = [
-            np.repeat(advantages_G[group.sequence_rollouts], group.completion_lengths)
-            if group.token_advantages is None
-            else group.token_advantages
-            for group, advantages_G in zip(groups, advantages_U, strict=True)
-        ]
+        tokens_U: list[npt.NDArray[np.float32]] = []
+        for group, advantages_G in zip(groups, advantages_U, strict=True):
+            if group.token_advantages is not None:
+                tokens_U.append(group.token_advantages)
+            else:
+                advantages_S = advantages_G[group.sequence_rollouts]
+                tokens_U.append(np.repeat(advantages_S, group.completion_lengths))
         token_advantages_BT = in_rows(tokens_U, np.float32)
     prompt_ids_UP = np.zeros((len(groups), int(prompt_lengths_U.max(initial=1))), np.int64)
     for index, group in enumerate(groups):
         prompt_ids_UP[index, : group.prompt_ids.size] = group.prompt_ids
     tokens_J = np.bincount(rollout_B, weights=mask_BT.sum(dim=1).cpu(), minlength=len(advantages_J))
     assert tokens_J.size == advantages_J.size, (tokens_J.size, advantages_J.size)
+    # The last token of a completion is no input of the model.
+    input_ids_B = [np.append(group.prompt_ids, ids[:-1]) for group in groups for ids in group.completions()]
+    teacher_logprobs_BT = None
+    if teacher is not None:
+        teacher_logprobs_BT = in_rows([group.extras[teacher.column] for group in groups], np.float32)
 
     batch = Batch(
         prompt_ids_UP=_on(device, prompt_ids_UP),
@@ -278,20 +293,37 @@ def to_batch(
         completion_lengths_B=completion_lengths_B,
         group_B=group_B,
         rollout_B=rollout_B,
-        shared_prefixes=SharedPrefixes.of(
-            [np.append(g.prompt_ids, ids[:-1]) for g in groups for ids in g.completions()]
-        ),
-        teacher_logprobs_BT=in_rows([each.extras[teacher.column] for each in groups], np.float32) if teacher else None,
-        teacher_weight=teacher.weight if teacher else 0.0,
+        shared_prefixes=SharedPrefixes.of(input_ids_B),
+        teacher_logprobs_BT=teacher_logprobs_BT,
+        teacher_weight=0.0 if teacher is None else teacher.weight,
         sampling_masks=SamplingMasks.of(groups, shape[1]),
     )
     batch.check()
     return batch
 
 
+def _check_trainable(index: int, group: RolloutGroup, teacher: Teacher | None) -> None:
+    """Raises ValueError if `to_batch` cannot make rows of the group, which stands at `index` of the groups."""
+    if not group.prompt_lengths.all():
+        raise ValueError(f"group {index} (prompt_id {group.prompt_id!r}) has an empty prompt; add a first token")
+    if not 0 < _temperature(group) < np.inf:
+        raise ValueError(
+            f"group {index} (prompt_id {group.prompt_id!r}) was sampled at temperature {_temperature(group)}; "
+            f"the policy gradient needs samples at a temperature above 0"
+        )
+    if teacher is not None:
+        reason = why_no_teacher(group, teacher.column)
+        if reason:
+            raise ValueError(f"group {index} (prompt_id {group.prompt_id!r}): {reason}")
+
+
 def why_no_teacher(group: RolloutGroup, column: str) -> str:
-    """Why nobody can distil from this column of the group; empty: one can. Tokens outside the mask may be NaN."""
-    values, axis = group.extras.get(column), group.axes.get(column)
+    """The reason why no trainer can distil from this column of the group; empty: it can.
+
+    Tokens outside the mask may be NaN.
+    """
+    values = group.extras.get(column)
+    axis = group.axes.get(column)
     if values is None:
         return f"it has no column {column!r} of a teacher: let its table require it (requires = [{column!r}])"
     if axis != "token" or values.shape != (group.num_tokens,):
@@ -315,9 +347,12 @@ def micro_batches(batch: Batch, max_tokens: int, packed: bool = True) -> Iterato
     A row with more tokens than that comes alone. Packed, rows that begin alike come together as far as they fit: they
     share one copy of their prefix. Otherwise rows of similar length come together, longest first; padding counts.
     """
-    lengths_B = batch.input_lengths_B if packed else batch.completion_lengths_B + batch.prompt_lengths_U[batch.group_B]
-    order_B, shared_B = batch.shared_prefixes.order_B, batch.shared_prefixes.shared_B
-    if not packed:
+    shared_B = batch.shared_prefixes.shared_B
+    if packed:
+        lengths_B = batch.input_lengths_B
+        order_B = batch.shared_prefixes.order_B
+    else:
+        lengths_B = batch.completion_lengths_B + batch.prompt_lengths_U[batch.group_B]
         order_B = np.argsort(-lengths_B, kind="stable")
     assert order_B.size == batch.num_rows, "each row is in one micro-batch"
     rows: list[int] = []
@@ -329,32 +364,40 @@ def micro_batches(batch: Batch, max_tokens: int, packed: bool = True) -> Iterato
         else:
             larger = (len(rows) + 1) * int(lengths_B[rows[0] if rows else row])
         if rows and larger > max_tokens:
-            yield (chosen := np.sort(np.array(rows, np.int64))), batch.select(chosen)
+            chosen = np.sort(np.array(rows, np.int64))
+            yield chosen, batch.select(chosen)
             rows = []
         tokens = larger if rows else length
         rows.append(row)
     if rows:
-        yield (chosen := np.sort(np.array(rows, np.int64))), batch.select(chosen)
+        chosen = np.sort(np.array(rows, np.int64))
+        yield chosen, batch.select(chosen)
 
 
 def packed_input(batch: Batch) -> ModelInput:
     """All rows in one, each shared prefix once. The last token of a row is left out: it predicts nothing there."""
-    completions, prompts = batch.completion_ids_BT.cpu().numpy(), batch.prompt_ids_UP.cpu().numpy()
-    lengths_B, shared_prefixes = batch.input_lengths_B, batch.shared_prefixes
+    completions = batch.completion_ids_BT.cpu().numpy()
+    prompts = batch.prompt_ids_UP.cpu().numpy()
+    lengths_B = batch.input_lengths_B
+    shared_prefixes = batch.shared_prefixes
     tokens: list[npt.NDArray[np.int64]] = []
     positions: list[npt.NDArray[np.int64]] = []
     predicts_BT = np.zeros(completions.shape, np.int64)
-    places_S = np.zeros(int(lengths_B.max(initial=0)), np.int64)  # in the packed row, of the tokens of the row at hand
+    # For each token of the current row, its index in the packed row. A row begins with the tokens that it shares with
+    # the row before, so their indices stay.
+    places_S = np.zeros(int(lengths_B.max(initial=0)), np.int64)
     end = 0
     for row, shared in zip(shared_prefixes.order_B.tolist(), shared_prefixes.shared_B.tolist(), strict=True):
-        group, inputs, length = batch.group_B[row], int(lengths_B[row]), int(batch.completion_lengths_B[row])
+        group = batch.group_B[row]
+        inputs = int(lengths_B[row])
+        length = int(batch.completion_lengths_B[row])
         prompt = int(batch.prompt_lengths_U[group])
         ids = np.concatenate((prompts[group, :prompt], completions[row, : inputs - prompt]))
         tokens.append(ids[shared:])
         positions.append(np.arange(shared, inputs))
         places_S[shared:inputs] = np.arange(end, end + inputs - shared)
         end += inputs - shared
-        # Nothing predicts the first token of a row without a shared prompt: it is one of a context.
+        # Nothing predicts the first token of a row without a shared prompt. That token belongs to a context.
         first = 0 if prompt else 1
         predicts_BT[row, first:length] = places_S[prompt - 1 + first : prompt - 1 + length]
 
@@ -381,8 +424,10 @@ def padded_input(batch: Batch) -> ModelInput:
     prompts_B = batch.prompt_lengths_U[batch.group_B]
     lengths_B = prompts_B + batch.completion_lengths_B
     assert lengths_B.shape == (batch.num_rows,), lengths_B.shape
-    R, S = batch.num_rows, int(lengths_B.max(initial=1))
-    completions, prompts = batch.completion_ids_BT.cpu().numpy(), batch.prompt_ids_UP.cpu().numpy()
+    R = batch.num_rows
+    S = int(lengths_B.max(initial=1))
+    completions = batch.completion_ids_BT.cpu().numpy()
+    prompts = batch.prompt_ids_UP.cpu().numpy()
     input_ids_RS = np.zeros((R, S), np.int64)
     for row, (group, prompt, length) in enumerate(zip(batch.group_B, prompts_B, lengths_B, strict=True)):
         input_ids_RS[row, :prompt] = prompts[group, :prompt]
@@ -402,9 +447,14 @@ def padded_input(batch: Batch) -> ModelInput:
 
 def bare_group(prompt_ids: npt.ArrayLike, *completions: npt.ArrayLike, **fields: Any) -> RolloutGroup:
     """A group of these tokens; rewards, advantages and log-probabilities are 0."""
-    zeros_G, logprobs = np.zeros(len(completions), np.float32), [np.zeros(np.size(each)) for each in completions]
+    zeros_G = np.zeros(len(completions), np.float32)
     return group_from_completions(
-        prompt_ids=prompt_ids, completions=completions, logprobs=logprobs, rewards=zeros_G, advantages=zeros_G, **fields
+        prompt_ids=prompt_ids,
+        completions=completions,
+        logprobs=[np.zeros(np.size(completion)) for completion in completions],
+        rewards=zeros_G,
+        advantages=zeros_G,
+        **fields,
     )
 
 
@@ -447,9 +497,9 @@ class PaddedBatch:
     rollout_logprobs_BT: Tensor
     """float32, the sampler's log-probabilities in nats; NaN where unknown."""
     rewards_B: Tensor
-    """float32, of the rollout that the row belongs to."""
+    """float32, the reward of the rollout that the row belongs to."""
     advantages_B: Tensor
-    """float32, of the rollout that the row belongs to. `advantages` is what the loss takes."""
+    """float32, the advantage of the rollout that the row belongs to. The loss takes `advantages`."""
     group_B: Tensor
     """int64, index of the group that the row belongs to. The rows of a group follow one another."""
     temperature_B: Tensor
@@ -458,11 +508,11 @@ class PaddedBatch:
     """int64, index of the rollout that the row belongs to. The rows of a rollout follow one another. None: each row is
     a rollout."""
     token_advantages_BT: Tensor | None = None
-    """float32, in the place of `advantages_B`; None: no group has any."""
+    """float32, the advantages of tokens, which replace `advantages_B`; None: no group has any."""
 
     @property
     def advantages(self) -> Tensor:
-        """(B,) or (B, T), what the loss takes: the token advantages where a group has some."""
+        """(B,) or (B, T), the advantages for the loss: the token advantages if a group has some."""
         return self.advantages_B if self.token_advantages_BT is None else self.token_advantages_BT
 
     @property
@@ -496,10 +546,12 @@ def to_padded(groups: Sequence[RolloutGroup], device: torch.device | str = "cpu"
     batch = to_batch(groups, "cpu")
     prompts_B = _joined([group.prompt_lengths for group in groups], np.int64)
     lengths_B = _joined([group.sampled_lengths for group in groups], np.int64)
-    P, T = int(prompts_B.max(initial=1)), max(int(lengths_B.max(initial=1)), 1)
+    P = int(prompts_B.max(initial=1))
+    T = max(int(lengths_B.max(initial=1)), 1)
     prompt_mask_BP = torch.from_numpy(np.arange(P) >= P - prompts_B[:, None])
     prompt_ids_BP = torch.zeros(prompt_mask_BP.shape, dtype=torch.int64)
-    prompt_ids_BP[prompt_mask_BP] = torch.from_numpy(_joined([p for g in groups for p in g.prompts()], np.int64))
+    prompt_ids = _joined([prompt for group in groups for prompt in group.prompts()], np.int64)
+    prompt_ids_BP[prompt_mask_BP] = torch.from_numpy(prompt_ids)
     completion_mask_BT = torch.from_numpy(np.arange(T) < lengths_B[:, None])
     # A context is part of the prompt here.
     columns_BT = torch.from_numpy((batch.completion_lengths_B - lengths_B)[:, None] + np.arange(T))
@@ -522,8 +574,10 @@ def to_padded(groups: Sequence[RolloutGroup], device: torch.device | str = "cpu"
         rollout_B=torch.from_numpy(batch.rollout_B),
         token_advantages_BT=None if batch.token_advantages_BT is None else sampled(batch.token_advantages_BT),
     )
-    moved: dict[str, Any] = {name: None if each is None else each.to(device) for name, each in vars(padded).items()}
-    return PaddedBatch(**moved)
+    on_device: dict[str, Any] = {}
+    for name, tensor in vars(padded).items():
+        on_device[name] = None if tensor is None else tensor.to(device)
+    return PaddedBatch(**on_device)
 
 
 def from_padded(padded: PaddedBatch, **fields: Any) -> list[RolloutGroup]:
@@ -535,31 +589,32 @@ def from_padded(padded: PaddedBatch, **fields: Any) -> list[RolloutGroup]:
     those of a rollout in reward or advantage, or a mask has a gap between tokens. Token advantages that are those of
     the rollouts are left out.
     """
-    host = {name: each.detach().cpu().numpy() for name, each in vars(padded).items() if each is not None}
+    host = {name: tensor.detach().cpu().numpy() for name, tensor in vars(padded).items() if tensor is not None}
     host.setdefault("rollout_B", np.arange(len(host["group_B"])))
     _check(host)
     prompts_B = _rows(host["prompt_ids_BP"], host["prompt_mask_BP"])
-    completions_B, logprobs_B, masks_B = (
-        _rows(host[name], host["completion_mask_BT"])
-        for name in ("completion_ids_BT", "rollout_logprobs_BT", "loss_mask_BT")
-    )
+    completions_B = _rows(host["completion_ids_BT"], host["completion_mask_BT"])
+    logprobs_B = _rows(host["rollout_logprobs_BT"], host["completion_mask_BT"])
+    masks_B = _rows(host["loss_mask_BT"], host["completion_mask_BT"])
     groups = []
     for index in dict.fromkeys(host["group_B"].tolist()):
         rows = np.flatnonzero(host["group_B"] == index)
-        first, last = int(rows[0]), int(rows[-1]) + 1
+        first = int(rows[0])
+        end = int(rows[-1]) + 1
         temperatures = set(host["temperature_B"][rows].tolist())
-        if last - first != rows.size or len(temperatures) > 1:
+        if end - first != rows.size or len(temperatures) > 1:
             raise ValueError(f"the rows of group {index} must follow one another and have one temperature")
         first_G = first + np.flatnonzero(np.diff(host["rollout_B"][rows], prepend=-1))
-        counts_G = np.diff(first_G, append=last)
+        counts_G = np.diff(first_G, append=end)
         sampling = {"temperature": temperatures.pop(), **fields.get("sampling", {})}
+        masks_S = masks_B[first:end]
         group = group_from_rows(
-            prompts=prompts_B[first:last],
-            completions=completions_B[first:last],
-            logprobs=logprobs_B[first:last],
+            prompts=prompts_B[first:end],
+            completions=completions_B[first:end],
+            logprobs=logprobs_B[first:end],
             rewards=host["rewards_B"][first_G],
             advantages=host["advantages_B"][first_G],
-            loss_masks=None if all(mask.all() for mask in masks_B[first:last]) else masks_B[first:last],
+            loss_masks=None if all(mask.all() for mask in masks_S) else masks_S,
             sequence_counts=None if (counts_G == 1).all() else counts_G,
             **(fields | {"sampling": sampling}),
         )
@@ -569,8 +624,11 @@ def from_padded(padded: PaddedBatch, **fields: Any) -> list[RolloutGroup]:
 
 def _with_token_advantages(group: RolloutGroup, host: Mapping[str, npt.NDArray[Any]]) -> RolloutGroup:
     """The group with the token advantages of its rows, if any of them is not the advantage of its rollout."""
-    values_BT, mask_BT = host.get("token_advantages_BT"), host["completion_mask_BT"]
-    if values_BT is None or (values_BT == host["advantages_B"][:, None])[mask_BT].all():
+    values_BT = host.get("token_advantages_BT")
+    mask_BT = host["completion_mask_BT"]
+    if values_BT is None:
+        return group
+    if (values_BT == host["advantages_B"][:, None])[mask_BT].all():
         return group
     advantages_T = np.zeros(group.num_tokens, np.float32)
     for span, values in zip(group.sampled_spans(), _rows(values_BT, mask_BT), strict=True):
@@ -586,7 +644,8 @@ def _check(host: dict[str, npt.NDArray[Any]]) -> None:
             if sizes.setdefault(axis, size) != size:
                 raise ValueError(f"{name} has shape {array.shape}, and {axis} is {sizes[axis]} in the tensors before")
     for name in ("prompt_mask_BP", "completion_mask_BT"):
-        mask = host[name] = host[name].astype(np.bool_)
+        mask = host[name].astype(np.bool_)
+        host[name] = mask
         starts_B = (np.diff(mask.astype(np.int8), axis=1, prepend=0) == 1).sum(axis=1)
         if (starts_B > 1).any():
             raise ValueError(

@@ -83,11 +83,13 @@ class TrainedGroups:
 
     def without(self, keys: Iterable[int]) -> TrainedGroups:
         """The same without the groups with these keys."""
-        gone = set(keys)
-        whole = {
-            lease: left for lease, keys in self.whole.items() if (left := [key for key in keys if key not in gone])
-        }
-        return TrainedGroups(whole, [key for key in self.part if key not in gone])
+        removed = set(keys)
+        whole: dict[Lease, list[int]] = {}
+        for lease, keys_of_lease in self.whole.items():
+            remaining = [key for key in keys_of_lease if key not in removed]
+            if remaining:
+                whole[lease] = remaining
+        return TrainedGroups(whole, [key for key in self.part if key not in removed])
 
     def newest(self, count: int) -> TrainedGroups:
         """The same with at most `count` batches, and as many keys of other batches: those that came last."""
@@ -98,26 +100,27 @@ class GroupLeases:
     """The leases of one rank. `acknowledge` and `requeue_dead` also take those of other ranks."""
 
     def __init__(self, client: ReplayClient, table: str, seconds: float, output_dir: Path, rank: int) -> None:
-        """`table`: where the fresh groups come from. `seconds`: what a lease lasts unless it is renewed."""
+        """`table`: the table of the fresh groups. `seconds`: the time after which a lease ends unless it is renewed."""
         self.table = table
         self.seconds = seconds
         self.unconfirmed = TrainedGroups()
-        """Groups that a training checkpoint contains, and no server confirmed as consumed. The first rank finds out."""
+        """Groups that a training checkpoint contains, and that no server confirmed as consumed. The first rank finds
+        them."""
         self._client = client
         self._output_dir = output_dir
         self._path = output_dir / _FILES.format(rank)
         self._held: dict[Lease, list[int]] = {}
         self._coming: set[Lease] = set()
-        """Leases of which this rank does not know yet whether they began."""
+        """Leases that are expected, and may not have begun."""
         self._settling: TrainedGroups | None = None
-        """What the training checkpoint under way contains, if one is."""
+        """The groups in the training checkpoint under way; None: there is none."""
         self._settled_part: list[int] = []
         """`part` of the last training checkpoint."""
         self._listed: set[Lease] = set()
         """The leases that the list file of this rank names."""
         self._lock = threading.Lock()
         self._renewer: LeaseRenewer | None = None
-        """From `start` on."""
+        """Renews the leases; None before `start`."""
 
     def start(self) -> None:
         """Renew the leases from now on, until `requeue`."""
@@ -129,13 +132,14 @@ class GroupLeases:
         Returns the samples without those that a training checkpoint contains already. They end with their batch.
         """
         with self._lock:
-            for info in (sample.info for sample in batch):
+            for sample in batch:
+                info = sample.info
                 if info.lease_id:
                     self._held.setdefault((info.shard, info.lease_id), []).append(info.key)
-            # What was expected before this batch, and has not come, was revoked.
+            # Leases that were expected before this batch, and whose batch has not come, were revoked.
             self._coming.clear()
             self._list()
-        # Outside of the lock: the client's thread does it, and may be in `expect`, which waits for the lock.
+        # Outside of the lock: the client's thread adds the batch, and may be in `expect`, which waits for the lock.
         if self._renewer is not None:
             self._renewer.add(batch)
         known = self.unconfirmed.keys
@@ -165,9 +169,9 @@ class GroupLeases:
         return groups
 
     def settled(self, groups: TrainedGroups | None = None) -> None:
-        """The training checkpoint under way, if one was, is written, and its groups are acknowledged.
+        """Forgets the groups of the training checkpoint under way: it is written, and its groups are acknowledged.
 
-        `groups`: those of an older state, where others have begun since.
+        `groups`: the groups of an older checkpoint, if another one has begun since.
         """
         settled = groups or self._settling
         if settled is None:
@@ -186,20 +190,31 @@ class GroupLeases:
         """Acknowledges the groups of a training checkpoint: by their leases, or consumes them by their keys where that
         fails.
 
-        What no server confirms is `unconfirmed` from now on.
+        Groups that no server confirms are `unconfirmed` from now on.
         """
         before = self.unconfirmed
         if not (groups.whole or before.part):
             return
         missing = set(self._client.acknowledge(map(_stub, groups.whole)).missing)
-        late = TrainedGroups({lease: keys for lease, keys in groups.whole.items() if lease[1] in missing}, before.part)
-        # A group may have come again, and be confirmed by a later lease.
-        confirmed = {key for lease, keys in groups.whole.items() if lease[1] not in missing for key in keys}
-        if wanted := late.keys - confirmed:
-            confirmed |= wanted.difference(self._client.consume(self.table, sorted(wanted)).missing)
+        late_leases: dict[Lease, list[int]] = {}
+        # A group of a late lease may have come again, and be confirmed by a later lease.
+        confirmed: set[int] = set()
+        for lease, keys in groups.whole.items():
+            _, number = lease
+            if number in missing:
+                late_leases[lease] = keys
+            else:
+                confirmed.update(keys)
+        late = TrainedGroups(late_leases, before.part)
+        wanted = late.keys - confirmed
+        if wanted:
+            lost = self._client.consume(self.table, sorted(wanted)).missing
+            confirmed |= wanted.difference(lost)
         self.unconfirmed = late.without(confirmed).newest(MOST_UNCONFIRMED)
-        if new := late.keys - before.keys:
-            # Of a state that was loaded, a server that has lost its items since knows nothing: no reason to worry.
+        new = late.keys - before.keys
+        if new:
+            # A server that has lost its items does not know the groups of a state that was loaded. That needs no
+            # warning.
             logger.log(
                 logging.INFO if self._settling is None else logging.WARNING,
                 "%s could not be acknowledged: the leases had ended, or the server is away. The trainer took %d of "
@@ -210,10 +225,10 @@ class GroupLeases:
             )
 
     def requeue_dead(self, groups: TrainedGroups, rolled_back: bool = False) -> bool:
-        """Requeues what ranks of a killed run had, apart from the groups that its training checkpoint contains.
+        """Requeues the groups that ranks of a killed run held, apart from those in its training checkpoint.
 
-        `rolled_back`: what was consumed after the state is in its table again, perhaps with groups of the state that
-        were acknowledged late. One rank calls it. Returns whether there was anything to do.
+        `rolled_back`: groups that were consumed after the state are in their table again, perhaps with groups of the
+        state that were acknowledged late. One rank calls this method. Returns True if there was anything to do.
         """
         leases: list[Lease] = []
         paths = sorted(self._output_dir.glob(_FILES.format("*")))
@@ -221,7 +236,8 @@ class GroupLeases:
             leases += _read(path)
         if leases:
             self._client.acknowledge(map(_stub, leases), requeue=True)
-        if contained := sorted(groups.keys) if rolled_back else groups.part:
+        contained = sorted(groups.keys) if rolled_back else groups.part
+        if contained:
             missing = set(self._client.consume(self.table, contained).missing)
             self.unconfirmed = TrainedGroups(self.unconfirmed.whole, [key for key in groups.part if key in missing])
         for path in paths:
@@ -262,7 +278,7 @@ class GroupLeases:
         assert len(self.unconfirmed.part) <= MOST_UNCONFIRMED, len(self.unconfirmed.part)
 
     def _list(self) -> None:
-        """Write which leases are held. Without the list, what a killed rank had goes back only with time."""
+        """Writes the list of held leases. Without it, the groups of a killed rank go back only when leases end."""
         leases = {*self._held, *self._coming}
         if not leases:
             self._path.unlink(missing_ok=True)
@@ -271,7 +287,7 @@ class GroupLeases:
         self._listed = leases
 
     def _lost(self, lost: list[SampleInfo]) -> None:
-        """On the thread of the client."""
+        """Warns that leases could not be renewed. The thread of the client calls it."""
         logger.warning(
             "could not renew the leases of %s: the server was out of reach for %g s, or was restarted without a "
             "data_dir. The trainer keeps the groups, and another reader may get them as well",

@@ -243,7 +243,8 @@ class _ChosenLogprobs(torch.autograd.Function):
         assert hidden_NH.shape == (N, H), (hidden_NH.shape, weight_VH.shape)
         assert temperature_N.shape == (N,), (temperature_N.shape, N)
         logprobs_N = hidden_NH.new_empty(N, dtype=torch.float32)
-        entropy_N, logsum_N = torch.empty_like(logprobs_N), torch.empty_like(logprobs_N)
+        entropy_N = torch.empty_like(logprobs_N)
+        logsum_N = torch.empty_like(logprobs_N)
         weight = weight_VH.to(ctx.compute)
         for chunk in _chunks(N, V):
             logits_CV = _logits(hidden_NH[chunk], weight, bias_V, temperature_N[chunk], ctx.compute)

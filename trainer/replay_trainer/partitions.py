@@ -43,7 +43,7 @@ class RankFiles:
         self._run = ranks.from_first(secrets.token_hex(4))
 
     def why_not_shared(self) -> str:
-        """Which rank does not see the output_dir of the first, and what to do; empty: all see it."""
+        """The error if a rank does not see the output_dir of the first, with the remedy; empty: all see it."""
         path = self._path(0, 0)
         if self._ranks.is_first:
             path.touch()
@@ -109,7 +109,8 @@ class StoredRows:
         share = math.ceil(self.shape[0] / self._ranks)
         parts: list[Tensor] = []
         for rank in range(self._ranks):
-            first, end = max(start - rank * share, 0), min(stop - rank * share, share)
+            first = max(start - rank * share, 0)
+            end = min(stop - rank * share, share)
             if first < end:
                 parts.append(self._open_file(rank).get_slice(self._name)[first:end])
         if not parts:
@@ -118,22 +119,25 @@ class StoredRows:
 
 
 def take_rows(optimizer: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Tensor], dict[str, list[int]]]:
-    """Splits a state of the optimizer: what is whole, this rank's rows of the rest, and the full shapes of the rest."""
+    """Splits a state of the optimizer: the whole entries, this rank's rows of the others, and their full shapes."""
     whole: dict[str, Any] = optimizer | {"state": {}}
-    rows, shapes = {}, {}
+    rows = {}
+    shapes = {}
     for name, entries in optimizer["state"].items():
         whole["state"][name] = {}
         for entry, value in entries.items():
             if isinstance(value, DTensor):
                 assert all(placement.is_shard(0) for placement in value.placements), (name, value.placements)
-                rows[f"{name}/{entry}"], shapes[f"{name}/{entry}"] = value.to_local(), list(value.shape)
+                key = f"{name}/{entry}"
+                rows[key] = value.to_local()
+                shapes[key] = list(value.shape)
             else:
                 whole["state"][name][entry] = value
     return whole, rows, shapes
 
 
 def put_rows(optimizer: dict[str, Any], folder: Path, ranks: int, shapes: dict[str, list[int]]) -> None:
-    """Puts StoredRows of a training checkpoint into the places of what `take_rows` took out."""
+    """Puts StoredRows of a training checkpoint into the places of the entries that `take_rows` took out."""
     open_file = cache(lambda rank: safe_open(folder / _name(rank, ranks), "pt"))
     for key, shape in shapes.items():
         name, entry = key.rsplit("/", 1)

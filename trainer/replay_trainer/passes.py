@@ -57,11 +57,11 @@ class Passes:
     config: GRPOConfig
     ranks: Ranks
     partitioned: bool
-    """Whether each rank has a part of the weights."""
+    """True if each rank has a part of the weights."""
 
     def __post_init__(self) -> None:
         self._failing: Callable[[], list[int]] = list
-        """Of the last backward pass."""
+        """Finds the groups of the last backward pass that are not finite: see `_failing`."""
 
     @torch.no_grad()
     def logprobs(self, batch: Batch) -> Tensor:
@@ -76,7 +76,8 @@ class Passes:
 
         Raises StepFailure if memory runs out, or if the loss is not finite.
         """
-        config, ranks = self.config, self.ranks
+        config = self.config
+        ranks = self.ranks
         assert old_BT is None or old_BT.shape == batch.mask_BT.shape, "the old log-probabilities are of another batch"
         normalizer = max(ranks.sum([loss_normalizer(batch.rollouts.mask_JT, config.loss_type)])[0], 1)
         mean_weight = None
@@ -134,7 +135,8 @@ class Passes:
         assert sums["tokens"] == int(batch.mask_BT.sum()), f"{sums['tokens']} tokens had a gradient, once each"
         names = sorted(set().union(*(names for names, _ in parts)))
         totals = dict(zip(names, ranks.sum([sums.get(name, 0.0) for name in names]), strict=True))
-        total_loss, total_tokens = totals.pop("loss"), totals.pop("tokens")
+        total_loss = totals.pop("loss")
+        total_tokens = totals.pop("tokens")
         self._failing = partial(_failing, loss_of, batch, current_BT, old_BT, reference_BT)
         if not math.isfinite(total_loss):
             raise StepFailure(f"its loss was {total_loss}", self._failing())
@@ -247,8 +249,10 @@ class Passes:
         mean_weight: float | None,
     ) -> tuple[Tensor, Metrics]:
         """The part of the step's loss that these rows add, and its metrics. Without `old_BT` the policy is the old."""
-        config, rollouts = self.config, batch.rollouts
-        tokens_J, logprobs_JT = rollouts.join(batch.rollout_tokens_B), rollouts.join(logprobs_BT)
+        config = self.config
+        rollouts = batch.rollouts
+        tokens_J = rollouts.join(batch.rollout_tokens_B)
+        logprobs_JT = rollouts.join(logprobs_BT)
         advantages = batch.advantages_under(logprobs_BT.detach() if old_BT is None else old_BT)
         loss, metrics = corrected_policy_loss(
             logprobs_JT,
@@ -272,7 +276,8 @@ class Passes:
                 normalizer=normalizer,
                 tokens=tokens_J,
             )
-            loss, metrics = loss + penalty, metrics | kl_metrics
+            loss = loss + penalty
+            metrics = metrics | kl_metrics
         if batch.teacher_logprobs_BT is not None:
             difference_BT = logprobs_BT.detach() - batch.teacher_logprobs_BT
             metrics["teacher_kl"] = float(difference_BT[batch.mask_BT].mean())
@@ -310,7 +315,8 @@ def _failing(
         rows = np.flatnonzero(batch.group_B == group)
         part = batch.select(rows)
         T = part.mask_BT.shape[1]
-        old, reference = (None if each is None else each[rows, :T] for each in (old_BT, reference_BT))
+        old = None if old_BT is None else old_BT[rows, :T]
+        reference = None if reference_BT is None else reference_BT[rows, :T]
         logprobs_BT = current_BT[rows, :T].requires_grad_()
         loss, _ = loss_of(part, logprobs_BT, old, reference)
         (gradient_BT,) = torch.autograd.grad(loss, logprobs_BT)
@@ -332,7 +338,9 @@ def _nothing(device: torch.device) -> Batch:
 def _part(values_BT: Tensor | None, rows: Ints, micro: Batch) -> Tensor | None:
     """The values of the rows of a micro-batch; None if there are none, or for an idle one."""
     assert not rows.size or rows.size == micro.num_rows, (rows.size, micro.num_rows)
-    return None if values_BT is None or not rows.size else values_BT[rows, : micro.mask_BT.shape[1]]
+    if values_BT is None or not rows.size:
+        return None
+    return values_BT[rows, : micro.mask_BT.shape[1]]
 
 
 def _put(values_BT: Tensor, rows: Ints, part_BT: Tensor) -> None:

@@ -20,18 +20,19 @@ _AGGREGATE_OF_LEVEL: dict[Level, Aggregate] = {"token": "token", "sequence": "su
 
 
 class Ratios:
-    """Ratios o/b of a batch, and the weights that the configured action makes of them; all without gradient.
+    """The ratios o/b of a batch, and the weights that the configured action makes of them; all without gradient.
 
     Axis U counts the units of a row that have a ratio each: T tokens, or 1 where one ratio covers the sequence.
     """
 
     def __init__(self, old_logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor, config: CorrectionConfig) -> None:
         """All (B, T). Raises ValueError unless the shapes agree."""
-        shapes = [tuple(each.shape) for each in (old_logprobs, rollout_logprobs, mask)]
-        if len({*shapes}) > 1 or mask.ndim != 2:
+        shapes = [tuple(tensor.shape) for tensor in (old_logprobs, rollout_logprobs, mask)]
+        if len(set(shapes)) > 1 or mask.ndim != 2:
             raise ValueError(f"old_logprobs, rollout_logprobs and mask must have one shape (B, T), not {shapes}")
         self.config = config
-        self.old_BT, self.rollout_BT = at_least_float32(old_logprobs), at_least_float32(rollout_logprobs)
+        self.old_BT = at_least_float32(old_logprobs)
+        self.rollout_BT = at_least_float32(rollout_logprobs)
         self.mask_BT = mask.bool()
         self.known_BT = self.mask_BT & ~self.rollout_BT.isnan()
         self.difference_BT = torch.where(self.known_BT, self.old_BT - self.rollout_BT, 0.0)
@@ -77,28 +78,36 @@ def aggregate(values_BT: Tensor, mask_BT: Tensor, how: Aggregate) -> Tensor:
             return values_BT.new_full((len(values_BT), 1), -torch.inf)
         return values_BT.masked_fill(~mask_BT, -torch.inf).amax(dim=1, keepdim=True)
     sum_B1 = values_BT.sum(dim=1, keepdim=True)
-    return sum_B1 if how == "sum" else sum_B1 / mask_BT.sum(dim=1, keepdim=True).clamp(min=1)
+    if how == "sum":
+        return sum_B1
+    return sum_B1 / mask_BT.sum(dim=1, keepdim=True).clamp(min=1)
 
 
 def at_least_float32(values: Tensor) -> Tensor:
-    """float64 stays as it is; every other type becomes float32."""
-    return values if values.dtype == torch.float64 else values.float()
+    """The values as float32; float64 stays as it is."""
+    if values.dtype == torch.float64:
+        return values
+    return values.float()
 
 
 class RejectionMasks:
-    """Bool masks of a batch: `kept_BT`, and what veto (B, 1), off-policy mask (B, 1) and DPPO mask (B, T) removed."""
+    """Bool masks of a batch: `kept_BT`, and the masks of the sequences or tokens that veto (B, 1), off-policy mask
+    (B, 1) and DPPO mask (B, T) removed."""
 
     def __init__(self, ratios: Ratios, advantages: Tensor | None, logprobs: Tensor | None) -> None:
         """advantages: (B,) or (B, T). logprobs: (B, T) log θ; None: the old log-probabilities.
 
         Raises ValueError if a mask needs advantages and they are missing or have another shape.
         """
-        config, mask_BT, log_BT = ratios.config, ratios.mask_BT, ratios.log_BT
+        config = ratios.config
+        mask_BT = ratios.mask_BT
+        log_BT = ratios.log_BT
         none_B1 = torch.zeros_like(mask_BT[:, :1])
         self.vetoed_B1 = none_B1
         if config.veto is not None:
             self.vetoed_B1 = (log_BT.exp() < config.veto).any(dim=1, keepdim=True)
-        self.off_policy_B1, self.dppo_BT = none_B1, torch.zeros_like(mask_BT)
+        self.off_policy_B1 = none_B1
+        self.dppo_BT = torch.zeros_like(mask_BT)
         if config.needs_advantages:
             self._judge_by_advantage(ratios, advantages, ratios.old_BT if logprobs is None else logprobs)
         self.kept_BT = mask_BT & ~self.vetoed_B1 & ~self.off_policy_B1 & ~self.dppo_BT
@@ -108,8 +117,10 @@ class RejectionMasks:
         assert self.kept_BT.dtype == torch.bool, self.kept_BT.dtype
 
     def _judge_by_advantage(self, ratios: Ratios, advantages: Tensor | None, current: Tensor) -> None:
-        """The off-policy mask and the DPPO mask: the module of the package has their formulas."""
-        config, mask_BT, known_BT = ratios.config, ratios.mask_BT, ratios.known_BT
+        """Computes the off-policy mask and the DPPO mask. The docstring of the package has their formulas."""
+        config = ratios.config
+        mask_BT = ratios.mask_BT
+        known_BT = ratios.known_BT
         if advantages is None or advantages.shape not in (mask_BT.shape, mask_BT.shape[:1]):
             shape = None if advantages is None else tuple(advantages.shape)
             raise ValueError(
@@ -162,7 +173,7 @@ _MEANS = {
     "logprob_diff_mean": ("distance", "tokens"),
     "nan_fraction": ("unknown", "response_tokens"),
 }
-"""Metric: the sum and the count that it is the quotient of."""
+"""The sum and the count of each metric that is their quotient."""
 
 
 @dataclass(frozen=True)
@@ -171,23 +182,31 @@ class Moments:
 
     sums: dict[str, float]
     extremes: dict[str, float]
-    """By the names of metrics, which end in _min or _max."""
+    """The extremes by the names of their metrics, which end in _min or _max."""
 
     @classmethod
     def of(cls, ratios: Ratios, masks: RejectionMasks) -> Moments:
         """The moments of one batch, in float64: squares of ratios leave the range of float32."""
-        config, mask_BT, known_BT, kept_BT = ratios.config, ratios.mask_BT, ratios.known_BT, masks.kept_BT
-        unit_BU, known_B1 = ratios.units(known_BT), known_BT.any(dim=1, keepdim=True)
+        config = ratios.config
+        mask_BT = ratios.mask_BT
+        known_BT = ratios.known_BT
+        kept_BT = masks.kept_BT
+        unit_BU = ratios.units(known_BT)
+        known_B1 = known_BT.any(dim=1, keepdim=True)
+        no_units_BU = torch.zeros_like(unit_BU)
         outside_BU = ratios.below_BU | ratios.above_BU
-        masked_BT = outside_BU & known_BT if config.action == "mask" else torch.zeros_like(known_BT)
+        if config.action == "mask":
+            masked_BT = outside_BU & known_BT
+        else:
+            masked_BT = torch.zeros_like(known_BT)
         counts = {
             "response_tokens": mask_BT,
             "unknown": mask_BT & ~known_BT,
             "tokens": known_BT,
             "units": unit_BU,
             "sequences": known_B1,
-            "weighted": unit_BU if config.has_weights else torch.zeros_like(unit_BU),
-            "clipped": outside_BU & unit_BU if config.action != "none" else torch.zeros_like(unit_BU),
+            "weighted": unit_BU if config.has_weights else no_units_BU,
+            "clipped": no_units_BU if config.action == "none" else outside_BU & unit_BU,
             "above": ratios.above_BU & unit_BU,
             "below": ratios.below_BU & unit_BU,
             "masked_tokens": masked_BT,
@@ -202,8 +221,9 @@ class Moments:
         totals = torch.stack([mask.sum() for mask in counts.values()]).tolist()
         difference_N = ratios.difference_BT[known_BT].cpu().double()
         log_N = ratios.log_BT[known_BT].cpu().double()
-        ratio_M, weight_M = (each[unit_BU].cpu().double() for each in (ratios.ratio_BU, ratios.clipped_BU))
-        sums = {
+        ratio_M = ratios.ratio_BU[unit_BU].cpu().double()
+        weight_M = ratios.clipped_BU[unit_BU].cpu().double()
+        values = {
             "ratio": ratio_M,
             "weight": weight_M,
             "weight_squares": weight_M.square(),
@@ -212,8 +232,11 @@ class Moments:
             "k3": log_N.expm1() - log_N,
             "ratio_squares": log_N.exp().square(),
         }
+        sums: dict[str, float] = dict(zip(counts, totals, strict=True))
+        for name, values_N in values.items():
+            sums[name] = float(values_N.sum())
         return cls(
-            sums=dict(zip(counts, totals, strict=True)) | {name: float(values.sum()) for name, values in sums.items()},
+            sums=sums,
             extremes={
                 "ratio_min": _min(ratio_M),
                 "ratio_max": -_min(-ratio_M),
@@ -227,32 +250,32 @@ class Moments:
     def of_parts(cls, parts: Sequence[Moments]) -> Moments:
         """The moments of a batch from those of its parts; at least one."""
         assert all(part.sums.keys() == parts[0].sums.keys() for part in parts), "ranks count different things"
-        return cls(
-            sums={name: sum(part.sums[name] for part in parts) for name in parts[0].sums},
-            extremes={
-                name: (min if name.endswith("_min") else max)(part.extremes[name] for part in parts)
-                for name in parts[0].extremes
-            },
-        )
+        sums = {name: sum(part.sums[name] for part in parts) for name in parts[0].sums}
+        extremes: dict[str, float] = {}
+        for name in parts[0].extremes:
+            values = [part.extremes[name] for part in parts]
+            extremes[name] = min(values) if name.endswith("_min") else max(values)
+        return cls(sums, extremes)
 
     def metrics(self) -> dict[str, float]:
-        """As documented at `correct`."""
+        """The metrics as documented at `correct`."""
         total = self.sums
 
         def mean(name: str, count: str) -> float:
             return total[name] / total[count] if total[count] else math.nan
 
+        metrics = {metric: mean(name, count) for metric, (name, count) in _MEANS.items()}
+        for metric, value in self.extremes.items():
+            metrics[metric] = value if total["tokens"] else math.nan
         squares = total["units"] * total["weight_squares"]
-        return {
-            **{metric: mean(name, count) for metric, (name, count) in _MEANS.items()},
-            **{metric: value if total["tokens"] else math.nan for metric, value in self.extremes.items()},
-            "ess": total["weight"] ** 2 / squares if squares else math.nan,
-            "kl": -mean("difference", "tokens"),
-            "chi2": mean("ratio_squares", "tokens") - 1,
-        }
+        metrics["ess"] = total["weight"] ** 2 / squares if squares else math.nan
+        metrics["kl"] = -mean("difference", "tokens")
+        metrics["chi2"] = mean("ratio_squares", "tokens") - 1
+        return metrics
 
 
 def _min(values_N: Tensor) -> float:
+    """The minimum of the values; infinity if there are none. The maximum of x is -_min(-x)."""
     return float(values_N.amin()) if values_N.numel() else math.inf
 
 
@@ -275,7 +298,7 @@ class Correction:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """See `correct`."""
+        """The metrics of this batch, as documented at `correct`."""
         return self.moments.metrics()
 
     def weight_totals(self) -> tuple[float, int]:

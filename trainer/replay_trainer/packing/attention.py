@@ -67,7 +67,8 @@ def packed_mask(*args: Any, **kwargs: Any) -> Tensor | None:
     if not _packing.get():
         mask: Tensor | None = sdpa_mask(*args, **kwargs)
         return mask
-    window, config = kwargs.get("local_size"), kwargs["config"]
+    window = kwargs.get("local_size")
+    config = kwargs["config"]
     if window is None:
         return None
     if window != getattr(config, "sliding_window", None):
@@ -112,15 +113,18 @@ def packed_attention(
     assert query.shape[1] % key.shape[1] == 0, (query.shape, key.shape)
     window = _window_of(attention_mask, sliding_window)
     # Under autocast, rotated queries and keys come in float32.
-    query, key = query.to(value.dtype), key.to(value.dtype)
+    query = query.to(value.dtype)
+    key = key.to(value.dtype)
     repeats = query.shape[1] // key.shape[1]
 
     def attend(query_HLD: Tensor, key_HSD: Tensor, value_HSD: Tensor) -> Tensor:
         """The last L of S positions attend to all positions up to their own."""
-        L, S = query_HLD.shape[2], key_HSD.shape[2]
+        L = query_HLD.shape[2]
+        S = key_HSD.shape[2]
         assert L <= S == value_HSD.shape[2], (query_HLD.shape, key_HSD.shape, value_HSD.shape)
         if repeats > 1:
-            key_HSD, value_HSD = key_HSD.repeat_interleave(repeats, 1), value_HSD.repeat_interleave(repeats, 1)
+            key_HSD = key_HSD.repeat_interleave(repeats, 1)
+            value_HSD = value_HSD.repeat_interleave(repeats, 1)
         if window is not None and window < S:
             distance_LS = torch.arange(S - L, S, device=query.device)[:, None] - torch.arange(S, device=query.device)
             mask: Any = (distance_LS >= 0) & (distance_LS < window)
@@ -149,13 +153,14 @@ def packed_attention(
             outputs.append(attend(*own))
             continue
         path = [*starmap(first_of, run.before), own]
-        key_S, value_S = (torch.cat([each[i] for each in path], dim=2) for i in (1, 2))
+        key_S = torch.cat([key_of_run for _, key_of_run, _ in path], dim=2)
+        value_S = torch.cat([value_of_run for _, _, value_of_run in path], dim=2)
         begun = key_S.shape[2] - run.length
         if query.is_cuda or begun > run.length:
             outputs.append(attend(own[0], key_S, value_S))
         else:
             # On a CPU a mask costs all of L x S. Causal attention from the first token costs half of S x S.
-            query_S = torch.cat([each[0] for each in path], dim=2)
+            query_S = torch.cat([query_of_run for query_of_run, _, _ in path], dim=2)
             outputs.append(attend(query_S, key_S, value_S)[:, :, begun:])
     return torch.cat(outputs, dim=2).transpose(1, 2).contiguous(), None
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -35,22 +36,29 @@ class SamplingMasks:
     ids_M: npt.NDArray[np.int32]
     """The ids of all masks, one mask after the other, row after row."""
     counts_BT: Ints
-    """Ids of each token's mask; 0: it has none."""
+    """The number of ids in each token's mask; 0: the token has no mask."""
     truncated_B: npt.NDArray[np.bool_]
-    """Whether the tokens of the row were drawn from a part of the vocabulary."""
+    """True for each row whose tokens were drawn from a part of the vocabulary."""
 
     @classmethod
     def of(cls, groups: Sequence[RolloutGroup], width: int) -> SamplingMasks | None:
-        """Those of all sequences of the groups, each a row of `width` tokens; None: no group was drawn like this."""
+        """The masks of all sequences of the groups, each a row of `width` tokens.
+
+        None: all groups were drawn from the whole vocabulary.
+        """
         if not any(truncates(group.sampling) for group in groups):
             return None
-        ids, counts, truncated = [np.zeros(0, np.int32)], [], []
+        ids = [np.zeros(0, np.int32)]
+        counts = []
+        truncated: list[bool] = []
         for group in groups:
-            truncated += [truncates(group.sampling)] * group.num_sequences
-            known = truncated[-1] and SAMPLING_MASK in group.extras
-            counts_T = np.diff(group.extras[SAMPLING_MASK + OFFSETS]) if known else np.zeros(group.num_tokens, np.int64)
-            if known:
+            is_truncated = truncates(group.sampling)
+            truncated += [is_truncated] * group.num_sequences
+            if is_truncated and SAMPLING_MASK in group.extras:
+                counts_T = np.diff(group.extras[SAMPLING_MASK + OFFSETS])
                 ids.append(group.extras[SAMPLING_MASK].astype(np.int32, copy=False))
+            else:
+                counts_T = np.zeros(group.num_tokens, np.int64)
             for span in group.sequence_spans():
                 row = np.zeros(width, np.int64)
                 row[: span.stop - span.start] = counts_T[span]
@@ -58,7 +66,7 @@ class SamplingMasks:
         return cls(np.concatenate(ids), np.stack(counts), np.array(truncated, np.bool_))
 
     def select(self, rows: Ints, width: int) -> SamplingMasks:
-        """Those of these rows; `width`: tokens of the longest."""
+        """The masks of these rows; `width`: tokens of the longest row."""
         assert not self.counts_BT[rows, width:].any(), "the mask of a token would be cut off"
         ends_B = np.cumsum(self.counts_BT.sum(axis=1))
         starts_B = np.concatenate(([0], ends_B))
@@ -67,22 +75,29 @@ class SamplingMasks:
         return SamplingMasks(ids_M, self.counts_BT[rows, :width], self.truncated_B[rows])
 
     def unknown(self, mask_BT: Tensor) -> int:
-        """How many tokens of the mask were drawn from a part of the vocabulary that nobody knows."""
-        return int((mask_BT.cpu().numpy() & self.truncated_B[:, None] & (self.counts_BT == 0)).sum())
+        """The number of tokens of `mask_BT` that were drawn from an unknown part of the vocabulary."""
+        without_mask_BT = self.truncated_B[:, None] & (self.counts_BT == 0)
+        return int((mask_BT.cpu().numpy() & without_mask_BT).sum())
 
     def over(self, mask_BT: Tensor) -> TokenMasks | None:
-        """The masks of the N tokens of the mask, row after row, on its device; None: no token has one."""
+        """The sampling masks of the N tokens of `mask_BT`, row after row, on its device; None: no token has one."""
         host_BT = mask_BT.cpu().numpy()
         assert host_BT.shape == self.counts_BT.shape, (host_BT.shape, self.counts_BT.shape)
         counts_N = self.counts_BT[host_BT]
         if not counts_N.any():
             return None
-        starts_N = (np.cumsum(self.counts_BT).reshape(self.counts_BT.shape) - self.counts_BT)[host_BT]
-        ids_M, starts, counts = (
-            torch.from_numpy(np.ascontiguousarray(array)).to(mask_BT.device)
-            for array in (self.ids_M, starts_N, counts_N)
+        ends_BT = np.cumsum(self.counts_BT).reshape(self.counts_BT.shape)
+        starts_N = (ends_BT - self.counts_BT)[host_BT]
+
+        def on_device(array: npt.NDArray[Any]) -> Tensor:
+            return torch.from_numpy(np.ascontiguousarray(array)).to(mask_BT.device)
+
+        return TokenMasks(
+            ids_M=on_device(self.ids_M),
+            starts_N=on_device(starts_N),
+            counts_N=on_device(counts_N),
+            host_counts_N=counts_N,
         )
-        return TokenMasks(ids_M, starts, counts, counts_N)
 
 
 @dataclass(frozen=True)
@@ -92,20 +107,28 @@ class TokenMasks:
     ids_M: Tensor
     """int32"""
     starts_N: Tensor
-    """int64, where the mask of each token begins in ids_M."""
+    """int64, the index in ids_M at which the mask of each token begins."""
     counts_N: Tensor
     """int64, 0: the token has no mask."""
     host_counts_N: Ints
+    """`counts_N` on the host, so that `of_chunk` need not wait for the device."""
 
     def of_chunk(self, chunk: slice) -> ChunkMasks:
         """The masks of these tokens, padded to the largest."""
         assert len(self.counts_N) == len(self.host_counts_N), "host and device have the masks of different tokens"
         host_counts_C = self.host_counts_N[chunk]
-        starts_C1, counts_C1 = self.starts_N[chunk, None], self.counts_N[chunk, None]
-        columns_K = torch.arange(max(int(host_counts_C.max(initial=0)), 1), device=self.ids_M.device)
+        starts_C1 = self.starts_N[chunk, None]
+        counts_C1 = self.counts_N[chunk, None]
+        largest = max(int(host_counts_C.max(initial=0)), 1)
+        columns_K = torch.arange(largest, device=self.ids_M.device)
         inside_CK = columns_K < counts_C1
-        ids_CK = self.ids_M[(starts_C1 + columns_K).clamp(max=len(self.ids_M) - 1)].long().masked_fill(~inside_CK, 0)
-        return ChunkMasks(ids_CK, inside_CK, counts_C1[:, 0] > 0, bool((host_counts_C > 0).all()))
+        indices_CK = (starts_C1 + columns_K).clamp(max=len(self.ids_M) - 1)
+        return ChunkMasks(
+            ids_CK=self.ids_M[indices_CK].long().masked_fill(~inside_CK, 0),
+            inside_CK=inside_CK,
+            known_C=counts_C1[:, 0] > 0,
+            all_known=bool((host_counts_C > 0).all()),
+        )
 
 
 @dataclass(frozen=True)
@@ -117,11 +140,12 @@ class ChunkMasks:
     inside_CK: Tensor
     """bool, False in the padding."""
     known_C: Tensor
-    """bool, whether the token has a mask."""
+    """bool, True for each token that has a mask."""
     all_known: bool
+    """True if every token has a mask."""
 
     def logits_of(self, logits_CV: Tensor) -> Tensor:
-        """(C, K) logits of the masks, -inf in the padding; what is said of a token without a mask means nothing.
+        """(C, K) logits of the masks, -inf in the padding. The row of a token without a mask has no meaning.
 
         Differentiable: no row is -inf alone.
         """
