@@ -54,7 +54,7 @@ class ModelLimits:
     length: int | None = None
     """GRPOConfig.max_length, or the length that chose the rotary frequencies."""
     reads_versions: bool = False
-    """Whether the trainer reads the policy versions of tokens (GRPOConfig.max_token_staleness)."""
+    """True if the trainer reads the policy versions of tokens (GRPOConfig.max_token_staleness)."""
 
     @classmethod
     def of(
@@ -65,7 +65,7 @@ class ModelLimits:
         length: int | None = None,
         reads_versions: bool = False,
     ) -> ModelLimits:
-        """Those of a language model of transformers."""
+        """The limits of a language model of transformers."""
         tokens = model.get_input_embeddings()
         positions = getattr(model.config, "max_position_embeddings", None)
         # OPT and BART keep two rows beside those of the positions.

@@ -159,7 +159,7 @@ class GRPOTrainer:
         )
         self.alarms = Alarms()
         self.stopped = False
-        """Whether `train` ended before max_steps, because of `stop`."""
+        """True if `train` ended before max_steps, because of `stop`."""
         self.last_step: int | None = None
         """The last step of the run that is finished, 0 before the first; None: `train` does not know it yet."""
         self._stopping = Stopping(self.ranks)

@@ -143,7 +143,7 @@ class LogprobModel(nn.Module):
         return "logits"
 
     def _agrees(self, batch: Batch, route: Route, expected_BT: Tensor, tolerance: float) -> bool:
-        """Whether a route computes what the plain model does."""
+        """True if a route computes the same as the plain model."""
         try:
             logprobs_BT, _ = self._run(batch, route)
         except Exception as error:  # whatever a model raises that does not take what the route gives it

@@ -103,7 +103,8 @@ def policy_loss(
 
     Raises ValueError for shapes that do not fit, and for a loss function of the user as `token_losses` does.
     """
-    config, correction = config or LossConfig(), correction or CorrectionConfig()
+    config = config or LossConfig()
+    correction = correction or CorrectionConfig()
     _check_shapes(
         logprobs,
         {"old_logprobs": old_logprobs, "mask": mask, "weights": weights, "correction_mask": correction_mask},
@@ -143,7 +144,8 @@ def policy_loss(
         loss_BT = -ratio_BT.detach().clamp(max=config.clip_high) * advantages_BT * logprobs_BT
         high_BT = (ratio_BT > config.clip_high) & (advantages_BT > 0)
     else:
-        least, most = 1 - config.epsilon, 1 + config.clip_high
+        least = 1 - config.epsilon
+        most = 1 + config.clip_high
         loss_BT = -torch.minimum(ratio_BT * advantages_BT, ratio_BT.clamp(least, most) * advantages_BT)
         low_BT = (ratio_BT < least) & (advantages_BT < 0)
         high_BT = (ratio_BT > most) & (advantages_BT > 0)

@@ -70,7 +70,9 @@ class RankFiles:
         Returns each file by its name in the folder of the version, with its checksum. Raises RuntimeError on every rank
         if one could not write.
         """
-        path, checksum, reason = self._path(version, self._ranks.index), "", ""
+        path = self._path(version, self._ranks.index)
+        checksum = ""
+        reason = ""
         assert all(tensor.device.type == "cpu" for tensor in rows.values()), "the next step may change the tensors"
         try:
             with writing(path, SafetensorError):

@@ -174,7 +174,7 @@ class Passes:
         return values_BT
 
     def _needs_whole_rollouts(self, batch: Batch) -> bool:
-        """Whether the loss of a token depends on tokens in another micro-batch. The same on every rank."""
+        """True if the loss of a token depends on tokens in another micro-batch. The same on every rank."""
         reads_whole_rollouts = traits_of(self.config.loss_type).reads_whole_rollouts
         if not reads_whole_rollouts and not self.config.correction.judges_rollouts:
             return False

@@ -394,8 +394,9 @@ class Publication:
         self.stopping.agree(any(report.asked for report in reports))
         errors = [report.error for report in reports if report.error]
         if errors:
+            reason = errors[0]
             raise RuntimeError(
-                f"a version could not be published: {errors[0]}. The run stops here, because its generators would stay at "
+                f"a version could not be published: {reason}. The run stops here, because its generators would stay at "
                 f"the version before. Mend the cause, and continue with resume=True"
             ) from error
 

@@ -42,7 +42,7 @@ class Ranks:
 
     @property
     def is_first(self) -> bool:
-        """Whether this rank writes files and announces versions for all ranks."""
+        """True if this rank writes files and announces versions for all ranks."""
         return self.index == 0
 
     def apart(self) -> Ranks:
@@ -116,7 +116,7 @@ class RankFlag:
         self._is_set = True
 
     def is_set(self) -> bool:
-        """Whether any rank has set it. Any thread may call it."""
+        """True if any rank has set the flag. Any thread may call it."""
         if not self._is_set and self._store is not None:
             self._is_set = bool(self._store.check([self._name]))
         return self._is_set

@@ -29,7 +29,7 @@ class Stopping:
 
     def __init__(self, ranks: Ranks) -> None:
         self.agreed = False
-        """Whether all ranks know that they stop."""
+        """True if all ranks know that they stop."""
         self._ranks = ranks
         self._asked = False
         self._flag = RankFlag(ranks)
@@ -42,7 +42,7 @@ class Stopping:
             self._flag.set()
 
     def is_asked(self) -> bool:
-        """Whether this rank was asked, or knows that another one was."""
+        """True if this rank was asked to stop, or knows that another rank was."""
         if self._asked:
             self._flag.set()
         else:

@@ -21,7 +21,7 @@ DESERTED_SECONDS = 600.0
 LOOK_SECONDS = 30.0
 """Between two looks at them, while a trainer waits."""
 _ANSWER_SECONDS = 10.0
-"""For the server's answer to one look."""
+"""Seconds for the server's answer to one look."""
 
 
 class Suppliers:
@@ -74,7 +74,7 @@ def why_deserted(info: ServerInfo) -> str:
 
 
 def _is_supplier(client: ClientInfo) -> bool:
-    """Whether a client brings groups, or what groups lack. One of another program does not say what it is."""
+    """True if a client brings groups, or what groups lack. One of another program does not say what it is."""
     part = read_described(client.settings).get("part")
     if part is not None:
         return part in ("generator", "scorer", "stage")

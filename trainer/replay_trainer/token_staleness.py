@@ -53,12 +53,12 @@ def without_stale_tokens(group: RolloutGroup, oldest_version: int | None) -> Rol
 
 
 def is_stale(group: RolloutGroup, oldest_version: int | None) -> bool:
-    """Whether the group has tokens to train on, and each of them is stale."""
+    """True if the group has tokens to train on, and each of them is stale."""
     return bool(group.trained_mask.any()) and not without_stale_tokens(group, oldest_version).trained_mask.any()
 
 
 def count_stale(groups: Iterable[RolloutGroup], oldest_version: int | None) -> tuple[int, int]:
-    """How many tokens of the groups are left out as stale, and how many rollouts lose their last token by that."""
+    """The number of tokens that are left out as stale, and of rollouts that lose their last token by that."""
     tokens = rollouts = 0
     for group in groups:
         live = without_stale_tokens(group, oldest_version)

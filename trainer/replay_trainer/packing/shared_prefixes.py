@@ -46,20 +46,22 @@ class SharedPrefixes:
     order_B: Ints
     """The indices of the sequences, in the order of their tokens."""
     shared_B: Ints
-    """How many of its first tokens each sequence of `order_B` shares with the one before it; 0 for the first."""
+    """The number of first tokens that each sequence of `order_B` shares with the sequence before it; 0 for the first.
+    """
 
     @classmethod
     def of(cls, sequences: Sequence[npt.NDArray[Any]]) -> SharedPrefixes:
-        """Those of sequences of token ids, which have one dtype."""
+        """The shared prefixes of sequences of token ids, which have one dtype."""
         # Any order of single tokens will do, so that of their bytes does: sequences that begin alike become neighbours.
-        order = sorted(range(len(sequences)), key=[each.tobytes() for each in sequences].__getitem__)
+        keys = [sequence.tobytes() for sequence in sequences]
+        order = sorted(range(len(sequences)), key=keys.__getitem__)
         shared = [0] * len(order)
         for place in range(1, len(order)):
             shared[place] = _common(sequences[order[place - 1]], sequences[order[place]])
         return cls(np.array(order, np.int64), np.array(shared, np.int64))
 
     def select(self, rows: Ints) -> SharedPrefixes:
-        """Those of these sequences alone, none of them twice: sequence i is then `rows[i]`."""
+        """The shared prefixes of the sequences `rows`, none of them twice: sequence i is then `rows[i]`."""
         place_B = np.empty_like(self.order_B)
         place_B[self.order_B] = np.arange(self.order_B.size)
         order_B = np.argsort(place_B[rows])
@@ -72,9 +74,10 @@ class SharedPrefixes:
         return SharedPrefixes(order_B, shared_B)
 
     def layout(self, lengths_B: Ints) -> Layout:
-        """The runs of the packed row of sequences with these lengths. Who shares all of its tokens adds no run."""
+        """The runs of the packed row of sequences with these lengths. A sequence that shares all of its tokens adds no
+        run."""
         runs: list[Run] = []
-        # What precedes the next token of the sequence at hand: (run, place of its first token in the sequence, tokens).
+        # The runs before the next token of the current sequence: (run, place of its first token there, tokens).
         path: list[tuple[int, int, int]] = []
         for row, shared in zip(self.order_B.tolist(), self.shared_B.tolist(), strict=True):
             while path and path[-1][1] >= shared:
