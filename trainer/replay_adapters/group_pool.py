@@ -46,14 +46,14 @@ _RETRY = 1.0
 
 
 def why_no_rows(group: RolloutGroup, *, sequences: bool = False, vocabulary: int | None = None) -> str:
-    """Why a trainer of rows cannot train on a group; empty: it can.
+    """The reason why a trainer of rows cannot train on a group; empty: it can.
 
     Such a trainer has one advantage for all tokens of a row. Without `sequences` it also counts each row as a rollout,
     so that a rollout of several would weigh more than the others. `vocabulary`: tokens of its model; None: unknown.
     """
-    most = max(ids.max(initial=0) for ids in (group.prompt_ids, group.completion_ids))
-    if vocabulary is not None and most >= vocabulary:
-        return f"the token {most} of another tokenizer (this model has {vocabulary})"
+    highest_id = max(group.prompt_ids.max(initial=0), group.completion_ids.max(initial=0))
+    if vocabulary is not None and highest_id >= vocabulary:
+        return f"the token {highest_id} of another tokenizer (this model has {vocabulary})"
     if group.token_advantages is not None:
         return "token_advantages"
     if not sequences and group.num_sequences > group.group_size:
@@ -77,7 +77,7 @@ class GroupPool:
     max_staleness: int | None = None
     """Groups that lag by more policy versions are not drawn."""
     sequences: bool = False
-    """Whether the trainer takes rollouts of several sequences: see `why_no_rows`."""
+    """True if the trainer takes rollouts of several sequences: see `why_no_rows`."""
     vocabulary: int | None = None
     """Tokens of the trainer's model; None: unknown."""
     on_unavailable: OnUnavailable = "continue"
@@ -100,7 +100,8 @@ class GroupPool:
         the version that it finds, and a trainer behind the others generates at the version of the fastest.
         """
         version = self.version_of(step)
-        if (policy := self.ask(self.client.policy)) is None:
+        policy = self.ask(self.client.policy)
+        if policy is None:
             return version
         current = policy.version
         if version > current:
@@ -114,26 +115,37 @@ class GroupPool:
 
         It counts on from the server's version, or from `at_least` if that is higher.
         """
-        if self._offset is None and (policy := self.ask(self.client.policy)) is not None:
-            self._offset = max(0, max(policy.version, at_least) - step)
-        return step + (self._offset or 0)
+        if self._offset is None:
+            policy = self.ask(self.client.policy)
+            if policy is not None:
+                start = max(policy.version, at_least)
+                self._offset = max(0, start - step)
+        if self._offset is None:
+            return step
+        return step + self._offset
 
     def replace(
         self, groups: Mapping[K, RolloutGroup], scope: str, accept: Callable[[RolloutGroup], bool]
     ) -> tuple[dict[K, Sample], dict[str, float]]:
-        """What the table has for the places of zero-variance groups, by place, and metrics `replay/*`.
+        """The groups of the table that take the place of zero-variance groups, by place, and metrics `replay/*`.
 
-        `groups`: those of a step, by place; the others of them are stored. Groups in which a rollout failed are smaller
-        than the rest, and stay. `scope` and `accept` are as in `draw`.
+        `groups`: the groups of a step, by place; those with variance are stored. Groups in which a rollout failed are
+        smaller than the rest, and stay. `scope` and `accept` are as in `draw`.
         """
         zero_variance = [place for place, group in groups.items() if not carries_gradient(group)]
         size = max((group.group_size for group in groups.values()), default=0)
         places = [place for place in zero_variance if groups[place].group_size == size]
-        drawn = self.draw(len(places), scope, lambda group: group.group_size == size and accept(group))
+
+        def accept_of_size(group: RolloutGroup) -> bool:
+            return group.group_size == size and accept(group)
+
+        drawn = self.draw(len(places), scope, accept_of_size)
         self.insert(group for place, group in groups.items() if place not in zero_variance)
+        # The pool may have fewer groups than there are places.
+        replaced = dict(zip(places, drawn, strict=False))
         rewards = [float(group.rewards.mean()) for group in groups.values()]
         staleness = [sample.info.staleness for sample in drawn]
-        return dict(zip(places, drawn, strict=False)), {
+        metrics = {
             "replay/fresh_reward": sum(rewards) / max(1, len(rewards)),
             "replay/fresh_zero_variance": len(zero_variance) / max(1, len(groups)),
             "replay/groups_replaced": len(drawn),
@@ -142,6 +154,7 @@ class GroupPool:
             "replay/staleness": sum(staleness) / max(1, len(staleness)),
             "replay/unavailable": float(self.problem is not None),
         }
+        return replaced, metrics
 
     def draw(
         self, count: int, scope: str, accept: Callable[[RolloutGroup], bool], exclude: Iterable[int] = ()
@@ -156,10 +169,17 @@ class GroupPool:
         chosen: list[Sample] = []
         waits = self.on_empty == "wait"
         while (missing := count - len(chosen)) > 0:
-            least, timeout = (missing, self.timeout) if waits else (1, 0.0)
+            attempt = partial(
+                self.client.sample,
+                self.table,
+                missing,
+                min_samples=missing if waits else 1,
+                exclude=exclude,
+                timeout=self.timeout if waits else 0.0,
+                scope=scope,
+            )
             try:
-                sample = partial(self.client.sample, self.table, missing, min_samples=least, exclude=exclude)
-                drawn = self._call(partial(sample, timeout=timeout, scope=scope), *AWAY)
+                drawn = self._call(attempt, *AWAY)
             except DeadlineExceededError:
                 if waits:
                     raise
@@ -171,31 +191,39 @@ class GroupPool:
 
     def insert(self, groups: Iterable[RolloutGroup]) -> int:
         """Insert groups with their `trained_priority`. Returns how many the table took; 0 while the server is away."""
-        taken = 0
+        inserted = 0
         for group in groups:
             try:
-                if self.ask(self.client.insert, group, {self.table: trained_priority(group)}) is None:
+                answer = self.ask(self.client.insert, group, {self.table: trained_priority(group)})
+                if answer is None:
                     break
-                taken += 1
+                inserted += 1
             except (StaleItemError, TableFullError) as error:
                 # The trainer has used the group already: only its second use is lost.
                 if not self._warned:
                     logger.warning("%s refused a group; this is the only warning: %s", self.table, error)
                 self._warned = True
-        return taken
+        return inserted
 
     def take_unusable(self) -> int:
-        """How many draws since the last call gave a group that the trainer cannot train on. They stay in the table."""
-        count, self._newly_unusable = self._newly_unusable, 0
+        """The number of draws since the last call that gave a group which the trainer cannot train on.
+
+        These groups stay in the table.
+        """
+        count = self._newly_unusable
+        self._newly_unusable = 0
         return count
 
     def puts_aside(self, sample: Sample, table: str, why: str = "") -> bool:
-        """Whether the trainer cannot train on a group that `table` gave, for `why_no_rows` or for `why` of its own.
+        """True if the trainer cannot train on a group from `table`, because of `why` or else of `why_no_rows`.
 
         A warning names each such group once.
         """
         why = why or why_no_rows(sample.group, sequences=self.sequences, vocabulary=self.vocabulary)
-        if why and sample.info.key not in self._unusable:
+        if not why:
+            return False
+        self._newly_unusable += 1
+        if sample.info.key not in self._unusable:
             self._unusable.add(sample.info.key)
             logger.warning(
                 "the group with the key %d in table %r has %s, which this trainer cannot train on: it is rejected. "
@@ -204,30 +232,34 @@ class GroupPool:
                 table,
                 why,
             )
-        self._newly_unusable += bool(why)
-        return bool(why)
+        return True
 
     def _usable(self, sample: Sample) -> bool:
-        fresh_enough = self.max_staleness is None or sample.info.staleness <= self.max_staleness
-        return not self.puts_aside(sample, self.table) and fresh_enough and carries_gradient(sample.group)
+        if self.puts_aside(sample, self.table):
+            return False
+        if self.max_staleness is not None and sample.info.staleness > self.max_staleness:
+            return False
+        return carries_gradient(sample.group)
 
     def ask(self, method: Callable[..., T], *args: Any, **kwargs: Any) -> T | None:
-        """What a method of the client gives that waits for nothing but an answer; None while the server is away."""
+        """The result of a client's method that waits only for the server's answer; None while the server is away."""
         limit = self.timeout if self.problem is None else _RETRY
         return self._call(partial(method, *args, timeout=limit, **kwargs), *AWAY, DeadlineExceededError)
 
     def _call(self, attempt: Callable[[], T], *away: type[ReplayError]) -> T | None:
         """The result of `attempt`; None if the server is away for the timeout, and `on_unavailable` is "continue".
 
-        `away`: the errors that mean so.
+        `away`: the errors that mean that the server is away.
         """
 
         def judge(error: Exception, late: bool) -> None:
             if late or not isinstance(error, away):
                 raise error
 
+        # A server that is known to be away gets one attempt a call, so that the trainer does not wait again.
+        patience = 0.0 if self.problem else self.timeout
         try:
-            result = try_patiently(attempt, judge, 0.0 if self.problem else self.timeout, longest=_PAUSE)
+            result = try_patiently(attempt, judge, patience, longest=_PAUSE)
         except away as error:
             if self.on_unavailable == "raise":
                 raise

@@ -1,7 +1,8 @@
-"""What each adapter was run with, and what it relies on in its framework, which is looked for when it is imported.
+"""The version of each framework that its adapter was run with, and the hooks of the framework that the adapter needs.
 
-Any release of a framework may change what an adapter replaces or calls. A difference ends the run at once, and not at
-its first step. The number of a version is not asked: one that has all hooks works.
+The hooks are checked when the adapter is imported. Any release of a framework may change what an adapter replaces or
+calls; a difference then ends the run at the import and not at the first step. Version numbers are not compared: a
+version that has all hooks works.
 """
 
 from __future__ import annotations
@@ -61,20 +62,32 @@ HOOKS: dict[str, str] = {
 def hooks_of(framework: str) -> Iterator[None]:
     """Around the imports of a framework. Raises ImportError with what is missing or differs, and the remedy."""
     try:
-        for hook in filter(None, map(str.strip, HOOKS[framework].splitlines())):
-            name, _, wanted = hook.rstrip(")").partition("(")
-            owned = pkgutil.resolve_name(name)
-            found = [each for each in inspect.signature(owned).parameters if each != "self"] if wanted else []
-            names = wanted.split(", ") if wanted else []
-            if found != names and (names[-1:] != ["..."] or not {*names} <= {*found, "..."}):
-                raise AttributeError(f"{name} takes ({', '.join(found)}), not ({wanted})")
+        for line in HOOKS[framework].splitlines():
+            hook = line.strip()
+            if hook:
+                _check_hook(hook)
         yield
     except (ImportError, AttributeError) as error:
         raise mismatch(framework, error) from error
 
 
+def _check_hook(hook: str) -> None:
+    """Raises ImportError or AttributeError if the framework lacks a hook, or if its parameters differ."""
+    name, _, wanted = hook.rstrip(")").partition("(")
+    function = pkgutil.resolve_name(name)
+    if not wanted:
+        return
+    found = [parameter for parameter in inspect.signature(function).parameters if parameter != "self"]
+    names = wanted.split(", ")
+    if found == names:
+        return
+    others_allowed = names[-1] == "..."
+    if not others_allowed or not set(names) <= {*found, "..."}:
+        raise AttributeError(f"{name} takes ({', '.join(found)}), not ({wanted})")
+
+
 def mismatch(framework: str, difference: object) -> ImportError:
-    """The error of every such difference."""
+    """The error that says how an installed framework differs from the one that the adapter was run with."""
     return ImportError(
         f"the adapter for {framework} was run with {RUN_WITH[framework]}, and what is installed differs: {difference}. "
         f"Install what it was run with, or a newer replay-server"

@@ -3,8 +3,9 @@
 table ──lease──▶ draw ──▶ the trainer ──checkpoint on the disk──▶ acknowledge
                   └────────the run ends, or dies────────────────▶ requeued
 
-It joins what such a trainer needs: the lock of its folder, the leases and the file that lists them, the protocol of a
-resume, a stream of groups, and the pool. A call waits for a server that is away, however long that takes, and says so.
+The class joins what such a trainer needs: the lock of its folder, the leases and the file that lists them, the
+protocol of a resume, a stream of groups, and the pool. A call waits for a server that is away, however long that
+takes, and logs that it waits.
 """
 
 from __future__ import annotations
@@ -49,18 +50,23 @@ class LeasedTable:
         prefetch: int = 2,
         **access: Any,
     ) -> None:
-        """`who` waits for the server, in the words of the log. `folder`: of the lock, and of the list of leases.
+        """`who`: the name of the reader in the log. `folder`: the folder of the lock and of the list of leases.
 
         `lease`: seconds after which the server takes back the groups of a reader that died and was not started again.
-        `pool`: the table of groups that were trained on; None: only its count of versions is used. `access`: of the
-        client, in the place of the environment. Raises TableNotFoundError if the server lacks a table.
+        `pool`: the table of groups that were trained on; None: only the count of versions of the pool is used.
+        `access`: settings of the client that replace those of the environment. Raises TableNotFoundError if the server
+        lacks a table.
         """
         self.client = ReplayClient.from_env(**access)
         self.table = table
         try:
             config = self.client.server_info(tables=[table]).tables[table].config
             self.pool = GroupPool(
-                self.client, pool or table, max_staleness=max_staleness, sequences=True, on_unavailable="raise"
+                client=self.client,
+                table=pool or table,
+                max_staleness=max_staleness,
+                sequences=True,
+                on_unavailable="raise",
             )
         except BaseException:
             self.client.close()
@@ -77,8 +83,9 @@ class LeasedTable:
 
     def lock(self) -> None:
         """Raises RuntimeError if another run uses the folder."""
-        if why := self._lock.acquire():
-            raise RuntimeError(why)
+        refusal = self._lock.acquire()
+        if refusal:
+            raise RuntimeError(refusal)
 
     def draw(self) -> list[Sample]:
         """The groups of the next batch that no checkpoint contains; none if none came in time."""
@@ -91,7 +98,7 @@ class LeasedTable:
         return drawn
 
     def acknowledge(self, groups: TrainedGroups) -> bool:
-        """A checkpoint on the disk contains `groups`. Returns whether the server has heard of it."""
+        """Tells the server that a checkpoint on the disk contains `groups`. Returns True if the call reached it."""
         try:
             self.leases.acknowledge(groups)
         except _LATER as error:
@@ -123,13 +130,16 @@ class LeasedTable:
 
     @property
     def closed(self) -> bool:
-        """Whether `close` was called."""
+        """True after `close`."""
         return self._closed.is_set()
 
     def _judge(self, error: Exception, _: bool = False) -> None:
-        """Before the next attempt. Raises an error that does not pass, and any after `close`."""
-        if self._closed.is_set() or not isinstance(error, _LATER):
+        """Pauses before the next attempt. Raises an error that does not pass, and any error after `close`."""
+        if self._closed.is_set():
             raise error
-        if not isinstance(error, DeadlineExceededError):  # that attempt has waited already
-            self.waiting.wait(f"the server is away, and {self._who} waits for it: {error}")
-            self._closed.wait(_PAUSE)
+        if not isinstance(error, _LATER):
+            raise error
+        if isinstance(error, DeadlineExceededError):  # the failed attempt has waited already
+            return
+        self.waiting.wait(f"the server is away, and {self._who} waits for it: {error}")
+        self._closed.wait(_PAUSE)

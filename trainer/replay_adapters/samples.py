@@ -10,10 +10,10 @@ and rewards. What a trainer of groups can read becomes arrays of the group, with
     rollout_top_p_token_ids          an extra with the axis "ragged:token"
     a rollout that is a list         sequence_counts
 
-All other fields travel in one array without an axis, packed by msgpack: nobody cuts it, and nothing needs to know them.
-A value that its array cannot hold exactly, such as a log-probability that float32 rounds, is packed as well, so samples
-come back as they were. Unpacking makes plain values, arrays, and the dataclasses of the module of `Sample`; it runs
-nothing.
+All other fields travel in one array without an axis, packed by msgpack. No code needs to know these fields, and none
+cuts the array. A value that its array cannot hold exactly, such as a log-probability that float32 rounds, is packed as
+well, so samples come back as they were. Unpacking makes plain values, arrays, and the dataclasses of the module of
+`Sample`. It runs no code from the data.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from replay_client.scoring import group_advantages
 
 Array = npt.NDArray[Any]
 Rollout = Any
-"""A sample, or a list of samples: what one execution of the policy left."""
+"""The result of one execution of the policy: a sample, or a list of samples."""
 
 WHOLE = ("rollout_routed_experts", "rollout_indexer_topk")
 """Fields with a row for each token of prompt and response, or for all but the last one."""
@@ -49,29 +49,34 @@ RAGGED = {"rollout_top_p_token_ids": "rollout_top_p_token_offsets"}
 _IN_ARRAYS = ("tokens", "response_length", "rollout_log_probs", "loss_mask")
 """Fields that come from the arrays of a group, unless they are packed."""
 PACKED = "samples"
-"""The extra that holds everything else."""
+"""The extra that holds all other fields."""
 _NO_PROMPT = 0
 """The token that stands for the prompt of a sample that has none, because it failed."""
 _FORMS = "/forms"
-"""Among the packed fields of a sample: what those were that are rows of a column now."""
+"""The packed field of a sample that holds its Forms."""
 _IMAGE_MODES = ("L", "RGB", "RGBA")
 """Images that their pixels describe completely."""
 _ARRAY, _TENSOR, _TUPLE, _OBJECT, _IMAGE = range(1, 6)
 
 
 def samples_of(rollout: Rollout) -> list[Any]:
-    """The samples of a rollout. One that may fan out into several is a list, also if it has only one."""
-    return rollout if isinstance(rollout, list) else [rollout]
+    """The samples of a rollout. A rollout that may fan out into several samples is a list, also if it has only one."""
+    if isinstance(rollout, list):
+        return rollout
+    return [rollout]
 
 
 class SampleStore:
-    """Converts the groups of one framework. `sample_class`: its Sample. `reward_key`: that of its arguments."""
+    """Converts the groups of one framework.
+
+    `sample_class`: the framework's Sample. `reward_key`: the setting of this name in the framework's arguments.
+    """
 
     def __init__(self, sample_class: type[Any], reward_key: str | None = None) -> None:
         self._class = sample_class
         self._module = sys.modules[sample_class.__module__]
         self._reward_key = reward_key
-        self._fields = {each.name: each.default for each in dataclasses.fields(sample_class)}
+        self._defaults = {field.name: field.default for field in dataclasses.fields(sample_class)}
 
     def reward(self, sample: Any) -> float:
         """The reward that the framework trains on; NaN if the sample has none, because it failed."""
@@ -86,24 +91,27 @@ class SampleStore:
     def group_of(
         self, rollouts: Sequence[Rollout], version: int, more: Mapping[str, Any] | None = None
     ) -> RolloutGroup:
-        """The rollouts of one prompt as a group. `more`: what comes back with them from `read`.
+        """The rollouts of one prompt as a group. `more`: values that `read` returns together with the rollouts.
 
         A rollout without a finite reward counts as 0 in the group. Raises ValueError that names a field which cannot be
         stored, and for a rollout without samples.
         """
-        lists = list(map(samples_of, rollouts))
-        if not lists or not all(lists):
+        samples_by_rollout = [samples_of(rollout) for rollout in rollouts]
+        if not samples_by_rollout or not all(samples_by_rollout):
             raise ValueError("the group has a rollout without samples: return at least one sample for each rollout")
-        samples = [sample for each in lists for sample in each]
+        counts = [len(members) for members in samples_by_rollout]
+        samples = list(itertools.chain.from_iterable(samples_by_rollout))
         rows = [_Row.of(sample) for sample in samples]
         columns, forms = _columns(samples, rows)
-        rewards = [self._rollout_reward(each) for each in lists]
+        rewards = [self._rollout_reward(members) for members in samples_by_rollout]
+        packed_samples = []
+        for sample, row, form in zip(samples, rows, forms, strict=True):
+            fields = self._rest(sample, row.exact | set(form))
+            fields[_FORMS] = self._packb(form)
+            packed_samples.append(fields)
         packed = {
-            "samples": [
-                self._rest(sample, row.exact | set(form)) | {_FORMS: self._packb(form)}
-                for sample, row, form in zip(samples, rows, forms, strict=True)
-            ],
-            "lists": [isinstance(each, list) for each in rollouts],
+            "samples": packed_samples,
+            "lists": [isinstance(rollout, list) for rollout in rollouts],
             "more": self._pack("groups", "prompt group", dict(more or {})),
         }
         return group_from_rows(
@@ -115,43 +123,63 @@ class SampleStore:
             advantages=group_advantages(rewards),
             columns=columns,
             policy_version=version,
-            sequence_counts=[len(each) for each in lists] if any(len(each) > 1 for each in lists) else None,
-            finish_reasons=tuple(_finish_reason(each[-1]) for each in lists),
+            sequence_counts=counts if max(counts) > 1 else None,
+            finish_reasons=tuple(_finish_reason(members[-1]) for members in samples_by_rollout),
             extras={PACKED: np.frombuffer(msgpack.packb(packed), np.uint8)},
         )
 
     def read(self, group: RolloutGroup) -> tuple[list[Rollout], dict[str, Any]] | None:
-        """The rollouts that `group_of` got, and its `more`; None if the group is not from there."""
+        """The rollouts that `group_of` got, and its `more`; None if `group_of` did not make the group."""
         try:
             packed = msgpack.unpackb(group.extras[PACKED].tobytes())
-            fields_S = [{name: self._unpackb(each[name]) for name in each} for each in packed["samples"]]
-            more, lists_G = self._unpackb(packed["more"]), packed["lists"]
-            sizes = len(fields_S), len(lists_G)
-            sound = sizes == (group.num_sequences, group.group_size) and all(_FORMS in each for each in fields_S)
+            fields_S = []
+            for packed_fields in packed["samples"]:
+                fields_S.append({name: self._unpackb(packed_fields[name]) for name in packed_fields})
+            more = self._unpackb(packed["more"])
+            lists_G = packed["lists"]
+            sound = (
+                len(fields_S) == group.num_sequences
+                and len(lists_G) == group.group_size
+                and all(_FORMS in fields for fields in fields_S)
+            )
         except (KeyError, TypeError, ValueError, AttributeError, RecursionError, msgpack.UnpackException):
             return None
         if not sound:
             return None
+        samples = []
         rows = zip(fields_S, group.prompts(), group.sampled_spans(), strict=True)
-        samples = iter([self._sample(group, k, *row) for k, row in enumerate(rows)])
+        for k, (fields, prompt, span) in enumerate(rows):
+            samples.append(self._sample(group, k, fields, prompt, span))
+        rollouts: list[Rollout] = []
+        first = 0
         counts_G = np.bincount(group.sequence_rollouts).tolist()
-        rollouts = [list(itertools.islice(samples, count)) for count in counts_G]
-        return [each if is_list else each[0] for each, is_list in zip(rollouts, lists_G, strict=True)], more
+        for count, is_list in zip(counts_G, lists_G, strict=True):
+            members = samples[first : first + count]
+            first += count
+            rollouts.append(members if is_list else members[0])
+        return rollouts, more
 
     def _rollout_reward(self, samples: Sequence[Any]) -> float:
-        """Siblings usually have the reward of their rollout, and their mean is that one."""
-        rewards = [reward for sample in samples if abs(reward := self.reward(sample)) <= MAX_VALUE]
-        return math.fsum(rewards) / len(rewards) if rewards else 0.0
+        """The mean reward of the samples of a rollout. Usually each sample has the reward of its rollout."""
+        rewards = [self.reward(sample) for sample in samples]
+        finite = [reward for reward in rewards if abs(reward) <= MAX_VALUE]
+        if not finite:
+            return 0.0
+        return math.fsum(finite) / len(finite)
 
     # ------------------------------------------------------------------------------------------------ all other fields
 
     def _rest(self, sample: Any, elsewhere: set[str]) -> dict[str, bytes]:
-        """The fields that no array has, with attributes that somebody added. Those that are unset are left out."""
-        return {
-            name: self._pack("samples", name, value)
-            for name, value in vars(sample).items()
-            if name not in elsewhere and (name in _IN_ARRAYS or value is not self._fields.get(name, self))
-        }
+        """The fields that no array has, and attributes that a user added. Fields with their default are left out."""
+        packed = {}
+        for name, value in vars(sample).items():
+            if name in elsewhere:
+                continue
+            # `self` stands for the default of an added attribute: no value is `self`, so the attribute is packed.
+            is_default = value is self._defaults.get(name, self)
+            if name in _IN_ARRAYS or not is_default:
+                packed[name] = self._pack("samples", name, value)
+        return packed
 
     def _sample(self, group: RolloutGroup, k: int, fields: Mapping[str, Any], prompt: Array, span: slice) -> Any:
         """Row k, which has this prompt and the tokens of `span`, as a sample."""
@@ -165,11 +193,16 @@ class SampleStore:
         for name, form in fields[_FORMS].items():
             row = row_of(group, name, k) if name in group.extras else None
             if isinstance(row, tuple):
-                values[name], values[RAGGED[name]] = (_formed(part, *form[i]) for i, part in enumerate(row))
+                ids, offsets = row
+                form_of_ids, form_of_offsets = form
+                values[name] = _formed(ids, *form_of_ids)
+                values[RAGGED[name]] = _formed(offsets, *form_of_offsets)
             elif row is not None:
                 values[name] = _formed(row, *form)
-        values |= {name: value for name, value in fields.items() if name != _FORMS}
-        return _made(self._class, values)
+        for name, value in fields.items():
+            if name != _FORMS:
+                values[name] = value
+        return _make(self._class, values)
 
     def _pack(self, whose: str, name: str, value: Any) -> bytes:
         try:
@@ -195,8 +228,9 @@ class SampleStore:
             return self._extension(_ARRAY, [is_number, value.dtype.str, list(value.shape), value.tobytes()])
         if kind is tuple:
             return self._extension(_TUPLE, list(value))
-        if (isinstance(value, enum.Enum) or dataclasses.is_dataclass(kind)) and self._named(kind.__qualname__) is kind:
-            content = value.value if isinstance(value, enum.Enum) else vars(value)
+        is_enum = isinstance(value, enum.Enum)
+        if (is_enum or dataclasses.is_dataclass(kind)) and self._named(kind.__qualname__) is kind:
+            content = value.value if is_enum else vars(value)
             return self._extension(_OBJECT, [kind.__qualname__, content])
         if _is_tensor(value):
             from safetensors.torch import save
@@ -230,11 +264,11 @@ class SampleStore:
         if code == _OBJECT and isinstance(kind, type) and issubclass(kind, enum.Enum):
             return kind(content[1])
         if code == _OBJECT and isinstance(kind, type) and dataclasses.is_dataclass(kind):
-            return _made(kind, content[1])
+            return _make(kind, content[1])
         raise ValueError(f"{content[0]!r} is no class of {self._module.__name__}")
 
     def _named(self, qualname: str) -> Any:
-        """What the module of the sample class has under this name."""
+        """The attribute of this name of the module of the sample class; None: it has none."""
         found: Any = self._module
         for part in qualname.split("."):
             found = getattr(found, part, None)
@@ -245,21 +279,21 @@ def _shown(value: Any) -> str:
     try:
         return f"{value!r:.200}"
     except RecursionError:
-        return reprlib.repr(value)  # some levels of it
+        return reprlib.repr(value)  # its first levels alone
 
 
-def _made(kind: type[Any], values: Mapping[str, Any]) -> Any:
+def _make(kind: type[Any], values: Mapping[str, Any]) -> Any:
     """A dataclass with these fields, and with attributes that are no fields."""
-    fields = {each.name for each in dataclasses.fields(kind)}
-    made = kind(**{name: value for name, value in values.items() if name in fields})
-    for name in values.keys() - fields:
-        setattr(made, name, values[name])
-    return made
+    names = {field.name for field in dataclasses.fields(kind)}
+    instance = kind(**{name: value for name, value in values.items() if name in names})
+    for name in values.keys() - names:
+        setattr(instance, name, values[name])
+    return instance
 
 
 @dataclasses.dataclass
 class _Row:
-    """What a group has of one sample."""
+    """The arrays of a group for one sample."""
 
     prompt: Array
     completion: Array
@@ -270,13 +304,17 @@ class _Row:
 
     @classmethod
     def of(cls, sample: Any) -> _Row:
-        exact = set()
-        tokens, length = _ids(sample.tokens), sample.response_length
+        exact: set[str] = set()
+        tokens = _ids(sample.tokens)
+        length = sample.response_length
         if tokens is not None and isinstance(length, int) and 0 <= length < tokens.size:
             exact |= {"tokens", "response_length"}
-            prompt, completion = tokens[: tokens.size - length], tokens[tokens.size - length :]
-        else:  # nothing of it can be trained on: it failed before it had a response
-            prompt, completion = np.array([_NO_PROMPT], np.int32), np.zeros(0, np.int32)
+            prompt = tokens[: tokens.size - length]
+            completion = tokens[tokens.size - length :]
+        else:  # the sample failed before it had a response, so it has no token to train on
+            prompt = np.array([_NO_PROMPT], np.int32)
+            completion = np.zeros(0, np.int32)
+
         logprobs = np.full(completion.size, np.nan, np.float32)
         known = _numbers(sample.rollout_log_probs, "f")
         if known is not None and known.shape == logprobs.shape and (known <= MAX_LOGPROB).all():
@@ -284,12 +322,14 @@ class _Row:
                 narrow = known.astype(np.float32)
             if np.isfinite(narrow).all():
                 logprobs = narrow
-                exact |= {"rollout_log_probs"} if (narrow == known).all() and type(known) is np.ndarray else set()
+                if (narrow == known).all() and type(known) is np.ndarray:
+                    exact.add("rollout_log_probs")
+
         mask = np.ones(completion.size, np.bool_)
         loss_mask = _numbers(sample.loss_mask, "iu")
         if loss_mask is not None and loss_mask.shape == mask.shape:
             mask = loss_mask != 0
-            # A removed sample is masked in the group, and has its own mask back.
+            # The group masks all tokens of a removed sample. So the mask of that sample is packed, to come back.
             if not sample.remove_sample and ((loss_mask == 0) | (loss_mask == 1)).all():
                 exact.add("loss_mask")
         if sample.remove_sample:
@@ -299,7 +339,9 @@ class _Row:
 
 def _ids(tokens: Any) -> npt.NDArray[np.int32] | None:
     array = _numbers(tokens, "iu")
-    if array is None or not array.size or array.min() < 0 or array.max() > np.iinfo(np.int32).max:
+    if array is None or not array.size:
+        return None
+    if array.min() < 0 or array.max() > np.iinfo(np.int32).max:
         return None
     return array.astype(np.int32)
 
@@ -311,7 +353,9 @@ def _numbers(values: Any, kinds: str) -> Array | None:
     if not values:
         return np.zeros(0, np.float64 if kinds == "f" else np.int64)
     array = _array(values)
-    return array if array is not None and array.ndim == 1 and array.dtype.kind in kinds else None
+    if array is None or array.ndim != 1 or array.dtype.kind not in kinds:
+        return None
+    return array
 
 
 def _finish_reason(sample: Any) -> str:
@@ -323,56 +367,89 @@ def _finish_reason(sample: Any) -> str:
 
 
 Forms = dict[str, Any]
-"""What a field was before it became rows of a column, by its name."""
+"""For each field of a sample that became rows of a column, the form that the field had before (see `_form`)."""
+Column = tuple[str, list[Any]]
+"""The axis of a column, and its rows: one for each sample."""
 
 
-def _columns(samples: Sequence[Any], rows: Sequence[_Row]) -> tuple[dict[str, tuple[str, list[Any]]], list[Forms]]:
-    """The columns of the fields that all these samples have for each token, and their forms.
+def _columns(samples: Sequence[Any], rows: Sequence[_Row]) -> tuple[dict[str, Column], list[Forms]]:
+    """The columns of the fields that all these samples have for each token, and the forms of each sample.
 
     A field that one sample lacks, because it failed, has zeros there. A field whose sizes fit no axis is no column.
     """
-    columns: dict[str, tuple[str, list[Any]]] = {}
+    columns: dict[str, Column] = {}
     forms: list[Forms] = [{} for _ in samples]
     for name in (*WHOLE, *TOKEN):
-        # The last token was routed to nobody: it is not fed to the model again.
-        axis, short = ("whole", 1) if name in WHOLE else ("token", 0)
-        sizes = [row.completion.size + (row.prompt.size if name in WHOLE else 0) for row in rows]
-        values = [getattr(sample, name, None) for sample in samples]
-        arrays = list(map(_array, values))
-        present = [array for array in arrays if array is not None]
-        fits = [
-            value is None if array is None else size - short <= len(array) <= size
-            for value, array, size in zip(values, arrays, sizes, strict=True)
-        ]
-        if not present or not all(fits) or len({array.shape[1:] for array in present}) > 1:
-            continue
-        filled = [np.zeros((size, *present[0].shape[1:]), narrowest(present)) for size in sizes]
-        for k, array in enumerate(arrays):
-            if array is not None:
-                filled[k][: len(array)] = array
-                forms[k][name] = _form(values[k], array)
-        columns[name] = (axis, filled)
-    for name, of_offsets in RAGGED.items():
-        pairs = [(_array(getattr(each, name, None)), _array(getattr(each, of_offsets, None))) for each in samples]
-        present = [ids for ids, _ in pairs if ids is not None]
-        if not present or not all(map(_is_ragged, pairs, rows)):
-            continue
-        dtype = narrowest(present, least=np.int32)
-        sets: list[tuple[Array, Array]] = []
-        for sample, row, form, (ids, offsets) in zip(samples, rows, forms, pairs, strict=True):
-            if ids is None or offsets is None:
-                sets.append((np.zeros(0, dtype), np.zeros(row.completion.size + 1, np.int64)))
-            else:
-                sets.append((ids.astype(dtype), offsets))
-                form[name] = [_form(getattr(sample, name), ids), _form(getattr(sample, of_offsets), offsets)]
-                form[of_offsets] = None
-        columns[name] = (RAGGED_AXIS, sets)
+        column = _dense_column(name, samples, rows, forms)
+        if column is not None:
+            columns[name] = column
+    for name in RAGGED:
+        column = _ragged_column(name, samples, rows, forms)
+        if column is not None:
+            columns[name] = column
     return columns, forms
 
 
-def _is_ragged(pair: tuple[Array | None, Array | None], row: _Row) -> bool:
-    """Whether values and offsets are there and fit the response, or neither is there."""
-    values, offsets = pair
+def _dense_column(name: str, samples: Sequence[Any], rows: Sequence[_Row], forms: Sequence[Forms]) -> Column | None:
+    """The column of a field with a value or a row for each token; None if a sample has another size.
+
+    Adds the forms of the field to `forms`.
+    """
+    if name in WHOLE:
+        axis = "whole"
+        sizes = [row.prompt.size + row.completion.size for row in rows]
+        # The last token is not fed to the model again, so the field may lack a row for it.
+        may_lack = 1
+    else:
+        axis = "token"
+        sizes = [row.completion.size for row in rows]
+        may_lack = 0
+    values = [getattr(sample, name, None) for sample in samples]
+    arrays = [_array(value) for value in values]
+    present = [array for array in arrays if array is not None]
+    if not present:
+        return None
+    for value, array, size in zip(values, arrays, sizes, strict=True):
+        if array is None and value is not None:
+            return None
+        if array is not None and not size - may_lack <= len(array) <= size:
+            return None
+    if len({array.shape[1:] for array in present}) > 1:
+        return None
+    dtype = narrowest(present)
+    filled = [np.zeros((size, *present[0].shape[1:]), dtype) for size in sizes]
+    for k, array in enumerate(arrays):
+        if array is not None:
+            filled[k][: len(array)] = array
+            forms[k][name] = _form(values[k], array)
+    return axis, filled
+
+
+def _ragged_column(name: str, samples: Sequence[Any], rows: Sequence[_Row], forms: Sequence[Forms]) -> Column | None:
+    """The column of a field with a set for each token of the response; None if a sample has sets that do not fit.
+
+    Adds the forms of the field, and of the field with its offsets, to `forms`.
+    """
+    name_of_offsets = RAGGED[name]
+    ids_S = [_array(getattr(sample, name, None)) for sample in samples]
+    offsets_S = [_array(getattr(sample, name_of_offsets, None)) for sample in samples]
+    present = [ids for ids in ids_S if ids is not None]
+    if not present or not all(map(_is_ragged, ids_S, offsets_S, rows)):
+        return None
+    dtype = narrowest(present, least=np.int32)
+    sets: list[tuple[Array, Array]] = []
+    for sample, row, form, ids, offsets in zip(samples, rows, forms, ids_S, offsets_S, strict=True):
+        if ids is None or offsets is None:
+            sets.append((np.zeros(0, dtype), np.zeros(row.completion.size + 1, np.int64)))
+            continue
+        sets.append((ids.astype(dtype), offsets))
+        form[name] = [_form(getattr(sample, name), ids), _form(getattr(sample, name_of_offsets), offsets)]
+        form[name_of_offsets] = None
+    return RAGGED_AXIS, sets
+
+
+def _is_ragged(values: Array | None, offsets: Array | None, row: _Row) -> bool:
+    """True if values and offsets are there and fit the response, or if neither is there."""
     if values is None or offsets is None:
         return values is None and offsets is None
     return (
@@ -399,7 +476,9 @@ def _array(value: Any) -> Array | None:
         array = np.asarray(value)
     except (ValueError, OverflowError):
         return None
-    return array if array.ndim and array.dtype.kind in "iuf" and array.dtype.isnative else None
+    if not array.ndim or array.dtype.kind not in "iuf" or not array.dtype.isnative:
+        return None
+    return array
 
 
 def narrowest(arrays: Sequence[Array], least: Any = np.uint8) -> np.dtype[Any]:
@@ -412,19 +491,27 @@ def narrowest(arrays: Sequence[Array], least: Any = np.uint8) -> np.dtype[Any]:
     high = max((int(array.max()) for array in arrays if array.size), default=0)
     for kind in (np.uint8, np.int32):
         info = np.iinfo(kind)
-        if np.iinfo(kind).bits >= np.iinfo(least).bits and info.min <= low and high <= info.max:
+        if info.bits >= np.iinfo(least).bits and info.min <= low and high <= info.max:
             return np.dtype(kind)
     return np.dtype(np.int64)
 
 
 def _form(value: Any, array: Array) -> list[Any]:
-    """What `_formed` needs to make `value`, whose numbers are those of `array`."""
-    kind = "list" if isinstance(value, list) else "numpy" if isinstance(value, np.ndarray) else "torch"
+    """The arguments `form`, `dtype` and `length` with which `_formed` makes `value` from a row of a column.
+
+    `array`: the numbers of `value`.
+    """
+    if isinstance(value, list):
+        kind = "list"
+    elif isinstance(value, np.ndarray):
+        kind = "numpy"
+    else:
+        kind = "torch"
     return [kind, array.dtype.str, len(array)]
 
 
 def _formed(row: Array, form: str, dtype: str, length: int) -> Any:
-    """A row of a column as what the sample had."""
+    """A row of a column in the form that the sample had: a list, an array or a tensor."""
     array = np.array(row[:length], dtype=_plain(dtype))
     if form == "list":
         return array.tolist()

@@ -58,31 +58,38 @@ class SkyRLSettings:
 
 
 class _KeepingGenerator(GeneratorInterface):  # type: ignore[misc]  # SkyRL has no types that mypy reads
-    """SkyRL's generator, which keeps what it made, and makes nothing that is kept already."""
+    """SkyRL's generator, which stores the groups that it generates, and generates no group that is stored already."""
 
     def __init__(self, generator: Any, trainer: Any) -> None:
-        self._generator, self._trainer = generator, trainer
+        self._generator = generator
+        self._trainer = trainer
         self._takes_option = "disable_tqdm" in inspect.signature(generator.generate).parameters
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._generator, name)
 
     async def generate(self, input_batch: Any, disable_tqdm: bool = False) -> Any:
-        generate = partial(self._generator.generate, **({"disable_tqdm": disable_tqdm} if self._takes_option else {}))
-        metadata = input_batch.get("batch_metadata")
-        # Without checkpoints no run could go on with what is kept.
-        keeps = (
-            metadata is not None and metadata.training_phase == "train" and self._trainer.cfg.trainer.ckpt_interval > 0
-        )
-        if not keeps:
+        generate = self._generator.generate
+        if self._takes_option:
+            generate = partial(generate, disable_tqdm=disable_tqdm)
+        if not self._stores(input_batch.get("batch_metadata")):
             return await generate(input_batch)
-        place, prompts = (self._trainer.epoch, input_batch["trajectory_ids"][0].instance_id), input_batch["prompts"]
-        if (kept := await in_daemon_thread(partial(self._trainer.recalled, place, prompts))) is not None:
-            return kept
+        place = (self._trainer.epoch, input_batch["trajectory_ids"][0].instance_id)
+        prompts = input_batch["prompts"]
+        stored = await in_daemon_thread(partial(self._trainer.recalled, place, prompts))
+        if stored is not None:
+            return stored
         step = self._trainer.global_step
         output = await generate(input_batch)
         await in_daemon_thread(partial(self._trainer.keep, place, output, step, prompts))
         return output
+
+    def _stores(self, metadata: Any) -> bool:
+        """True if the output for a batch with this metadata is stored."""
+        if metadata is None or metadata.training_phase != "train":
+            return False
+        # Without checkpoints no run could go on with the stored groups.
+        return bool(self._trainer.cfg.trainer.ckpt_interval > 0)
 
 
 class WithServer:
@@ -107,16 +114,16 @@ class WithServer:
             raise ValueError("generator.sampling_params.logprobs is None: set it to 1, groups are stored with them")
         self.client = ReplayClient.from_env(settings.timeout, address=settings.address)
         self._bound = self.max_staleness_steps if settings.max_staleness is None else settings.max_staleness
-        how: dict[str, Any] = {
+        options: dict[str, Any] = {
             "sequences": True,
             "on_unavailable": settings.on_unavailable,
             "timeout": settings.timeout,
         }
         run = hashlib.sha256(str(self.cfg.trainer.ckpt_path).encode()).hexdigest()[:16]
-        self._finished = FinishedGroups(self.client, settings.finished, run=run, **how)
+        self._finished = FinishedGroups(self.client, settings.finished, run=run, **options)
         self._pool: GroupPool | None = None
         if settings.pool is not None:
-            self._pool = GroupPool(self.client, settings.pool, max_staleness=self._bound, **how)
+            self._pool = GroupPool(self.client, settings.pool, max_staleness=self._bound, **options)
         self._scope = uuid.uuid4().hex
         self._steps: dict[str, int] = {}
         """The steps at which groups from the server were generated, in the count of this run, by uid."""
@@ -134,8 +141,9 @@ class WithServer:
     # ------------------------------------------------------------------------------------------- finished groups
 
     def recalled(self, place: Place, prompts: Any) -> dict[str, Any] | None:
-        """The output for a prompt that a run before has left on the server. None: it must be generated."""
-        if (group := self._finished.get(place)) is None:
+        """The output for a prompt that an earlier run has left on the server. None: it must be generated."""
+        group = self._finished.get(place)
+        if group is None:
             return None
         read = output_of(group)
         lag = max(0, self._finished.version_of(self.global_step - 1) - group.policy_version)
@@ -143,27 +151,32 @@ class WithServer:
             self._finished.forget({place: self._finished.held[place]})
             self._counts["replay/groups_generated_again"] += 1
             return None
-        self._steps[place[1]] = self.global_step - lag
+        output, _ = read
+        _, uid = place
+        self._steps[uid] = self.global_step - lag
         self._counts["replay/groups_recalled"] += 1
-        return read[0]
+        return output
 
     def keep(self, place: Place, output: Mapping[str, Any], step: int, prompts: Any) -> None:
-        """Stores what was generated, scheduled at `step`."""
-        self._finished.store(place, group_of(output, self._finished.version_of(step - 1), prompts))
+        """Stores the output for a prompt that was scheduled at `step`."""
+        version = self._finished.version_of(step - 1)
+        self._finished.store(place, group_of(output, version, prompts))
 
     def save_checkpoints(self) -> Any:
-        """SkyRL's checkpoint. What it contains is deleted from the server with the next one."""
+        """SkyRL's checkpoint. The groups that it contains are deleted from the server with the next checkpoint."""
         uids = set(self.async_train_dataloader.get_consumed_uids_list())
         folder = super().save_checkpoints()  # type: ignore[misc]
         self._finished.saved(self.epoch, uids)
         return folder
 
     def load_checkpoints(self) -> Any:
-        """SkyRL's checkpoint, and what the server has beyond it."""
+        """SkyRL's checkpoint. Looks up the finished groups that the server has beyond it."""
         loaded = super().load_checkpoints()  # type: ignore[misc]
         step, _, uids, _, epoch = loaded
         self._finished.find()
-        self._finished.saved(step // self.num_steps_per_epoch if epoch is None else epoch, uids or set())
+        if epoch is None:
+            epoch = step // self.num_steps_per_epoch
+        self._finished.saved(epoch, uids or set())
         self._finished.forget(dict(self._finished.contained))
         return loaded
 
@@ -182,10 +195,10 @@ class WithServer:
             step = self._steps.pop(group.uid, group.global_step_when_scheduled)
             groups[place] = dataclasses.replace(group, global_step_when_scheduled=step)
         if self._pool:
-            made = {place: self._made(group) for place, group in enumerate(groups)}
-            columns = columns_of(made[0])  # SkyRL joins the lists of all groups, so all must have the same
+            fresh = {place: self._rollout_group(group) for place, group in enumerate(groups)}
+            columns = columns_of(fresh[0])  # SkyRL joins the lists of all groups, so all must have the same
             scope = f"{self._scope}/{self.global_step}"
-            drawn, metrics = self._pool.replace(made, scope, lambda group: columns_of(group) == columns)
+            drawn, metrics = self._pool.replace(fresh, scope, lambda group: columns_of(group) == columns)
             for place, sample in drawn.items():
                 groups[place] = self._in_place(groups[place], sample)
             self.all_metrics.update(metrics)
@@ -193,7 +206,7 @@ class WithServer:
         self._counts = dict.fromkeys(_COUNTS, 0)
         return groups
 
-    def _made(self, group: GeneratedOutputGroup) -> RolloutGroup:
+    def _rollout_group(self, group: GeneratedOutputGroup) -> RolloutGroup:
         version = self._finished.version_of(group.global_step_when_scheduled - 1)
         return group_of(group.generator_output, max(0, version), group.prompts)
 
@@ -202,9 +215,10 @@ class WithServer:
         read = output_of(sample.group)
         assert read is not None
         output, more = read
-        if output.get("trajectory_ids"):
+        trajectories = output.get("trajectory_ids")
+        if trajectories:
             output["trajectory_ids"] = [
-                TrajectoryID(group.uid, each.repetition_id) for each in output["trajectory_ids"]
+                TrajectoryID(group.uid, trajectory.repetition_id) for trajectory in trajectories
             ]
         return GeneratedOutputGroup(
             generator_output=output,

@@ -51,10 +51,12 @@ class SkyRLRow:
 
     @property
     def reward(self) -> float | None:
-        """Of the trajectory; None: another row of it has the reward."""
+        """The reward of the trajectory; None: another row of the trajectory has it."""
         if self.is_last_step is False:
             return None
-        return fsum(self.rewards) if isinstance(self.rewards, list) else self.rewards
+        if isinstance(self.rewards, list):
+            return fsum(self.rewards)
+        return self.rewards  # type: ignore[no-any-return]
 
     @property
     def status(self) -> StopReason:
@@ -75,18 +77,22 @@ def group_of(output: Mapping[str, Any], version: int, prompts: Any = None) -> Ro
     count = len(output["response_ids"])
     columns = [name for name, value in output.items() if isinstance(value, list) and len(value) == count]
     rollouts: list[Any] = []
-    begins = True
+    rollout_ended = True
     for k in range(count):
-        prompt, response = output["prompt_token_ids"][k], output["response_ids"][k]
-        row = SkyRLRow([*prompt, *response], len(response))
-        vars(row).update({_NAMES.get(name, name): output[name][k] for name in columns if name not in _TOKENS})
+        prompt = output["prompt_token_ids"][k]
+        response = output["response_ids"][k]
+        row = SkyRLRow(tokens=[*prompt, *response], response_length=len(response))
+        attributes = vars(row)  # setattr would refuse a column with the name of a property
+        for name in columns:
+            if name not in _TOKENS:
+                attributes[_NAMES.get(name, name)] = output[name][k]
         if row.is_last_step is None:
             rollouts.append(row)
             continue
-        if begins:
+        if rollout_ended:
             rollouts.append([])
         rollouts[-1].append(row)
-        begins = row.is_last_step
+        rollout_ended = row.is_last_step
     rest = {name: value for name, value in output.items() if name not in columns}
     more = {"names": list(output), "columns": sorted(columns), "rest": rest, "prompts": prompts}
     return _STORE.group_of(rollouts, version, more)
@@ -99,15 +105,25 @@ def columns_of(group: RolloutGroup) -> list[str] | None:
 
 
 def output_of(group: RolloutGroup) -> tuple[dict[str, Any], dict[str, Any]] | None:
-    """The output that `group_of` got, with `columns` (its lists of rows) and `prompts`; None: of another program."""
+    """The output that `group_of` got, with `columns` (its lists of rows) and `prompts`; None: another program's
+    group."""
     read = _STORE.read(group)
-    if read is None or "columns" not in read[1]:
+    if read is None:
         return None
     rollouts, more = read
-    rows = [row for rollout in rollouts for row in samples_of(rollout)]
-    columns = {
-        name: [getattr(row, _NAMES.get(name, name)) for row in rows] for name in more["columns"] if name not in _TOKENS
-    }
+    if "columns" not in more:
+        return None
+    rows: list[Any] = []
+    for rollout in rollouts:
+        rows += samples_of(rollout)
+    columns: dict[str, list[Any]] = {}
+    for name in more["columns"]:
+        if name not in _TOKENS:
+            columns[name] = [getattr(row, _NAMES.get(name, name)) for row in rows]
     columns["prompt_token_ids"] = [row.tokens[: len(row.tokens) - row.response_length] for row in rows]
     columns["response_ids"] = [row.tokens[len(row.tokens) - row.response_length :] for row in rows]
-    return {name: more["rest"][name] if name in more["rest"] else columns[name] for name in more["names"]}, more
+    # The entries of the output, in their order.
+    output: dict[str, Any] = {}
+    for name in more["names"]:
+        output[name] = more["rest"][name] if name in more["rest"] else columns[name]
+    return output, more

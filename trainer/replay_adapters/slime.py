@@ -52,9 +52,12 @@ def generate_rollout(args: Any, rollout_id: int, data_source: Any, evaluation: b
     output = call_rollout_fn(load_function(path), args, rollout_id, data_source, evaluation=evaluation)
     if evaluation:
         return output
-    address, table = getattr(args, "replay_address", None), getattr(args, "replay_table", "replay")
-    on_unavailable = getattr(args, "replay_on_unavailable", "continue")
-    pool = _pool(address, table, getattr(args, "replay_max_staleness", None), on_unavailable)
+    pool = _pool(
+        getattr(args, "replay_address", None),
+        getattr(args, "replay_table", "replay"),
+        getattr(args, "replay_max_staleness", None),
+        getattr(args, "replay_on_unavailable", "continue"),
+    )
     return replaced(output, pool, rollout_id, getattr(args, "reward_key", None))
 
 
@@ -64,9 +67,10 @@ def replaced(output: Any, pool: GroupPool, rollout_id: int, reward_key: str | No
     Groups that cannot be trained on again stay as they are: those with a sample that failed, or with images. Raises
     ValueError if the samples have no log-probabilities, or a field that cannot be stored.
     """
-    version, store = pool.advance(rollout_id), SampleStore(Sample, reward_key)
-    whole = {place: each for place, each in enumerate(output.samples) if _is_whole(each, store)}
-    groups = {place: store.group_of(each, version) for place, each in whole.items()}
+    version = pool.advance(rollout_id)
+    store = SampleStore(Sample, reward_key)
+    whole = {place: rollouts for place, rollouts in enumerate(output.samples) if _is_whole(rollouts, store)}
+    groups = {place: store.group_of(rollouts, version) for place, rollouts in whole.items()}
     drawn, metrics = pool.replace(groups, f"{_RUN}/{rollout_id}", lambda group: store.read(group) is not None)
     samples = list(output.samples)
     for place, sample in drawn.items():
@@ -76,42 +80,60 @@ def replaced(output: Any, pool: GroupPool, rollout_id: int, reward_key: str | No
 
 
 def _is_whole(group: Any, store: SampleStore) -> bool:
-    """Whether all of a group can be trained on at another time."""
+    """True if every sample of a group can be trained on at another time."""
     if not isinstance(group, list) or not group or not all(group):
         return False
-    for sample in (sample for rollout in group for sample in samples_of(rollout)):
-        known = len(sample.rollout_log_probs or ()) == sample.response_length
-        if not known and sample.status in _ENDED:
-            raise ValueError("slime's samples lack rollout_log_probs: use a rollout function that returns them")
-        images = any(getattr(sample, name, None) is not None for name in IMAGES)
-        scored = isfinite(store.reward(sample))
-        # What was broken off is no whole answer, also if it has a reward.
-        ended = sample.status != Sample.Status.ABORTED
-        if not known or images or not scored or not ended or len(sample.tokens) <= sample.response_length:
-            return False
+    for rollout in group:
+        for sample in samples_of(rollout):
+            if not _can_be_stored(sample, store):
+                return False
     return True
 
 
-def _restored(places: Sequence[Any], group: RolloutGroup, store: SampleStore) -> list[Any]:
-    """A stored group as rollouts with the indices of the rollouts that stood there.
+def _can_be_stored(sample: Any, store: SampleStore) -> bool:
+    """True if a sample can be trained on at another time. Raises ValueError if it ended without log-probabilities."""
+    has_logprobs = len(sample.rollout_log_probs or ()) == sample.response_length
+    if not has_logprobs and sample.status in _ENDED:
+        raise ValueError("slime's samples lack rollout_log_probs: use a rollout function that returns them")
+    if not has_logprobs:
+        return False
+    if any(getattr(sample, name, None) is not None for name in IMAGES):
+        return False
+    if not isfinite(store.reward(sample)):
+        return False
+    # An aborted answer is not whole, also if it has a reward.
+    if sample.status == Sample.Status.ABORTED:
+        return False
+    return bool(len(sample.tokens) > sample.response_length)
 
-    A rollout that is a list may have more samples than the one that stood there. Those have the index of its first.
+
+def _restored(places: Sequence[Any], group: RolloutGroup, store: SampleStore) -> list[Any]:
+    """A stored group as rollouts with the indices of `places`, the rollouts that the stored group replaces.
+
+    A stored rollout that is a list may have more samples than the rollout that it replaces. The samples beyond have
+    the index of the last replaced sample.
     """
     read = store.read(group)
     assert read is not None
     rollouts, _ = read
     for place, rollout in zip(places, rollouts, strict=True):
-        there, samples = samples_of(place), samples_of(rollout)
+        replaced_samples = samples_of(place)
+        samples = samples_of(rollout)
+        first = replaced_samples[0]
         for k, sample in enumerate(samples):
-            one = there[min(k, len(there) - 1)]
-            _take(sample, one, _OF_PLACE)
-            _take(sample, one if k < len(there) else Sample(), _MEASURED)
+            if k < len(replaced_samples):
+                _copy_fields(sample, replaced_samples[k], _OF_PLACE)
+                _copy_fields(sample, replaced_samples[k], _MEASURED)
+            else:
+                _copy_fields(sample, replaced_samples[-1], _OF_PLACE)
+                # slime measured nothing for a sample beyond the replaced ones.
+                _copy_fields(sample, Sample(), _MEASURED)
             if len(samples) > 1:  # slime wants one name for all samples of a rollout
-                sample.rollout_id = there[0].index if there[0].rollout_id is None else there[0].rollout_id
+                sample.rollout_id = first.index if first.rollout_id is None else first.rollout_id
     return rollouts
 
 
-def _take(sample: Any, other: Any, names: Sequence[str]) -> None:
+def _copy_fields(sample: Any, other: Any, names: Sequence[str]) -> None:
     """Give `sample` the fields `names` of `other`. Versions of slime differ in what they have."""
     for name in names:
         if hasattr(other, name):

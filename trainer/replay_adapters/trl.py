@@ -4,7 +4,8 @@
                                  ▲   │                                   TRL's own
                        draw      │   └── fresh informative groups ──▶ insert
 
-The rows change before TRL computes anything from them, so all that it computes belongs to the new rows. Two cases:
+The rows change before TRL computes anything from them, so all that it computes belongs to the new rows. There are two
+cases:
 
 * TRL corrects (vLLM, `vllm_importance_sampling_correction`): its ratio uses the stored log-probabilities.
 * TRL does not correct: this module multiplies the advantages of replaced rows by min(π_old / π_stored, clip) per token.
@@ -89,15 +90,29 @@ class ReplayGRPOConfig(GRPOConfig):  # type: ignore[misc]  # TRL has no types th
 
 
 ATTRIBUTES = (
-    *("accelerator", "num_generations", "reward_weights", "reward_func_names", "temperature", "max_completion_length"),
-    *("use_vllm", "vllm_importance_sampling_correction", "off_policy_mask_threshold", "multi_objective_aggregation"),
-    *("scale_rewards", "tools", "_is_vlm", "_metrics", "_tokenizer", "_step", "_pending_extra_logs"),
+    "accelerator",
+    "num_generations",
+    "reward_weights",
+    "reward_func_names",
+    "temperature",
+    "max_completion_length",
+    "use_vllm",
+    "vllm_importance_sampling_correction",
+    "off_policy_mask_threshold",
+    "multi_objective_aggregation",
+    "scale_rewards",
+    "tools",
+    "_is_vlm",
+    "_metrics",
+    "_tokenizer",
+    "_step",
+    "_pending_extra_logs",
 )
-"""Read from a trainer that has been constructed."""
+"""The attributes of a constructed trainer that this module reads."""
 
 GENERATED = 8
-"""Values that `_generate` returns: prompt_ids, completion_ids, tool_mask, completions, logprobs, extra_fields, images,
-tool_images."""
+"""The number of values that `_generate` returns: prompt_ids, completion_ids, tool_mask, completions, logprobs,
+extra_fields, images, tool_images."""
 
 
 logger = logging.getLogger(__name__)
@@ -114,11 +129,12 @@ class ReplayGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         """Raises ImportError if the installed TRL has other hooks, TableNotFoundError and ServerUnavailableError for a
         server that cannot be used."""
         super().__init__(*args, **kwargs)
-        if missing := [name for name in ATTRIBUTES if not hasattr(self, name)]:
+        missing = [name for name in ATTRIBUTES if not hasattr(self, name)]
+        if missing:
             raise mismatch("TRL", f"a GRPOTrainer has no attribute {', '.join(missing)}")
         # A GRPOConfig has none of our fields: then the defaults hold.
         self._replay = SimpleNamespace(
-            **{each.name: getattr(self.args, each.name, each.default) for each in fields(ReplayGRPOConfig)}
+            **{setting.name: getattr(self.args, setting.name, setting.default) for setting in fields(ReplayGRPOConfig)}
         )
         self._replay_step: GenerationStep | None = None
         rows = self.args.per_device_train_batch_size * self.args.steps_per_generation
@@ -131,30 +147,41 @@ class ReplayGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         self.pool = self._connect() if self._replay.replay_buffer_size else None
 
     def _connect(self) -> GroupPool:
-        settings, server = self._replay, None
+        """The pool, for which the first rank starts a server if the settings name none."""
+        settings = self._replay
+        server = None
         address = settings.replay
         if address is None and self.accelerator.is_main_process:
             # A pool in memory that keeps the best groups.
-            best: dict[str, Any] = {"sampler": "prioritized", "remover": "min_heap"}
-            bounds = {"max_size": settings.replay_buffer_size, "max_staleness": settings.replay_max_staleness}
-            server = ReplayServer([TableConfig(name=settings.replay_table, **best, **bounds)], port=0)
+            pool_table = TableConfig(
+                name=settings.replay_table,
+                sampler="prioritized",
+                remover="min_heap",
+                max_size=settings.replay_buffer_size,
+                max_staleness=settings.replay_max_staleness,
+            )
+            server = ReplayServer([pool_table], port=0)
             server.start()
             address = server.address
         ranks = self.accelerator.num_processes
-        if settings.replay is None and ranks > int(os.environ.get("LOCAL_WORLD_SIZE", ranks)):
+        ranks_of_machine = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
+        if settings.replay is None and ranks > ranks_of_machine:
             raise ValueError(
                 "replay=None starts the server on the loopback address, which other machines do not reach: start "
                 "`replay serve` and give its address as `replay`"
             )
         address, self._run = broadcast_object_list([address, uuid.uuid4().hex])
-        # The environment describes the access to the user's server, not to ours.
-        client = ReplayClient(address) if settings.replay is None else ReplayClient.from_env(address=address)
+        if settings.replay is None:
+            # The environment describes the access to the user's server, not to ours.
+            client = ReplayClient(address)
+        else:
+            client = ReplayClient.from_env(address=address)
         pool = GroupPool(
-            client,
-            settings.replay_table,
-            settings.replay_on_empty,
-            settings.replay_timeout,
-            settings.replay_max_staleness,
+            client=client,
+            table=settings.replay_table,
+            on_empty=settings.replay_on_empty,
+            timeout=settings.replay_timeout,
+            max_staleness=settings.replay_max_staleness,
             vocabulary=self.model.config.get_text_config().vocab_size,
         )
         self._close_replay = weakref.finalize(self, _close, client, server)
@@ -162,14 +189,22 @@ class ReplayGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         return pool
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
-        if self.pool is None or not self.model.training or {"image", "images"} & inputs[0].keys():
+        if self.pool is None or not self.model.training or "image" in inputs[0] or "images" in inputs[0]:
             return super()._generate_and_score_completions(inputs)  # type: ignore[no-any-return]
         started = time.perf_counter()
-        version = self.pool.advance(self.state.global_step) if self.accelerator.is_main_process else 0
+        version = 0
+        if self.accelerator.is_main_process:
+            version = self.pool.advance(self.state.global_step)
         # The first rank asks, so that all ranks do without the server in the same steps.
         version, away = broadcast_object_list([version, self.pool.problem is not None])
-        first = self.accelerator.process_index * len(inputs)
-        step = GenerationStep(inputs, self.num_generations, first, version, away, seconds=time.perf_counter() - started)
+        step = GenerationStep(
+            inputs=inputs,
+            size=self.num_generations,
+            first=self.accelerator.process_index * len(inputs),
+            version=version,
+            away=away,
+            seconds=time.perf_counter() - started,
+        )
         self._replay_step = step
         try:
             output: dict[str, Any] = super()._generate_and_score_completions(inputs)
@@ -198,18 +233,21 @@ class ReplayGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         # All ranks must decide alike, because what follows is collective.
         if self._is_vlm and gather(torch.tensor([images is not None], device=self.accelerator.device)).any():
             return generated
-        for row, each in enumerate(step.inputs):  # as TRL does before it computes rewards
+        for row, example in enumerate(step.inputs):  # as TRL does before it computes rewards
             for name, values in extra_fields.items():
                 if not isinstance(values, list):
-                    each[name] = values
+                    example[name] = values
                 elif row < len(values):
-                    each[name] = values[row]
-        # By the method of the class, which may be a subclass with rewards of its own.
+                    example[name] = values[row]
+        # The method may be that of a subclass with rewards of its own.
         step.rewards = self._calculate_rewards(step.inputs, prompts, completions, completion_ids).clone()
         with step.timed():
             step.fresh = GeneratedRows(prompt_ids, completion_ids, tool_mask, logprobs)
             rows = step.fresh.copy()  # the lists may belong to a rollout_func
-            trained = [bool(ids) for ids in completion_ids] if tool_mask is None else [any(mask) for mask in tool_mask]
+            if tool_mask is None:
+                trained = [bool(ids) for ids in completion_ids]
+            else:
+                trained = [any(mask) for mask in tool_mask]
             step.trained = gather(torch.tensor(trained, device=self.accelerator.device)).tolist()
             step.final_rewards = gather(self._replace(step, rows, prompts, completions))
         # TRL asks for the rewards of the same rows next. They are known.
@@ -219,21 +257,25 @@ class ReplayGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
     # -------------------------------------------------------------------------------------------------- replacing
 
     def _replace(self, step: GenerationStep, rows: GeneratedRows, prompts: list[Any], completions: list[Any]) -> Tensor:
-        """Replace rows, and what TRL logs of them. Returns the rewards (B, F) of the final rows."""
+        """Replace rows, and the texts that TRL logs of them. Returns the rewards (B, F) of the final rows."""
         assert self.pool is not None
         assert step.rewards is not None
-        priorities = {
-            g: self._priority(step.rewards[step.rows_of(g)], step.trained[step.rows_of(g)]) for g in step.present
-        }
+        priorities: dict[int, float] = {}
+        for g in step.present:
+            rows_of_group = step.rows_of(g)
+            priorities[g] = self._priority(step.rewards[rows_of_group], step.trained[rows_of_group])
         zero_variance = [g for g in step.owned if priorities[g] == 0]
         wanted = max(len(zero_variance), round(self._replay.replay_share * len(step.owned)))
         if self._replay.replay_share and rows.logprobs is None and not step.away:
+            # Replaced rows may have to be stored, so their log-probabilities are computed while they are here.
             step.fresh_logprobs = self._logprobs(*self._padded(rows))
-        places = sorted(step.owned, key=priorities.__getitem__)[:wanted]
+        lowest_first = sorted(step.owned, key=lambda g: priorities[g])
+        replaced = lowest_first[:wanted]
         drawn: list[Sample] = []
         if not step.away:
-            drawn = self.pool.draw(len(places), f"{self._run}/{self._step}", self._accept)
-        step.replaced = dict(zip(places, drawn, strict=False))
+            drawn = self.pool.draw(len(replaced), f"{self._run}/{self._step}", self._accept)
+        # The pool may have fewer groups than are wanted.
+        step.replaced = dict(zip(replaced, drawn, strict=False))
         step.stored = self._stored_groups(step)
         step.zero_variance = len(zero_variance)
         step.missing = len([g for g in zero_variance if g not in step.replaced])
@@ -246,47 +288,53 @@ class ReplayGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
                 final_BF[row] = rewards_GF[k]
                 self._log_row(row, rows, prompts, completions)
         if self._replay.replay_on_empty == "drop":
-            left = [g for g in step.present if priorities[g] == 0 and g not in step.stored]
-            for row in (row for g in left for row, _ in step.places(g)):
-                rows.mask()[row] = [0] * len(rows.completion_ids[row])
+            for g in step.present:
+                if priorities[g] == 0 and g not in step.stored:
+                    for row, _ in step.places(g):
+                        rows.mask()[row] = [0] * len(rows.completion_ids[row])
         return final_BF
 
     def _stored_groups(self, step: GenerationStep) -> dict[int, RolloutGroup]:
-        """What the ranks have drawn for the groups that have rows here."""
+        """The groups that the ranks have drawn for the groups with rows on this rank, by the group that is replaced."""
         if not self._groups_span_ranks:
             return {g: sample.group for g, sample in step.replaced.items()}
         drawn = gather_object([(g, bytes(sample.payload)) for g, sample in step.replaced.items()])
         return {g: RolloutGroup.decode(payload) for g, payload in drawn if g in step.present}
 
     def _priority(self, rewards_GF: Tensor, trained: list[bool]) -> float:
-        """`group_priority` of a group, 0 if it carries no gradient as TRL computes its advantages."""
+        """`group_priority` of a group; 0 if the group carries no gradient as TRL computes its advantages.
+
+        `rewards_GF`: the rewards of G rollouts by F reward functions. `trained`: True for each of the rollouts that has
+        tokens to train on.
+        """
         scorable = ~rewards_GF.isnan().all(dim=1)
-        weighted_GF = (rewards_GF * self.reward_weights.to(rewards_GF.device))[scorable].nan_to_num(nan=0.0)
+        weighted_GF = rewards_GF * self.reward_weights.to(rewards_GF.device)
+        weighted_GF = weighted_GF[scorable].nan_to_num(nan=0.0)
         if self.multi_objective_aggregation == "sum_then_normalize":
             weighted_GF = weighted_GF.sum(dim=1, keepdim=True)
         columns = weighted_GF.T.tolist() if len(weighted_GF) else []
         mask = np.array(trained)[scorable.cpu().numpy()]
-        judged = [_group_of_rewards(column, mask) for column in columns]
-        if not any(carries_gradient(group, "none") for group in judged):
+        # TRL computes the advantages of each column of rewards by itself.
+        groups = [_group_of_rewards(column, mask) for column in columns]
+        if not any(carries_gradient(group, "none") for group in groups):
             return 0.0
-        return sum(group_priority(group.rewards, group.advantages) for group in judged)
+        return sum(group_priority(group.rewards, group.advantages) for group in groups)
 
     def _accept(self, group: RolloutGroup) -> bool:
-        """Whether a stored group fits into the batch."""
-        lengths = group.sampled_lengths
-        longest = self.max_completion_length or lengths.max()
+        """True if a stored group fits into the batch."""
+        if group.group_size != self.num_generations or not group.prompt_lengths.all():
+            return False
+        if group.sampled_lengths.min() == 0:
+            return False
+        if self.max_completion_length and group.sampled_lengths.max() > self.max_completion_length:
+            return False
         trained = [bool(group.trained_mask[span].any()) for span in group.sampled_spans()]
-        fits = (
-            group.group_size == self.num_generations
-            and group.prompt_lengths.all()
-            and lengths.min() > 0
-            and lengths.max() <= longest
-            and self._priority(self._stored_rewards(group), trained) > 0
-        )
-        return bool(fits) and self._has_our_objective(group)
+        if not self._priority(self._stored_rewards(group), trained) > 0:  # NaN does not fit either
+            return False
+        return self._has_our_objective(group)
 
     def _has_our_objective(self, group: RolloutGroup) -> bool:
-        """Whether the reward functions of this run scored a stored group; True if it need not be so."""
+        """True if the reward functions of this run scored a stored group, or if groups of others are used too."""
         if self._same_rewards(group):
             return True
         assert self._replay_step is not None
@@ -306,10 +354,10 @@ class ReplayGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         return group.meta.get("rewards") == self._fingerprint
 
     def _stored_rewards(self, group: RolloutGroup) -> Tensor:
-        """(G, F) rewards of a stored group, of which TRL makes the group's rewards again."""
+        """(G, F) rewards of a stored group, from which TRL computes the group's rewards again."""
         rewards_GF = group.extras.get("rewards_per_func")
         if rewards_GF is None or not self._same_rewards(group):
-            # Other functions scored this group: the first one of ours stands for all of them.
+            # Other functions scored this group. Their reward stands in the column of our first function with a weight.
             weights = self.reward_weights.tolist()
             column = next(k for k, weight in enumerate(weights) if weight)
             rewards_GF = np.full((group.group_size, len(weights)), np.nan, np.float32)
@@ -317,16 +365,20 @@ class ReplayGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         return torch.tensor(rewards_GF, device=self.accelerator.device)
 
     def _log_row(self, row: int, rows: GeneratedRows, prompts: list[Any], completions: list[Any]) -> None:
-        """Put what TRL logs of a replaced row in place: its texts, and None for the extra columns of the fresh row."""
-        for ids, texts, role in (
-            (rows.prompt_ids[row], prompts, "user"),
-            (rows.completion_ids[row], completions, "assistant"),
-        ):
-            text = self._tokenizer.decode(ids, skip_special_tokens=True)
-            texts[row] = text if isinstance(texts[row], str) else [{"role": role, "content": text}]
+        """Replaces what TRL logs of a row: its texts, and the extra columns, which become None."""
+        self._log_text(row, rows.prompt_ids[row], prompts, "user")
+        self._log_text(row, rows.completion_ids[row], completions, "assistant")
         for values in self._pending_extra_logs.values():
             if row < len(values):
                 values[row] = None
+
+    def _log_text(self, row: int, token_ids: list[int], texts: list[Any], role: str) -> None:
+        """Replaces a text that TRL logs, which is a string or a list of messages."""
+        text = self._tokenizer.decode(token_ids, skip_special_tokens=True)
+        if isinstance(texts[row], str):
+            texts[row] = text
+        else:
+            texts[row] = [{"role": role, "content": text}]
 
     # ------------------------------------------------------------------------------------------------- correcting
 
@@ -334,26 +386,31 @@ class ReplayGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         """Correct the advantages of replaced rows if TRL does not. Returns log-probs (B, T) under the current weights,
         None if TRL corrects."""
         mask_BT = output["completion_mask"] * output.get("tool_mask", 1)
-        places = [(row, group, k) for g, group in step.stored.items() for row, k in step.places(g)]
-        rows = [row for row, _, _ in places]
+        rows = [row for g in step.stored for row, _ in step.places(g)]
         if self.use_vllm and self.vllm_importance_sampling_correction:
             ratio = output["importance_sampling_ratio"].expand_as(mask_BT)[rows] * mask_BT[rows]
-            step.ratio = float(ratio.sum()), float(mask_BT[rows].sum())
+            step.ratio = (float(ratio.sum()), float(mask_BT[rows].sum()))
             return None
         old_BT: Tensor | None = output.get("old_per_token_logps")
-        if old_BT is None:  # computed on every rank, replaced rows or not: a partitioned model needs all ranks
-            names = ("prompt_ids", "completion_ids", "prompt_mask", "completion_mask")
-            old_BT = self._logprobs(*(output[name] for name in names))
+        if old_BT is None:
+            # Every rank computes them, also one without replaced rows: a partitioned model needs all ranks.
+            old_BT = self._logprobs(
+                output["prompt_ids"],
+                output["completion_ids"],
+                output["prompt_mask"],
+                output["completion_mask"],
+            )
         stored_BT = old_BT.clone()
-        for row, group, k in places:
-            logprobs = group.rollout_logprobs[group.sampled_spans()[k]]
-            # A copy: the client's arrays are read-only.
-            stored_BT[row, : len(logprobs)] = torch.tensor(logprobs).to(stored_BT)
+        for g, group in step.stored.items():
+            for row, k in step.places(g):
+                logprobs = group.rollout_logprobs[group.sampled_spans()[k]]
+                # torch.tensor copies: the client's arrays are read-only.
+                stored_BT[row, : len(logprobs)] = torch.tensor(logprobs).to(stored_BT)
         if rows:
             correction = correct(
                 old_BT[rows], stored_BT[rows], mask_BT[rows], CorrectionConfig(clip_max=self._replay.replay_clip_max)
             )
-            step.ratio = float(correction.weights.sum()), float(mask_BT[rows].sum())
+            step.ratio = (float(correction.weights.sum()), float(mask_BT[rows].sum()))
             weights_BT = torch.ones_like(old_BT)
             weights_BT[rows] = correction.weights.to(old_BT)
             output["advantages"] = output["advantages"].unsqueeze(1) * weights_BT
@@ -363,7 +420,7 @@ class ReplayGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         return old_BT.masked_fill(output["completion_mask"] == 0, torch.nan)
 
     def _logprobs(self, prompt_ids: Tensor, completion_ids: Tensor, prompt_mask: Tensor, mask: Tensor) -> Tensor:
-        """(B, T) of the completions under the current weights, as TRL computes them."""
+        """The log-probabilities (B, T) of the completions under the current weights, as TRL computes them."""
         with torch.no_grad(), disable_gradient_checkpointing(self.model, self.args.gradient_checkpointing_kwargs):
             logprobs, _, _ = self._get_per_token_logps_and_entropies(
                 self.model,
@@ -376,28 +433,33 @@ class ReplayGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
 
     def _padded(self, rows: GeneratedRows) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Prompts padded on the left, completions on the right, and the masks of both."""
-        tensors = []
-        for values, side in ((rows.prompt_ids, "left"), (rows.completion_ids, "right")):
-            ids = [torch.tensor(each, device=self.accelerator.device) for each in values]
-            tensors.append((_pad(ids, side), _pad([torch.ones_like(each) for each in ids], side)))
-        (prompt_ids, prompt_mask), (completion_ids, mask) = tensors
-        return prompt_ids, completion_ids, prompt_mask, mask
+        device = self.accelerator.device
+        prompts = [torch.tensor(ids, device=device) for ids in rows.prompt_ids]
+        completions = [torch.tensor(ids, device=device) for ids in rows.completion_ids]
+        prompt_mask = _pad([torch.ones_like(ids) for ids in prompts], "left")
+        mask = _pad([torch.ones_like(ids) for ids in completions], "right")
+        return _pad(prompts, "left"), _pad(completions, "right"), prompt_mask, mask
 
     # --------------------------------------------------------------------------------------------------- storing
 
     def _fresh_rows(self, step: GenerationStep, old: Tensor | None) -> list[FreshRow]:
-        """The rows that this rank generated; those of all ranks if groups span ranks."""
+        """The rows that this rank generated; the rows of all ranks if groups span ranks."""
         fresh = step.fresh
         assert fresh is not None
+        logprobs: list[list[float]] = []
         if fresh.logprobs is not None:
-            logprobs: Any = [[np.nan if x is None else x for x in row] for row in fresh.logprobs]
+            for row in fresh.logprobs:
+                logprobs.append([np.nan if logprob is None else logprob for logprob in row])
         else:
             source = old if step.fresh_logprobs is None else step.fresh_logprobs
             assert source is not None
-            logprobs = [row[: len(ids)].tolist() for row, ids in zip(source, fresh.completion_ids, strict=True)]
+            for logprobs_T, ids in zip(source, fresh.completion_ids, strict=True):
+                logprobs.append(logprobs_T[: len(ids)].tolist())
         masks: list[Any] = fresh.tool_mask or [None] * len(logprobs)
         rows = list(map(FreshRow, fresh.prompt_ids, fresh.completion_ids, masks, logprobs))
-        return list(gather_object(rows)) if self._groups_span_ranks else rows
+        if self._groups_span_ranks:
+            return list(gather_object(rows))
+        return rows
 
     def _informative_groups(self, step: GenerationStep, rows: list[FreshRow]) -> Iterator[RolloutGroup]:
         """The fresh groups of this rank that a later step can learn from."""
@@ -405,9 +467,11 @@ class ReplayGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         first = 0 if self._groups_span_ranks else step.first
         for g in step.owned:
             rewards_GF = step.rewards[step.rows_of(g)]
-            if rewards_GF.isnan().all(dim=1).any() or not self._priority(rewards_GF, step.trained[step.rows_of(g)]):
+            a_rollout_failed = rewards_GF.isnan().all(dim=1).any()
+            if a_rollout_failed or not self._priority(rewards_GF, step.trained[step.rows_of(g)]):
                 continue
-            members = rows[g * step.size - first :][: step.size]
+            first_of_group = g * step.size - first
+            members = rows[first_of_group : first_of_group + step.size]
             rewards = (rewards_GF * self.reward_weights.to(rewards_GF.device)).nansum(dim=1).tolist()
             masks: list[Any] = [row.mask for row in members]
             yield group_from_rows(
@@ -444,14 +508,16 @@ class ReplayGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
             "ratio": step.ratio,
             "seconds": (step.seconds, 1),
         }
-        local = torch.tensor([(total, 1) for total in sums.values()] + [*means.values()], dtype=torch.float64)
-        totals = self.accelerator.reduce(local.to(self.accelerator.device)).tolist()
-        values = {name: total for name, (total, _) in zip(sums, totals, strict=False)}
+        # One reduction over the ranks for all metrics: a row (total, count) for each.
+        local_rows = [(total, 1) for total in sums.values()] + [*means.values()]
+        local = torch.tensor(local_rows, dtype=torch.float64)
+        reduced = self.accelerator.reduce(local.to(self.accelerator.device)).tolist()
+        values = {name: total for name, (total, _) in zip(sums, reduced, strict=False)}
         if values["unavailable"] and self._replay.replay_on_unavailable == "raise":
             reason = self.pool.problem or "another rank does not reach it"
             raise ServerUnavailableError(f"the replay server is away: {reason}")  # on every rank
         values["unavailable"] = float(values["unavailable"] > 0)
-        for name, (total, count) in zip(means, totals[len(sums) :], strict=True):
+        for name, (total, count) in zip(means, reduced[len(sums) :], strict=True):
             values[name] = total / count if count else np.nan
         for name, value in values.items():
             self._metrics["train"][f"replay/{name}"].append(value)
@@ -466,8 +532,9 @@ class _Leave(TrainerCallback):  # type: ignore[misc]  # transformers has no type
     """Tells the server at the end of a run that nobody needs to miss this trainer."""
 
     def __init__(self, client: ReplayClient, server: ReplayServer | None) -> None:
-        """`server`: the one inside of this process."""
-        self._client, self._server = client, server
+        """`server`: the server inside this process, if there is one."""
+        self._client = client
+        self._server = server
 
     def on_train_begin(self, args: Any, state: Any, *_: Any, **__: Any) -> None:
         if state.global_step and self._server is not None:
@@ -482,11 +549,18 @@ class _Leave(TrainerCallback):  # type: ignore[misc]  # transformers has no type
 
 
 def _group_of_rewards(rewards: list[float], trained: npt.NDArray[np.bool_]) -> RolloutGroup:
-    """A group of completions of one token each, to judge rewards by."""
-    ones = [[0]] * len(rewards)
-    advantages = group_advantages(rewards)
+    """A group with these rewards whose completions are one token each.
+
+    `carries_gradient` and `group_priority` judge such a group by its rewards alone.
+    """
+    zeros = [[0]] * len(rewards)
     return group_from_completions(
-        prompt_ids=[0], completions=ones, logprobs=ones, rewards=rewards, advantages=advantages, loss_mask=trained
+        prompt_ids=[0],
+        completions=zeros,
+        logprobs=zeros,
+        rewards=rewards,
+        advantages=group_advantages(rewards),
+        loss_mask=trained,
     )
 
 

@@ -52,7 +52,7 @@ with hooks_of("AsyncGRPO"):
 class _Group:
     sample: Sample
     skipped: int
-    """Sequences that are not handed out again."""
+    """The number of first sequences that are not handed out again."""
     before: int
     """The place before that of the first sequence that is handed out."""
     last: int
@@ -60,7 +60,7 @@ class _Group:
 
 
 class Progress:
-    """Which of the groups that TRL's AsyncGRPOTrainer took from its queue it has trained on.
+    """The progress of TRL's AsyncGRPOTrainer through the groups that it took from its queue.
 
     taken from the queue ──▶ collated into a micro-batch ──▶ trained on
           place 1, 2, ...         ahead of training            everything up to a place is done
@@ -81,31 +81,38 @@ class Progress:
         self._collated: deque[int] = deque()
         """The last place of each micro-batch that is collated and not trained on."""
         self._skip: dict[int, int] = {}
+        """The number of sequences to leave out of each group that was trained on in part, by the key of the group."""
         self._number = 0
 
     def watch(self, collator: Any) -> None:
-        """From now on notes what TRL's collator puts into each micro-batch."""
+        """Makes TRL's collator note the last place of each micro-batch from now on."""
         collate = collator.torch_call
 
-        def noting(examples: list[Any]) -> Any:
+        def note_and_collate(examples: list[Any]) -> Any:
             # One element: the rows of a micro-batch, one for each rank.
             samples = [sample for row in examples[0] for sample in row.samples]
             self._collated.append(max(self._places[id(sample["input_ids"])] for sample in samples))
             return collate(examples)
 
-        collator.torch_call = noting
+        collator.torch_call = note_and_collate
 
     def skip(self, begun: dict[int, int]) -> None:
-        """`begun` of the checkpoint that the trainer goes on from: it has trained on these sequences."""
+        """Leaves out the sequences that the trainer has trained on before.
+
+        `begun`: the property of this name in the checkpoint from which the trainer goes on.
+        """
         self._skip = begun
 
     def begin(self, sample: Sample) -> tuple[int, int]:
-        """A number for a group that comes, and how many of its sequences the trainer has trained on before."""
+        """A number for a new group, and the number of its sequences that the trainer has trained on before."""
         self._number += 1
         return self._number, self._skip.pop(sample.info.key, 0)
 
     def hand_out(self, sample: Sample, skipped: int, rows: list[np.ndarray]) -> None:
-        """The `input_ids` of the sequences of a group, without the `skipped` first ones, go to TRL in this order."""
+        """Notes that the sequences of a group, without the first `skipped` ones, go to TRL in this order.
+
+        `rows`: the `input_ids` of each sequence.
+        """
         before = self._last
         for input_ids in rows:
             self._last += 1
@@ -113,7 +120,7 @@ class Progress:
         self._groups.append(_Group(sample, skipped, before, self._last))
 
     def trained(self) -> None:
-        """The oldest micro-batch that was collated is trained on."""
+        """Notes that the oldest micro-batch that was collated is trained on."""
         self._done = self._collated.popleft()
         while self._groups and self._groups[0].last <= self._done:
             self._groups.popleft()
@@ -121,15 +128,16 @@ class Progress:
 
     @property
     def left(self) -> list[Sample]:
-        """The groups of which some sequences are not trained on."""
+        """The groups with sequences that are not trained on yet."""
         return [group.sample for group in self._groups]
 
     @property
     def begun(self) -> list[tuple[int, int]]:
-        """The keys of groups that are trained on in part, with the number of sequences that are: the first ones."""
+        """The keys of groups that are trained on in part, with the number of first sequences that are trained on."""
         counts = dict(self._skip)
         for group in self._groups:
-            if count := group.skipped + max(0, self._done - group.before):
+            count = group.skipped + max(0, self._done - group.before)
+            if count:
                 counts[group.sample.info.key] = count
         return list(counts.items())
 
@@ -137,9 +145,9 @@ class Progress:
 logger = logging.getLogger(__name__)
 
 _STATE = "replay_state.json"
-"""File of a checkpoint: its `SavedState`."""
+"""The file of a checkpoint with its `SavedState`."""
 _LONG_WAIT = 30.0
-"""Seconds without a group after which the trainer says so."""
+"""Seconds without a group after which the trainer logs that it waits."""
 
 
 class ServerRollouts(TrainerCallback):  # type: ignore[misc]  # transformers has no types
@@ -162,20 +170,30 @@ class ServerRollouts(TrainerCallback):  # type: ignore[misc]  # transformers has
         keep_weights: int = 2,
         lease: float = 300.0,
     ) -> None:
-        """`address`: host:port; None: REPLAY_ADDRESS. `output_dir`: where generators find the weights; it keeps the
-        `keep_weights` newest, and belongs to one run at a time.
+        """`address`: host:port; None: REPLAY_ADDRESS. `output_dir`: the folder in which generators find the weights. It
+        keeps the `keep_weights` newest versions, and belongs to one run at a time.
 
         `pool`: table whose groups replace groups whose rewards are all equal; None: they are trained on.
         `max_staleness`: that of AsyncGRPOConfig, which throws away older samples.
         `lease`: seconds after which the server takes back the groups of a trainer that died and was not started again.
         Raises TableNotFoundError if the server lacks a table.
         """
-        self._output_dir, self._keep_weights = Path(output_dir).resolve(), keep_weights
-        self._queue = queue_ = LeasedTable(
-            "the trainer", table, self._output_dir, lease, pool=pool, max_staleness=max_staleness, address=address
+        self._output_dir = Path(output_dir).resolve()
+        self._keep_weights = keep_weights
+        self._queue = LeasedTable(
+            "the trainer",
+            table,
+            self._output_dir,
+            lease,
+            pool=pool,
+            max_staleness=max_staleness,
+            address=address,
         )
-        self.client, self._pool, self._leases, self._reach = queue_.client, queue_.pool, queue_.leases, queue_.reach
-        self._protocol = queue_.protocol
+        self.client = self._queue.client
+        self._pool = self._queue.pool
+        self._leases = self._queue.leases
+        self._reach = self._queue.reach
+        self._protocol = self._queue.protocol
         self.rollout_buffer = _ServerQueue(self._draw)
         self.metrics_queue: queue.Queue[dict[str, Any]] = queue.Queue()
         self._replaces = pool is not None
@@ -187,11 +205,11 @@ class ServerRollouts(TrainerCallback):  # type: ignore[misc]  # transformers has
         """Saves the weights that TRL sends. None: the trainer is not made."""
         self._tokenizer: Any = None
         self._facts: dict[str, Any] = {}
-        """`model_facts` of what is trained."""
+        """`model_facts` of the model that is trained."""
         self._compared = False
-        """Whether the generators of the first group were compared with them."""
+        """True after the models of the generators were compared with these facts, at the first group."""
         self._sampling: dict[str, float] = {}
-        """Of what TRL computes: over all tokens, at its temperature."""
+        """The sampling for which TRL computes log-probabilities: over all tokens, at its temperature."""
         self._weights: dict[str, Tensor] = {}
         self._policy: Policy | None = None
         """The version that this trainer found, or announced last."""
@@ -222,8 +240,10 @@ class ServerRollouts(TrainerCallback):  # type: ignore[misc]  # transformers has
         self._sampling = {"temperature": args.temperature}
         self._pool.vocabulary = model.config.get_text_config().vocab_size
         base = _base_of(model)
-        if model is not base and (why := why_not_mergeable(model)):
-            raise ValueError(f"TRL adds the adapter to the weights that it sends: {why}")
+        if model is not base:
+            reason = why_not_mergeable(model)
+            if reason:
+                raise ValueError(f"TRL adds the adapter to the weights that it sends: {reason}")
         if self._writer is None or not self._writer.has_file:
             self._writer = WholeModel(base)
         self._tokenizer = processing_class
@@ -234,28 +254,35 @@ class ServerRollouts(TrainerCallback):  # type: ignore[misc]  # transformers has
                 "train all weights, or an adapter"
             )
         self._progress.watch(train_dataloader.collate_fn)
-        self._reach(partial(self._pool.version_of, 0, max(map(version_of, published(self._output_dir)), default=0)))
+        newest = max(map(version_of, published(self._output_dir)), default=0)
+        self._reach(partial(self._pool.version_of, 0, newest))
         saved = state.stateful_callbacks.get(type(self).__name__)
-        groups = TrainedGroups.from_state_dict(saved["groups"]) if saved else TrainedGroups()
-        self._progress.skip(dict(saved["begun"]) if saved else {})
+        if saved:
+            groups = TrainedGroups.from_state_dict(saved["groups"])
+            self._progress.skip(dict(saved["begun"]))
+        else:
+            groups = TrainedGroups()
+            self._progress.skip({})
         checkpoint = _checkpoint_of(args, state)
-        # No weights: TRL sends those of the checkpoint, which is the next that it does.
+        # The call gets no weights, because TRL sends those of the checkpoint next.
         self._policy = self._protocol.resume(groups, _state_of(checkpoint), where=checkpoint)
-        if held := self._reach(self.client.server_info).tables[self._table].reserved:
+        leased = self._reach(self.client.server_info).tables[self._table].reserved
+        if leased:
             logger.warning(
                 "another reader holds %s of table %r that this one misses; those of a dead one come back",
-                counted(held, "group"),
+                counted(leased, "group"),
                 self._table,
             )
         self._leases.start()
 
     def on_substep_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """A micro-batch is trained on."""
+        """Notes that a micro-batch is trained on."""
         if state.is_world_process_zero:
             self._progress.trained()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """The last micro-batch of a step is trained on. A checkpoint that is written now contains its groups."""
+        """Notes that the last micro-batch of a step is trained on. A checkpoint that is written now contains the groups
+        of the step."""
         if not state.is_world_process_zero:
             return
         self._progress.trained()
@@ -267,7 +294,7 @@ class ServerRollouts(TrainerCallback):  # type: ignore[misc]  # transformers has
         }
 
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """A checkpoint is written: its groups are used up."""
+        """Acknowledges the groups of a checkpoint that is written."""
         if not state.is_world_process_zero:
             return
         folder = _checkpoint_of(args, state)
@@ -280,7 +307,7 @@ class ServerRollouts(TrainerCallback):  # type: ignore[misc]  # transformers has
             self._protocol.name(saved, self._current.weights)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """The run has reached its end: the groups of all its steps are used up, and nobody has to miss the trainer."""
+        """Acknowledges the groups of all steps at the end of the run. Then nobody has to miss the trainer."""
         if state.is_world_process_zero:
             self._queue.acknowledge(self._trained)
             self._ended = True
@@ -288,14 +315,15 @@ class ServerRollouts(TrainerCallback):  # type: ignore[misc]  # transformers has
     # ------------------------------------------------------------------------------------------- the rollout worker
 
     def start(self) -> None:
-        """Nothing: generators run elsewhere. Each pauses when it loads a version, and `stop` closes the connection."""
+        """Does nothing, because generators run elsewhere. Each generator pauses by itself when it loads a version, and
+        `stop` closes the connection."""
 
     def stop(self) -> None:
         """Requeue the groups that no checkpoint contains, and close the connection. Generators and server go on."""
         self._queue.close(leave=self._ended)
 
     def check_health(self, stale_after_s: float) -> None:
-        """Says why no group comes. Raises RuntimeError if none came for `stale_after_s` seconds.
+        """Logs why no group comes. Raises RuntimeError if none came for `stale_after_s` seconds.
 
         Time in which the server is away does not count.
         """
@@ -328,7 +356,8 @@ class ServerRollouts(TrainerCallback):  # type: ignore[misc]  # transformers has
             self._output_dir,
             version,
             self._keep_weights,
-            None,  # a probe needs a forward pass, which a trainer whose weights are partitioned cannot make here
+            # A probe needs a forward pass, which a trainer whose weights are partitioned cannot make here.
+            None,
             weights=self._weights,
             facts=self._facts,
         )
@@ -341,9 +370,11 @@ class ServerRollouts(TrainerCallback):  # type: ignore[misc]  # transformers has
         return self._policy
 
     def _check_alone(self, found: Policy) -> None:
+        """Raises RuntimeError if another trainer has changed the policy that this trainer announced last."""
         policy = self._current
+        unchanged = found.version == policy.version and found.weights == policy.weights
         # A lower version is that of a server that was started again without its data.
-        if found.version >= policy.version and (found.version, found.weights) != (policy.version, policy.weights):
+        if found.version >= policy.version and not unchanged:
             raise RuntimeError(
                 f"the server is at policy version {found.version} with the weights {found.weights or 'of nobody'}, and "
                 f"this trainer left it at {policy.version} with {policy.weights or 'none'}: stop another trainer of it"
@@ -374,27 +405,15 @@ class ServerRollouts(TrainerCallback):  # type: ignore[misc]  # transformers has
         self._hungry_since = None
         [sample] = drawn
         if self._pool.puts_aside(sample, self._table):
-            # It is done: its lease ends with those of the groups of this step.
+            # The lease of a rejected group ends with those of the groups of this step.
             self._unusable += 1
             self.metrics_queue.put({"replay/groups_unusable_total": float(self._unusable)})
             return []
-        if not self._compared:
-            self._compared = True
-            if why := why_other_model(self._reach(self.client.server_info).clients, self._facts):
-                raise RuntimeError(why)
-        if other := other_sampling(sample.group.sampling, self._sampling):
-            name, drew, computes = other
-            raise ValueError(
-                f"a group of {self._table!r} was drawn with {name} {drew}, and TRL computes with {name} {computes}: "
-                "give both one temperature, no top_p, top_k or min_p, and `replay table reset` the table"
-            )
+        self._check_model_and_sampling(sample.group)
         zero_variance = not carries_gradient(sample.group)
         replacement: list[Sample] = []
         if zero_variance and self._replaces:
-            size = sample.group.group_size
-            scope = f"{self._run}/{self._policy.version if self._policy is not None else 0}"
-            draw = partial(self._pool.draw, 1, scope, partial(self._fits, size))
-            replacement = self._reach(draw)
+            replacement = self._draw_replacement(sample.group.group_size)
         self.metrics_queue.put(
             {
                 "replay/fresh_reward": float(sample.group.rewards.mean()),
@@ -403,19 +422,42 @@ class ServerRollouts(TrainerCallback):  # type: ignore[misc]  # transformers has
             }
         )
         number, skipped = self._progress.begin(sample)
-        rows = self._samples(replacement[0] if replacement else sample, number)[skipped:]
+        trained_sample = replacement[0] if replacement else sample
+        rows = self._samples(trained_sample, number)[skipped:]
         self._progress.hand_out(sample, skipped, [row.input_ids for row in rows])
         return rows
+
+    def _check_model_and_sampling(self, group: RolloutGroup) -> None:
+        """Raises RuntimeError if the generators have another model, at the first group, and ValueError if the group was
+        drawn with another sampling than TRL computes with."""
+        if not self._compared:
+            self._compared = True
+            difference = why_other_model(self._reach(self.client.server_info).clients, self._facts)
+            if difference:
+                raise RuntimeError(difference)
+        other = other_sampling(group.sampling, self._sampling)
+        if other:
+            name, drew, computes = other
+            raise ValueError(
+                f"a group of {self._table!r} was drawn with {name} {drew}, and TRL computes with {name} {computes}: "
+                "give both one temperature, no top_p, top_k or min_p, and `replay table reset` the table"
+            )
+
+    def _draw_replacement(self, size: int) -> list[Sample]:
+        """A group of `size` rollouts from the pool that this version has not drawn yet; none if the pool has none."""
+        version = 0 if self._policy is None else self._policy.version
+        scope = f"{self._run}/{version}"
+        return self._reach(partial(self._pool.draw, 1, scope, partial(self._fits, size)))
 
     def _fits(self, size: int, group: RolloutGroup) -> bool:
         return group.group_size == size and not other_sampling(group.sampling, self._sampling)
 
     def _samples(self, sample: Sample, number: int) -> list[RolloutSample]:
-        """The sequences of a group, as TRL's worker would queue them. `number`: what TRL tells groups apart by.
+        """The sequences of a group, as TRL's worker would queue them. `number`: the number of the group in TRL.
 
-        TRL takes a rollout of several sequences, which it calls a conversation that forks: each has the advantage of
-        the rollout, and the loss is a mean over tokens. Its metrics are means over those samples that have them, so
-        only the first one of a rollout has some.
+        TRL takes a rollout of several sequences, which it calls a conversation that forks: each sequence has the
+        advantage of the rollout, and the loss is a mean over tokens. The metrics of TRL are means over the samples that
+        have metrics, so only the first sequence of a rollout has some.
         """
         group = sample.group
         prompt = np.asarray(group.prompt_ids, dtype=np.int64)
@@ -428,6 +470,7 @@ class ServerRollouts(TrainerCallback):  # type: ignore[misc]  # transformers has
         rollouts_S = group.sequence_rollouts
         for sequence, (k, tokens) in enumerate(zip(rollouts_S, group.sequence_spans(), strict=True)):
             completion = group.completion_ids[tokens]
+            first_of_rollout = sequence == 0 or rollouts_S[sequence - 1] != k
             samples.append(
                 RolloutSample(
                     prompt=[{"role": "user", "content": self._text(group.prompt_ids)}],
@@ -438,7 +481,7 @@ class ServerRollouts(TrainerCallback):  # type: ignore[misc]  # transformers has
                     advantage=float(group.advantages[k]),
                     model_version=group.policy_version - self._pool.version_of(0),  # in TRL's count
                     group_id=number,
-                    metrics=_metrics(group, k) if sequence == 0 or rollouts_S[sequence - 1] != k else {},
+                    metrics=_metrics(group, k) if first_of_rollout else {},
                     enqueued_at=time.time() - sample.info.age,
                 )
             )
@@ -450,11 +493,13 @@ class ServerRollouts(TrainerCallback):  # type: ignore[misc]  # transformers has
 
 def _base_of(model: Any) -> Any:
     """The model of transformers in a model with an adapter, else the model itself."""
-    return model.get_base_model() if hasattr(model, "get_base_model") else model
+    if hasattr(model, "get_base_model"):
+        return model.get_base_model()
+    return model
 
 
 class _ServerQueue:
-    """As much of `queue.Queue` as TRL's trainer uses: what is left of the last group, then the next group."""
+    """The part of `queue.Queue` that TRL's trainer uses: the samples of the last group, then those of the next."""
 
     def __init__(self, draw: Callable[[], list[RolloutSample]]) -> None:
         self._draw = draw
@@ -462,7 +507,9 @@ class _ServerQueue:
 
     def get(self, block: bool = True, timeout: float | None = None) -> RolloutSample:
         """The next sample. Raises queue.Empty after `timeout` seconds, or a little later; None: never."""
-        end = time.monotonic() + timeout if timeout is not None else float("inf")
+        end = float("inf")
+        if timeout is not None:
+            end = time.monotonic() + timeout
         while not self._samples:
             self._samples.extend(self._draw())
             if not self._samples and (not block or time.monotonic() >= end):
@@ -470,17 +517,17 @@ class _ServerQueue:
         return self._samples.popleft()
 
     def qsize(self) -> int:
-        """Samples that are here already."""
+        """The number of samples that are drawn and not handed out."""
         return len(self._samples)
 
 
 def _checkpoint_of(args: Any, state: TrainerState) -> Path:
-    """Where TRL writes the checkpoint of this step."""
+    """The folder into which TRL writes the checkpoint of this step."""
     return Path(args.output_dir, f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}")
 
 
 def _state_of(checkpoint: Path) -> SavedState | None:
-    """The state of a checkpoint; None: the run begins, or the trainer was killed before it wrote all of the file."""
+    """The state in a checkpoint; None: the run begins, or the trainer was killed before it wrote all of the file."""
     try:
         return SavedState(**json.loads((checkpoint / _STATE).read_text()))
     except (OSError, ValueError):
@@ -490,11 +537,13 @@ def _state_of(checkpoint: Path) -> SavedState | None:
 def last_checkpoint(output_dir: str | Path) -> str | None:
     """The newest whole checkpoint-N in AsyncGRPOConfig's output_dir, for `train(resume_from_checkpoint=...)`.
 
-    A trainer that is killed while it writes a checkpoint leaves a part of one, which is passed over. None: there is no
-    whole one.
+    A trainer that is killed while it writes a checkpoint leaves a part of a checkpoint, which is passed over. None:
+    there is no whole checkpoint.
     """
-    folders = [path for path in Path(output_dir).glob(f"{PREFIX_CHECKPOINT_DIR}-*") if path.name[11:].isdigit()]
-    for folder in sorted(folders, key=lambda path: int(path.name[11:]), reverse=True):
+    prefix = f"{PREFIX_CHECKPOINT_DIR}-"
+    folders = [path for path in Path(output_dir).glob(f"{prefix}*") if path.name.removeprefix(prefix).isdigit()]
+    folders.sort(key=lambda path: int(path.name.removeprefix(prefix)), reverse=True)
+    for folder in folders:
         try:
             TrainerState.load_from_json(str(folder / "trainer_state.json"))  # TRL writes it last
         except (OSError, ValueError) as error:

@@ -1,4 +1,4 @@
-"""The rows of one generation as TRL's trainer holds them, and what one generation leaves for the loss."""
+"""GeneratedRows: the rows of a generation as TRL's trainer holds them. GenerationStep: the state of a generation."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import hashlib
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from functools import partial
 from types import CodeType
 from typing import Any, NamedTuple
@@ -24,12 +24,16 @@ class GeneratedRows:
     completion_ids: list[list[int]]
     tool_mask: list[list[int]] | None
     logprobs: list[list[float | None]] | None
-    """Of the sampler; None where the trainer's own model is the sampler."""
+    """The log-probabilities of the sampler; None where the trainer's own model is the sampler."""
 
     def copy(self) -> GeneratedRows:
         """Rows may be replaced in the copy; they are never changed in place."""
-        lists = (getattr(self, each.name) for each in fields(self))
-        return GeneratedRows(*(None if rows is None else list(rows) for rows in lists))  # type: ignore[arg-type]
+        return GeneratedRows(
+            prompt_ids=list(self.prompt_ids),
+            completion_ids=list(self.completion_ids),
+            tool_mask=None if self.tool_mask is None else list(self.tool_mask),
+            logprobs=None if self.logprobs is None else list(self.logprobs),
+        )
 
     def mask(self) -> list[list[int]]:
         """`tool_mask`, made of ones if TRL has none."""
@@ -65,8 +69,8 @@ class FreshRow(NamedTuple):
 class GenerationStep:
     """One generation of a rank, from its inputs to its report.
 
-    Rows and groups are counted over all ranks, because a group may have rows on two ranks. The rank with its first row
-    owns it: it draws its replacement, and stores it.
+    Rows and groups are counted over all ranks, because a group may have rows on two ranks. The rank with the first row
+    of a group owns the group: that rank draws its replacement, and stores it.
     """
 
     inputs: list[dict[str, Any]]
@@ -77,46 +81,52 @@ class GenerationStep:
     version: int
     """Policy version of what is generated now."""
     away: bool = False
-    """Whether all ranks do without the server in this step."""
+    """True if all ranks do without the server in this step."""
     fresh: GeneratedRows | None = None
     """The rows as they were generated; None until then, and if the rows have images."""
     rewards: Tensor | None = None
     """(rows of all ranks, F) of the fresh rows, for each of F reward functions; NaN where a function has none."""
     trained: list[bool] = field(default_factory=list)
-    """Of the fresh rows of all ranks: whether there is a token that the policy wrote."""
+    """True for each fresh row of all ranks that has a token which the policy wrote."""
     final_rewards: Tensor | None = None
-    """Of the final rows of all ranks, until TRL asks for them."""
+    """The rewards of the final rows of all ranks, until TRL asks for them."""
     fresh_logprobs: Tensor | None = None
     """(B, T) of the fresh rows under the current weights, if replaced rows may have to be stored."""
     replaced: dict[int, Sample] = field(default_factory=dict)
-    """What stands in the place of a group that this rank owns."""
+    """The samples that replace groups that this rank owns, by the group that is replaced."""
     stored: dict[int, RolloutGroup] = field(default_factory=dict)
-    """What stands in the place of a group that has rows on this rank."""
+    """The stored groups that replace groups with rows on this rank, by the group that is replaced."""
     other_rewards: int = 0
     """Groups of the pool that other reward functions scored."""
     missing: int = 0
     """Groups whose rewards are all equal, and that the pool had no group for."""
     zero_variance: int = 0
+    """Groups that this rank owns and whose rewards are all equal."""
     ratio: tuple[float, float] = (0.0, 0.0)
     """Sum of the importance ratio over replayed tokens, and their number."""
     seconds: float = 0.0
-    """What replay took of the time of this generation."""
+    """Seconds of this generation that replay took."""
 
     @property
     def rewards_BF(self) -> Tensor:
-        """Of the fresh rows of this rank."""
+        """The rewards of the fresh rows of this rank."""
         assert self.rewards is not None
         return self.rewards[self.first : self.first + len(self.inputs)]
 
     @property
     def owned(self) -> range:
         """The groups whose first row is on this rank."""
-        return range(-(-self.first // self.size), -(-(self.first + len(self.inputs)) // self.size))
+        return range(_groups_before(self.first, self.size), _groups_before(self._end, self.size))
 
     @property
     def present(self) -> range:
         """The groups that have rows on this rank."""
-        return range(self.first // self.size, -(-(self.first + len(self.inputs)) // self.size))
+        return range(self.first // self.size, _groups_before(self._end, self.size))
+
+    @property
+    def _end(self) -> int:
+        """The number of the first row after those of this rank."""
+        return self.first + len(self.inputs)
 
     def rows_of(self, group: int) -> slice:
         """The rows of a group, counted over all ranks."""
@@ -124,20 +134,31 @@ class GenerationStep:
 
     def places(self, group: int) -> list[tuple[int, int]]:
         """(row of this rank, completion of the group) for the rows that the group has here."""
-        rows = ((group * self.size + k - self.first, k) for k in range(self.size))
-        return [(row, k) for row, k in rows if 0 <= row < len(self.inputs)]
+        places = []
+        for k in range(self.size):
+            row = group * self.size + k - self.first
+            if 0 <= row < len(self.inputs):
+                places.append((row, k))
+        return places
 
     def take_rewards(self, *_: Any) -> Tensor:
-        """In the place of TRL's `_calculate_rewards`: the rewards of the final rows, which are computed already."""
+        """Replaces TRL's `_calculate_rewards`: returns the rewards of the final rows, which are computed already."""
         assert self.final_rewards is not None
-        rewards, self.final_rewards = self.final_rewards, None
+        rewards = self.final_rewards
+        self.final_rewards = None
         return rewards
 
     @contextmanager
     def timed(self) -> Iterator[None]:
+        """Adds the time of the block to `seconds`."""
         started = time.perf_counter()
         yield
         self.seconds += time.perf_counter() - started
+
+
+def _groups_before(row: int, size: int) -> int:
+    """The number of groups of `size` rows whose first row is before `row`."""
+    return -(-row // size)  # rounded up
 
 
 _DEEPEST = 8
@@ -151,27 +172,30 @@ def fingerprint(names: Iterable[str], functions: Iterable[Any]) -> str:
     function: its code, its defaults, and the plain values that it was made with. It does not cover what the function
     reads when it runs, such as a file or a model.
     """
-    description = repr((list(names), [_describe(function, _DEEPEST) for function in functions]))
-    return hashlib.blake2b(description.encode(), digest_size=8).hexdigest()
+    described = [_describe(function, _DEEPEST) for function in functions]
+    text = repr((list(names), described))
+    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
 
 def _describe(value: Any, levels: int) -> Any:
+    """A description of a function or value, down to `levels` levels, whose repr is the same in every process."""
     if value is None or value is ... or isinstance(value, bool | int | float | complex | str | bytes):
         return repr(value)
     if not levels:
         return type(value).__qualname__
     if isinstance(value, list | tuple):
-        return [_describe(each, levels - 1) for each in value]
+        return [_describe(element, levels - 1) for element in value]
     if isinstance(value, set | frozenset):
-        return sorted(str(_describe(each, levels - 1)) for each in value)
+        return sorted(str(_describe(element, levels - 1)) for element in value)
     if isinstance(value, CodeType):
         return [value.co_code.hex(), value.co_names, _describe(value.co_consts, levels - 1)]
     if isinstance(value, partial):
         return _describe((value.func, value.args, sorted(value.keywords.items())), levels - 1)
     if isinstance(value, type):
-        functions = sorted((name, each) for name, each in vars(value).items() if hasattr(each, "__code__"))
-        return [value.__qualname__, *(_describe(each, levels - 1) for _, each in functions)]
-    if (code := getattr(value, "__code__", None)) is None:
+        functions = sorted((name, member) for name, member in vars(value).items() if hasattr(member, "__code__"))
+        return [value.__qualname__, *(_describe(function, levels - 1) for _, function in functions)]
+    code = getattr(value, "__code__", None)
+    if code is None:
         return [type(value).__qualname__, _describe(vars(type(value)).get("__call__"), levels - 1)]
     made_with = [cell.cell_contents for cell in value.__closure__ or () if _filled(cell)]
     defaults = (value.__defaults__, sorted((value.__kwdefaults__ or {}).items()))
@@ -179,6 +203,7 @@ def _describe(value: Any, levels: int) -> Any:
 
 
 def _filled(cell: Any) -> bool:
+    """True if the variable of a closure has a value."""
     try:
         return cell.cell_contents is not cell
     except ValueError:  # assigned later, or never

@@ -1,7 +1,7 @@
 """verl's replay buffers with a replay server: stored groups replace groups whose rewards are all equal.
 
 verl keeps the rows of a batch in TransferQueue, under `{uid}_{session}_{index}`. A replaced group keeps its keys and
-its other columns. What verl computes the loss from is overwritten, before verl computes anything of it:
+its other columns. The columns that verl computes the loss from are overwritten before verl uses them:
 
     prompts, responses, input_ids, position_ids, response_mask, loss_mask, rollout_log_probs, rm_scores
 
@@ -38,12 +38,15 @@ with hooks_of("verl"):
     from verl.utils.tensordict_utils import list_of_dict_to_tensordict
 
 COLUMNS = ("prompts", "responses", "response_mask", "rollout_log_probs", "rm_scores")
-"""What a stored group is made of."""
+"""The columns of verl that a stored group is made of."""
 _DERIVED = {"input_ids", "position_ids", "loss_mask"}
-_WHOLE, _TOKEN = "whole", "token"
-"""The axis of a column with a row for each token of prompt and response, and of one for each token of the response."""
+_WHOLE = "whole"
+"""The axis of a column with a row for each token of prompt and response."""
+_TOKEN = "token"
+"""The axis of a column with a row for each token of the response."""
 _DTYPES = "verl_dtypes"
-"""In the meta of a stored group: the dtypes of its columns of tokens in verl. Routing fits into uint8."""
+"""The entry in the meta of a stored group with the dtypes that its columns of tokens have in verl. The group may hold
+them in a narrower dtype: routing fits into uint8."""
 
 
 class _WithPool:
@@ -56,9 +59,9 @@ class _WithPool:
 
     def __init__(self, *args: Any, sampler_kwargs: Mapping[str, Any], **kwargs: Any) -> None:
         """Raises ValueError for an unknown option, and for group filtering without a metric."""
-        # verl sets these for its own buffers only, and so its options for them would do nothing.
-        filtering = _filtering(sampler_kwargs, alone=isinstance(self, ReplayBufferAsync)) | kwargs
-        super().__init__(*args, sampler_kwargs=sampler_kwargs, **filtering)  # type: ignore[call-arg]
+        # verl passes the options of group filtering to its own buffers only, so they are read here for this buffer.
+        filtering = _filtering(sampler_kwargs, alone=isinstance(self, ReplayBufferAsync))
+        super().__init__(*args, sampler_kwargs=sampler_kwargs, **(filtering | kwargs))  # type: ignore[call-arg]
         options = dict(sampler_kwargs or {})
         self.pool = GroupPool(
             ReplayClient.from_env(address=options.pop("address", None)),
@@ -68,10 +71,11 @@ class _WithPool:
             on_unavailable=options.pop("on_unavailable", "continue"),
         )
         self._tensors: list[str] = []
-        """Further columns that may be of tokens."""
+        """Further columns that may have a row for each token."""
         self._others: dict[str, str] = {}
-        """The axes of further columns of tokens, by their names."""
-        self._longest = [options.pop(name, None) for name in ("max_prompt_length", "max_response_length")]
+        """The axes of further columns that have a row for each token, by their names."""
+        self._max_prompt_length: int | None = options.pop("max_prompt_length", None)
+        self._max_response_length: int | None = options.pop("max_response_length", None)
         if options:
             raise ValueError(f"sampler_kwargs has {', '.join(options)}, which {type(self).__name__} does not know")
         self._run = uuid.uuid4().hex
@@ -91,20 +95,21 @@ class _WithPool:
         return batch, metrics | pool_metrics
 
     def _check_columns(self, batch: Any) -> None:
-        """Raises ValueError if a row lacks what a group is made of."""
+        """Raises ValueError if a row lacks a column that a group is made of."""
         if self._checked or not batch.keys:
             return
         row = tq.kv_batch_get(keys=batch.keys[:1], partition_id=batch.partition_id)
-        if missing := {*COLUMNS} - {*row.keys()}:
+        missing = set(COLUMNS) - set(row.keys())
+        if missing:
             raise ValueError(
                 f"verl's rows have no {', '.join(sorted(missing))}: set actor_rollout_ref.rollout.calculate_log_probs="
                 "True, and compute rewards during the rollout (no colocated reward model)"
             )
-        self._tensors = [
-            name
-            for name in row.keys() - {*COLUMNS, *_DERIVED}
-            if isinstance(row[name], Tensor) and row[name].dim() > 1 and not row[name].is_complex()
-        ]
+        self._tensors = []
+        for name in row.keys() - {*COLUMNS, *_DERIVED}:
+            column = row[name]
+            if isinstance(column, Tensor) and column.dim() > 1 and not column.is_complex():
+                self._tensors.append(name)
         self._checked = True
 
     def _read(self, batch: Any, version: int) -> tuple[dict[str, list[str]], dict[str, RolloutGroup]]:
@@ -112,9 +117,9 @@ class _WithPool:
         keys: dict[str, list[str]] = defaultdict(list)
         for key in sorted(batch.keys, key=_place):
             keys[key.split("_")[0]].append(key)
-        read = [*COLUMNS, "multi_modal_inputs", *self._tensors]
-        rows = tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=read)
-        values = {name: dict(zip(batch.keys, rows[name], strict=True)) for name in read}
+        columns = [*COLUMNS, "multi_modal_inputs", *self._tensors]
+        rows = tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=columns)
+        values = {name: dict(zip(batch.keys, rows[name], strict=True)) for name in columns}
         self._others = _columns_of_tokens({name: values[name] for name in self._tensors}, values)
         groups = {}
         for name, members in keys.items():
@@ -126,17 +131,23 @@ class _WithPool:
         """The rows of a uid as a group."""
         sessions = [key.split("_")[1] for key in members]
         counts = [sessions.count(session) for session in dict.fromkeys(sessions)]
-        finals = [sum(counts[: i + 1]) - 1 for i in range(len(counts))]  # verl counts the reward of the last row
-        rewards = [float(values["rm_scores"][members[final]].sum()) for final in finals]
-        dtypes, columns = {}, {}
+        scores = [values["rm_scores"][key] for key in members]
+        rewards = []
+        row = -1
+        for count in counts:
+            row += count  # verl counts the reward of the last row of a session
+            rewards.append(float(scores[row].sum()))
+        dtypes = {}
+        columns = {}
         for column, axis in self._others.items():
             tensors = [values[column][key] for key in members]
             dtypes[column] = str(tensors[0].dtype).removeprefix("torch.")
-            arrays = list(map(_numpy, tensors))
-            columns[column] = (axis, [array.astype(narrowest(arrays)) for array in arrays])
-        if any(int(values["rm_scores"][key][:-1].count_nonzero()) for key in members):
-            # Rewards of turns: not on the last token alone.
-            columns["rm_scores"] = (_TOKEN, [_numpy(values["rm_scores"][key]) for key in members])
+            arrays = [_numpy(tensor) for tensor in tensors]
+            dtype = narrowest(arrays)
+            columns[column] = (axis, [array.astype(dtype) for array in arrays])
+        if any(int(score[:-1].count_nonzero()) for score in scores):
+            # Turns have rewards of their own, so the rewards are not on the last token alone.
+            columns["rm_scores"] = (_TOKEN, [_numpy(score) for score in scores])
         return group_from_rows(
             prompts=[values["prompts"][key].numpy() for key in members],
             completions=[values["responses"][key].numpy() for key in members],
@@ -151,79 +162,90 @@ class _WithPool:
         )
 
     def _fits(self, group: RolloutGroup) -> bool:
-        """Whether a stored group can stand in verl's batch."""
-        lengths = (int(group.prompt_lengths.max()), int(group.sampled_lengths.max()))
-        known = [np.isfinite(group.rollout_logprobs[span]).all() for span in group.sampled_spans()]
-        return (
-            group.sampled_lengths.min() > 0
-            and bool(group.prompt_lengths.all())
-            and all(known)  # verl does not bear a NaN
-            # verl expects a column of all rows alike.
-            and all(group.axes.get(name) == axis for name, axis in self._others.items())
-            and {*group.meta.get(_DTYPES, {})} >= {*self._others}
-            and all(
-                longest is None or length <= longest for length, longest in zip(lengths, self._longest, strict=True)
-            )
-        )
+        """True if a stored group can stand in verl's batch."""
+        if group.sampled_lengths.min() == 0 or not group.prompt_lengths.all():
+            return False
+        if self._max_prompt_length is not None and group.prompt_lengths.max() > self._max_prompt_length:
+            return False
+        if self._max_response_length is not None and group.sampled_lengths.max() > self._max_response_length:
+            return False
+        # verl computes NaN from a log-probability that is NaN.
+        if not all(np.isfinite(group.rollout_logprobs[span]).all() for span in group.sampled_spans()):
+            return False
+        # All rows of a column in verl are alike.
+        dtypes = group.meta.get(_DTYPES, {})
+        return all(group.axes.get(name) == axis and name in dtypes for name, axis in self._others.items())
 
     def _overwrite(self, batch: Any, keys: list[str], group: RolloutGroup, step: int) -> Any:
-        """The batch with a stored group in the place of the rows `keys`; it was generated at `step` of this run's
-        count."""
-        firsts = {key.rsplit("_", 1)[0]: key for key in reversed(keys)}
-        sessions = list(reversed(firsts))
+        """The batch with a stored group in the place of the rows `keys`.
+
+        `step`: the step of this run's count at which the group was generated.
+        """
+        # The key of the first row of each session, in the order of the sessions.
+        first_keys: dict[str, str] = {}
+        for key in keys:
+            first_keys.setdefault(_session(key), key)
         counts = [1] * group.group_size if group.sequence_counts is None else group.sequence_counts.tolist()
-        there = [f"{session}_{i}" for session, count in zip(sessions, counts, strict=True) for i in range(count)]
+        new_keys = []
+        for session, count in zip(first_keys, counts, strict=True):
+            new_keys += [f"{session}_{i}" for i in range(count)]
         # A model of images and texts has several positions of each token, which are the same without an image.
-        there_now = tq.kv_batch_get(keys=keys[:1], partition_id=batch.partition_id, select_fields=["position_ids"])
-        axes = there_now["position_ids"][0].shape[:-1]
+        replaced_row = tq.kv_batch_get(keys=keys[:1], partition_id=batch.partition_id, select_fields=["position_ids"])
+        axes = replaced_row["position_ids"][0].shape[:-1]
         rows = {}
         tags: dict[str, dict[str, Any]] = dict(zip(batch.keys, batch.tags, strict=True))
-        for key, row in zip(there, self._rows(group, counts, axes), strict=True):
-            prompt, response = len(row["prompts"]), len(row["responses"])
-            first = firsts[key.rsplit("_", 1)[0]]
+        for key, row in zip(new_keys, self._rows(group, counts, axes), strict=True):
+            prompt_length = len(row["prompts"])
+            response_length = len(row["responses"])
+            first = first_keys[_session(key)]
             tags[key] = tags.get(key, tags[first]) | {
-                "prompt_len": prompt,
-                "response_len": response,
-                "seq_len": prompt + response,
+                "prompt_len": prompt_length,
+                "response_len": response_length,
+                "seq_len": prompt_length + response_length,
                 "min_global_steps": step,
                 "max_global_steps": step,
             }
             if key in keys:
                 rows[key] = row
                 continue
-            # A further row of its session: what verl keeps of the session besides, it has from the first one.
-            whole = tq.kv_batch_get(keys=[first], partition_id=batch.partition_id)
-            whole = {name: _plain(whole[name][0]) for name in whole.keys()} | row  # noqa: SIM118
-            self._put(batch, {key: whole}, tags)
+            # A further row of its session takes all other columns of the session from the session's first row.
+            columns = tq.kv_batch_get(keys=[first], partition_id=batch.partition_id)
+            whole_row = {name: _plain(columns[name][0]) for name in columns.keys()}  # noqa: SIM118
+            self._put(batch, {key: whole_row | row}, tags)
         self._put(batch, rows, tags)
-        if gone := [key for key in keys if key not in there]:
-            tq.kv_clear(keys=gone, partition_id=batch.partition_id)
-        at = min(batch.keys.index(key) for key in keys)
-        before = [key for key in batch.keys[:at] if key not in keys]
-        after = [key for key in batch.keys[at:] if key not in keys]
-        names = list(batch.keys) if {*there} == {*keys} else [*before, *there, *after]
+        removed = [key for key in keys if key not in new_keys]
+        if removed:
+            tq.kv_clear(keys=removed, partition_id=batch.partition_id)
+        if set(new_keys) == set(keys):
+            names = list(batch.keys)
+        else:
+            position = min(batch.keys.index(key) for key in keys)
+            before = [key for key in batch.keys[:position] if key not in keys]
+            after = [key for key in batch.keys[position:] if key not in keys]
+            names = [*before, *new_keys, *after]
         return dataclasses.replace(batch, keys=names, tags=[tags[key] for key in names])
 
     def _put(self, batch: Any, rows: Mapping[str, Any], tags: Mapping[str, Any]) -> None:
-        fields = list_of_dict_to_tensordict(list(rows.values()))
         tq.kv_batch_put(
-            keys=list(rows), partition_id=batch.partition_id, fields=fields, tags=[tags[key] for key in rows]
+            keys=list(rows),
+            partition_id=batch.partition_id,
+            fields=list_of_dict_to_tensordict(list(rows.values())),
+            tags=[tags[key] for key in rows],
         )
 
     def _rows(self, group: RolloutGroup, counts: list[int], axes: Sequence[int]) -> Iterator[dict[str, Tensor]]:
-        """The columns of each row of a stored group. `axes`: those of the positions before that of tokens."""
-        rewards = [reward for reward, count in zip(group.rewards, counts, strict=True) for _ in range(count)]
+        """The columns of each row of a stored group. `axes`: the axes of the positions before the axis of tokens."""
+        rewards = np.repeat(group.rewards, counts)
         spans = zip(group.prompts(), group.sampled_spans(), rewards, strict=True)
         for k, (prompt_ids, span, reward) in enumerate(spans):
             prompt = torch.tensor(prompt_ids, dtype=torch.int64)
             response = torch.tensor(group.completion_ids[span], dtype=torch.int64)
             mask = torch.tensor(group.trained_mask[span], dtype=torch.int64)
             scores = torch.zeros(len(response))
-            scores[-1] = float(reward)  # where verl has a reward for the whole response
+            scores[-1] = float(reward)  # verl has a reward of the whole response on its last token
             if "rm_scores" in group.extras:
                 scores = torch.tensor(row_of(group, "rm_scores", k))
-            dtypes = group.meta.get(_DTYPES, {})
-            yield {
+            row = {
                 "prompts": prompt,
                 "responses": response,
                 "input_ids": torch.cat([prompt, response]),
@@ -232,13 +254,20 @@ class _WithPool:
                 "loss_mask": mask,
                 "rollout_log_probs": torch.tensor(group.rollout_logprobs[span]),
                 "rm_scores": scores,
-            } | {
-                name: torch.tensor(row_of(group, name, k), dtype=getattr(torch, dtypes[name])) for name in self._others
             }
+            dtypes = group.meta.get(_DTYPES, {})
+            for name in self._others:
+                row[name] = torch.tensor(row_of(group, name, k), dtype=getattr(torch, dtypes[name]))
+            yield row
+
+
+def _session(key: str) -> str:
+    """The uid and the session of a row's key."""
+    return key.rsplit("_", 1)[0]
 
 
 def _place(key: str) -> tuple[str, int, int]:
-    """What orders the rows of a uid: session and index."""
+    """The sort key of a row: uid, session and index."""
     uid, session, index = key.rsplit("_", 2)
     return uid, int(session), int(index)
 
@@ -248,37 +277,45 @@ def _columns_of_tokens(
 ) -> dict[str, str]:
     """The axes of those `columns` that have a row for each token.
 
-    verl says nothing of its columns, and agent loops add some. So a column counts as one of tokens if its rows are as
-    many as the tokens in every row of the batch. All others stay those of the place.
+    verl does not describe its columns, and agent loops add some. So a column counts as one of tokens if it has as many
+    rows as there are tokens in every row of the batch. A replaced group keeps all other columns.
     """
-    found = {}
+    axes = {}
     for name, tensors in columns.items():
-        lengths = {key: len(tensor) for key, tensor in tensors.items()}
-        responses = {key: len(values["responses"][key]) for key in tensors}
-        if lengths == {key: count + len(values["prompts"][key]) for key, count in responses.items()}:
-            found[name] = _WHOLE
-        elif lengths == responses:
-            found[name] = _TOKEN
-    return found
+        lengths = [len(tensor) for tensor in tensors.values()]
+        response_lengths = [len(values["responses"][key]) for key in tensors]
+        prompt_lengths = [len(values["prompts"][key]) for key in tensors]
+        whole_lengths = [p + r for p, r in zip(prompt_lengths, response_lengths, strict=True)]
+        if lengths == whole_lengths:
+            axes[name] = _WHOLE
+        elif lengths == response_lengths:
+            axes[name] = _TOKEN
+    return axes
 
 
 def _numpy(tensor: Tensor) -> npt.NDArray[Any]:
-    """The same numbers; float32 holds those of bfloat16 exactly."""
-    return (tensor.float() if tensor.dtype == torch.bfloat16 else tensor).detach().cpu().numpy()
+    """The numbers of a tensor as an array. numpy has no bfloat16; float32 holds its numbers exactly."""
+    if tensor.dtype == torch.bfloat16:
+        tensor = tensor.float()
+    return tensor.detach().cpu().numpy()
 
 
 def _filtering(sampler_kwargs: Any, alone: bool) -> dict[str, Any]:
-    """What verl would tell its own buffer of `algorithm.filter_groups` and `sync_refill_failed_groups`.
+    """The options that verl would give its own buffer for `algorithm.filter_groups` and `sync_refill_failed_groups`.
 
     `alone`: without the settings of the synchronous buffer. Raises ValueError for filtering without a metric.
     """
-    # verl hands over a part of its configuration, which knows the whole.
+    # `sampler_kwargs` is a part of verl's configuration, and leads to the whole.
     whole = sampler_kwargs._get_root() if isinstance(sampler_kwargs, DictConfig) else OmegaConf.create()
     groups = OmegaConf.select(whole, "algorithm.filter_groups") or {}
     refill = bool(OmegaConf.select(whole, "trainer.v1.sampler.sync_refill_failed_groups"))
-    metric = groups.get("metric") if groups.get("enable") else None
-    if groups.get("enable") and not metric:
-        raise ValueError("algorithm.filter_groups is on and names no metric: set algorithm.filter_groups.metric=reward")
+    metric = None
+    if groups.get("enable"):
+        metric = groups.get("metric")
+        if not metric:
+            raise ValueError(
+                "algorithm.filter_groups is on and names no metric: set algorithm.filter_groups.metric=reward"
+            )
     if metric is None and not refill:
         return {}
     filter_settings = {"filter_groups_metric": metric, "sync_refill_failed_groups": refill}
@@ -297,8 +334,8 @@ def _plain(value: Any) -> Any:
 
 
 class ServerReplayBuffer(_WithPool, ReplayBuffer):  # type: ignore[misc]  # verl has no types that mypy reads
-    """For verl's synchronous trainer."""
+    """The buffer of verl's synchronous trainer with a pool."""
 
 
 class ServerReplayBufferAsync(_WithPool, ReplayBufferAsync):  # type: ignore[misc]
-    """For verl's asynchronous trainers."""
+    """The buffer of verl's asynchronous trainers with a pool."""

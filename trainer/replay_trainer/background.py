@@ -100,7 +100,8 @@ class BackgroundTask:
         """The error of the function if it has failed already, once."""
         if self._work is None or not self._work.done():
             return None
-        error, self._work = self._work.exception(), None
+        error = self._work.exception()
+        self._work = None
         return error
 
 
@@ -191,7 +192,7 @@ class ServerWaits:
         self._wait: tuple[str, WaitLog] | None = None
         """The wait of the moment: for what, and its log."""
         self._watched = False
-        """Whether the thread that looks at waits runs."""
+        """True while the thread that looks at waits runs."""
         self._seconds = seconds
         self._look_seconds = look_seconds
         self._server_id: int | None = None
@@ -220,9 +221,10 @@ class ServerWaits:
             return
         try:
             with self._lock:
-                self._wait = what, WaitLog("the trainer", every=self._seconds, late=True)
-                start, self._watched = not self._watched, True
-            if start:
+                self._wait = (what, WaitLog("the trainer", every=self._seconds, late=True))
+                start_thread = not self._watched
+                self._watched = True
+            if start_thread:
                 threading.Thread(target=self._watch, name="wait-log", daemon=True).start()
             yield
         except BaseException:
@@ -231,9 +233,11 @@ class ServerWaits:
             raise
         else:
             with self._lock:
-                of_the_moment, self._wait = self._wait, None
-                if of_the_moment is not None:
-                    of_the_moment[1].go_on()
+                ended = self._wait
+                self._wait = None
+                if ended is not None:
+                    _, log = ended
+                    log.go_on()
 
     def _next(self, batches: Iterator[Any]) -> Any:
         while True:
@@ -255,7 +259,8 @@ class ServerWaits:
         while True:
             time.sleep(min(self._look_seconds, self._seconds))
             with self._lock:
-                before, now = now, self._wait
+                before = now
+                now = self._wait
                 if before is now is None:
                     self._watched = False
                     return
@@ -268,12 +273,13 @@ class ServerWaits:
                     log.wait(f"waiting {what}: {reason}", is_news=is_news)
 
     def _look(self) -> tuple[str, bool]:
-        """Why there are no groups, and whether the server has just gone or is another one than before."""
+        """The reason why there are no groups, and True if the server has just gone or is another one than before."""
         try:
             tables = [self._table] if self._table else []
             info = self._client.server_info(tables=tables, timeout=5 * self._look_seconds)
         except ReplayError as error:
-            was_gone, self._gone = self._gone, True
+            was_gone = self._gone
+            self._gone = True
             return str(error), not was_gone
         reason = "the server answers"
         if self._table:
@@ -286,5 +292,6 @@ class ServerWaits:
         elif self._gone:
             reason = f"the server answers again; {reason}"
         is_news = was_restarted or self._gone
-        self._server_id, self._gone = info.server_id, False
+        self._server_id = info.server_id
+        self._gone = False
         return reason, is_news

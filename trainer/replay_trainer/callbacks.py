@@ -61,7 +61,7 @@ class StepReport:
     replaced: Sequence[int]
     """Indices of the groups that came from the pool."""
     record: Mapping[str, Any]
-    """Which groups all ranks took for the step, and what became of them: a line of `StepsFile`."""
+    """The groups that all ranks took for the step, and their outcomes: a line of `StepsFile`."""
 
 
 class Callback:

@@ -96,7 +96,8 @@ class PromptEvaluation:
         completed = self._complete(trainer, own_prompts)
         scored = user_code.run(self._score(own_prompts, [text for text, _, _ in completed]))
         rewards = [reward for reward in scored if not math.isnan(reward)]
-        lengths, truncated = sum(length for _, length, _ in completed), sum(cut for _, _, cut in completed)
+        lengths = sum(length for _, length, _ in completed)
+        truncated = sum(cut for _, _, cut in completed)
         reward, tokens, cut, count, with_reward = ranks.sum(
             [sum(rewards), lengths, truncated, len(own_prompts), len(rewards)]
         )
@@ -114,10 +115,11 @@ class PromptEvaluation:
 
     @torch.no_grad()
     def _complete(self, trainer: Run, prompts: Sequence[Prompt]) -> list[tuple[str, int, bool]]:
-        """Text, number of tokens, and whether `max_tokens` cut it off, of one completion for each prompt."""
-        model, tokenizer = trainer.model, trainer.tokenizer
+        """The text and the number of tokens of one completion for each prompt, with True if `max_tokens` cut it off."""
+        model = trainer.model
+        tokenizer = trainer.tokenizer
         completed = []
-        # Of each module: gradient checkpointing puts single layers into training mode.
+        # Each module has a mode of its own: gradient checkpointing puts single layers into training mode.
         modes = {module: module.training for module in model.modules()}
         model.eval()
         ends = end_ids(model, tokenizer)
@@ -143,7 +145,7 @@ class PromptEvaluation:
         return completed
 
     def _generate(self, model: Any, ends: Set[int], ids: Sequence[Sequence[int]]) -> list[list[int]]:
-        """The tokens after each prompt, with what follows the end of a completion."""
+        """The tokens after each prompt, with any tokens that follow the end of a completion."""
         base = _base_of(model)
         pad = next(iter(ends), 0)
         longest = max(map(len, ids))

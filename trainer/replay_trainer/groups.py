@@ -54,7 +54,7 @@ class ModelLimits:
     length: int | None = None
     """GRPOConfig.max_length, or the length that chose the rotary frequencies."""
     reads_versions: bool = False
-    """Whether the trainer reads the policy versions of tokens (GRPOConfig.max_token_staleness)."""
+    """True if the trainer reads the policy versions of tokens (GRPOConfig.max_token_staleness)."""
 
     @classmethod
     def of(
@@ -65,7 +65,7 @@ class ModelLimits:
         length: int | None = None,
         reads_versions: bool = False,
     ) -> ModelLimits:
-        """Those of a language model of transformers."""
+        """The limits of a language model of transformers."""
         tokens = model.get_input_embeddings()
         positions = getattr(model.config, "max_position_embeddings", None)
         # OPT and BART keep two rows beside those of the positions.
@@ -108,7 +108,7 @@ class Inspector:
     pool: str
     """The replay table."""
     max_share: float
-    """Of bad groups among the recent ones: from 0 to 1."""
+    """The largest share of bad groups among the recent ones: from 0 to 1."""
     scale: Scale | None = field(default=None, kw_only=True)
     """GRPOConfig.scale_rewards."""
     bad_keys: set[int] = field(default_factory=set, init=False)
@@ -120,7 +120,7 @@ class Inspector:
         self._unusable: list[BadGroup] = []
         self._recent: deque[tuple[int, int]] = deque()
         self._refusal = ""
-        """Why the run must not go on with the groups that it gets."""
+        """The reason why the run must not go on with the groups that it gets."""
         self._ignored: set[str] = set()
         """Extras that a warning has named."""
 
@@ -129,7 +129,8 @@ class Inspector:
         good = []
         self._drawn += len(samples)
         for sample in samples:
-            if reason := why_unusable(sample, self.limits):
+            reason = why_unusable(sample, self.limits)
+            if reason:
                 self.reject(sample.info.key, table, reason)
             else:
                 self._warn_of_ignored(sample.group)
@@ -139,24 +140,29 @@ class Inspector:
 
     def _refuse_scaling(self, sample: Sample, table: str) -> None:
         """Notes that the trainer would scale advantages of a user's function, which the next `end_draws` raises."""
-        by = sample.group.meta.get(ADVANTAGES_BY)
-        if isinstance(by, str) and (why := why_scaled_again(self.scale, by)):
-            self._refusal = self._refusal or f"key {sample.info.key} of table {table!r}: {why}"
+        function = sample.group.meta.get(ADVANTAGES_BY)
+        if not isinstance(function, str):
+            return
+        reason = why_scaled_again(self.scale, function)
+        if reason and not self._refusal:
+            self._refusal = f"key {sample.info.key} of table {table!r}: {reason}"
 
     def reject(self, key: int, table: str, reason: str) -> None:
-        """The group with this key, drawn from `table`, is bad. The next `end_draws` counts and deletes it."""
+        """Rejects the group with this key, drawn from `table`. The next `end_draws` counts and deletes it."""
         self.bad_keys.add(key)
         self._undeleted[key] = table
         self._unusable.append(BadGroup(key, table, reason))
         logger.warning("group rejected, it cannot be trained on: key %d of table %r: %s", key, table, reason)
 
     def requeued(self, keys: Iterable[int], table: str) -> None:
-        """These groups have gone back to `table`. Deletes the bad ones among them, so that no later run draws them."""
-        if bad := sorted(self.bad_keys.intersection(keys)):
-            try:
-                self.client.delete(table, bad)
-            except ReplayError as error:
-                logger.warning("groups that cannot be trained on are in table %r again: %s", table, error)
+        """Deletes the bad groups among those that have gone back to `table`, so that no later run draws them."""
+        bad = sorted(self.bad_keys.intersection(keys))
+        if not bad:
+            return
+        try:
+            self.client.delete(table, bad)
+        except ReplayError as error:
+            logger.warning("groups that cannot be trained on are in table %r again: %s", table, error)
 
     def end_draws(self) -> list[BadGroup]:
         """Delete the bad groups of this step from the server; returns those of all ranks. Every rank calls it.
@@ -169,12 +175,15 @@ class Inspector:
         for _, _, refusal in parts:
             if refusal:
                 raise RuntimeError(refusal)
-        self._drawn, self._unusable = 0, []
+        self._drawn = 0
+        self._unusable = []
         unusable = [group for _, groups, _ in parts for group in groups]
         self._recent.append((sum(drawn for drawn, _, _ in parts), len(unusable)))
+        # Keep the fewest recent steps that have RECENT_GROUPS draws together.
         while sum(drawn for drawn, _ in self._recent) - self._recent[0][0] >= RECENT_GROUPS:
             self._recent.popleft()
-        drawn, bad = (sum(counts) for counts in zip(*self._recent, strict=True))
+        drawn = sum(drawn for drawn, _ in self._recent)
+        bad = sum(bad for _, bad in self._recent)
         # At the start of a run a single bad group would be a large share of the few groups so far.
         if bad > self.max_share * max(drawn, RECENT_GROUPS):
             raise RuntimeError(
@@ -185,19 +194,24 @@ class Inspector:
         return unusable
 
     def _warn_of_ignored(self, group: RolloutGroup) -> None:
-        if new := sorted(self.limits.inputs.intersection(group.extras) - self._ignored):
-            self._ignored.update(new)
-            logger.warning(
-                "groups have %s among their extras, which the model takes and this trainer does not give (said once)",
-                ", ".join(new),
-            )
+        new = sorted(self.limits.inputs.intersection(group.extras) - self._ignored)
+        if not new:
+            return
+        self._ignored.update(new)
+        logger.warning(
+            "groups have %s among their extras, which the model takes and this trainer does not give (said once)",
+            ", ".join(new),
+        )
 
     def delete(self) -> None:
         """Delete bad groups from the tables that they were drawn from, and from the pool."""
         # A fresh group may join the pool only after this call, when the server learns that its batch arrived. It is
         # therefore deleted again in the next step; until then `bad_keys` keeps it from being drawn.
         again = {key: self.pool for key, table in self._undeleted.items() if table != self.pool}
-        for table in {*self._undeleted.values(), *([self.pool] if self._undeleted else [])}:
+        tables = set(self._undeleted.values())
+        if self._undeleted:
+            tables.add(self.pool)
+        for table in tables:
             keys = [key for key, source in self._undeleted.items() if table in (source, self.pool)]
             try:
                 self.client.delete(table, keys)
@@ -208,11 +222,11 @@ class Inspector:
 
 
 UNSCORED = "it is a group without rewards: `replay score` is to draw from this table"
-"""Of what replay_generator's groups/codec.py has written."""
+"""The reason for a group that replay_generator's groups/codec.py has written."""
 
 
 def why_unusable(sample: Sample, limits: ModelLimits = ModelLimits()) -> str:  # noqa: B008, it is frozen
-    """Why no step can train on this group; empty: it can. limits: of the model, if they are known."""
+    """The reason why no step can train on this group; empty: it can. limits: of the model, if they are known."""
     try:
         group = sample.group
     except ValueError as error:
@@ -222,11 +236,12 @@ def why_unusable(sample: Sample, limits: ModelLimits = ModelLimits()) -> str:  #
     if group.num_tokens == 0:
         return "all its completions are empty"
     for name, ids in (("prompt_ids", group.prompt_ids), ("completion_ids", group.completion_ids)):
-        least, most = int(ids.min(initial=0)), int(ids.max(initial=0))
-        if least < 0:
-            return f"{name} holds the token {least}"
-        if limits.vocabulary is not None and most >= limits.vocabulary:
-            return f"{name} holds the token {most}, and the model has the tokens 0 to {limits.vocabulary - 1}"
+        lowest = int(ids.min(initial=0))
+        highest = int(ids.max(initial=0))
+        if lowest < 0:
+            return f"{name} holds the token {lowest}"
+        if limits.vocabulary is not None and highest >= limits.vocabulary:
+            return f"{name} holds the token {highest}, and the model has the tokens 0 to {limits.vocabulary - 1}"
     longest = group.prompt_ids.size + int(group.completion_lengths.max())
     if limits.positions is not None and longest > limits.positions:
         positions = counted(limits.positions, "position")
@@ -236,12 +251,16 @@ def why_unusable(sample: Sample, limits: ModelLimits = ModelLimits()) -> str:  #
             f"prompt and completion have {counted(longest, 'token')}, and the trainer's max_length is {limits.length}: "
             "give trainer and engines the same one"
         )
-    if limits.group_tokens is not None and (tokens := group.prompt_ids.size + group.num_tokens) > limits.group_tokens:
+    tokens = group.prompt_ids.size + group.num_tokens
+    if limits.group_tokens is not None and tokens > limits.group_tokens:
         return f"it has {counted(tokens, 'token')}, more than max_group_tokens={limits.group_tokens}"
     for name in ("rewards", "advantages", "token_advantages"):
-        # NaN is not at most anything.
         values = getattr(group, name)
-        if values is not None and (beyond := ~(np.abs(values) <= MAX_VALUE)).any():
+        if values is None:
+            continue
+        # A comparison with NaN is False, so NaN is beyond the limit too.
+        beyond = ~(np.abs(values) <= MAX_VALUE)
+        if beyond.any():
             return f"{name} holds {values[beyond][0]:g}, beyond ±{MAX_VALUE:g}"
     # A comparison with NaN, an unknown log-probability, is False.
     if (group.rollout_logprobs > MAX_LOGPROB).any():
@@ -254,7 +273,12 @@ def why_unusable(sample: Sample, limits: ModelLimits = ModelLimits()) -> str:  #
             token_versions(group)
         except ValueError as error:
             return str(error)
-    return why_no_masks(group, limits.vocabulary) or (limits.teacher and why_no_teacher(group, limits.teacher))
+    reason = why_no_masks(group, limits.vocabulary)
+    if reason:
+        return reason
+    if limits.teacher:
+        return why_no_teacher(group, limits.teacher)
+    return ""
 
 
 COUNTS = ("zero_variance", "stale", "replaced", "missing", "dropped", "added", "too_stale", "uninformative", "drifted")
@@ -331,7 +355,7 @@ class ZeroVarianceReplacer:
     inspector: Inspector | None = field(default=None, kw_only=True)
     """Removes groups that cannot be trained on; without it, such a group raises ValueError."""
     scale: Scale | None = field(default=None, kw_only=True)
-    """How the trainer computes advantages anew, as in `carries_gradient`."""
+    """The scaling with which the trainer computes advantages anew, as in `carries_gradient`."""
     teacher: str = field(default="", kw_only=True)
     """The column that the trainer distils from, as in `carries_gradient`."""
     oldest_version: int | None = field(default=None, kw_only=True)
@@ -341,11 +365,12 @@ class ZeroVarianceReplacer:
         check_choice("on_empty", self.on_empty, get_args(OnEmpty))
 
     def informs(self, sample: Sample) -> bool:
-        """Whether a step with this group teaches something."""
-        return carries_gradient(without_stale_tokens(sample.group, self.oldest_version), self.scale, self.teacher)
+        """True if a step with this group teaches something."""
+        group = without_stale_tokens(sample.group, self.oldest_version)
+        return carries_gradient(group, self.scale, self.teacher)
 
     def count_stale(self, samples: Sequence[Sample]) -> int:
-        """The groups whose tokens are all stale."""
+        """The number of groups whose tokens are all stale."""
         return sum(is_stale(sample.group, self.oldest_version) for sample in samples)
 
     def replace(self, samples: Sequence[Sample], scope: str = "", exclude: Iterable[int] = ()) -> Replacement:
@@ -364,17 +389,21 @@ class ZeroVarianceReplacer:
         keys = {*exclude, *(sample.info.key for sample in samples)}
         drawn = self._draw(len(zero_variance), keys, scope, counts, wait=self.on_empty == "wait")
         assert len(drawn) <= len(zero_variance), (len(drawn), len(zero_variance))
-        places, missing = zero_variance[: len(drawn)], zero_variance[len(drawn) :]
+        replaced = zero_variance[: len(drawn)]
+        missing = zero_variance[len(drawn) :]
         dropped = missing if self.on_empty == "drop" else []
 
-        source = dict(enumerate(samples)) | dict(zip(places, drawn, strict=True))
-        order = [i for i in source if i not in dropped]
-        counts |= {"groups_zero_variance": len(zero_variance), "groups_replaced": len(drawn)}
+        sample_at = dict(enumerate(samples))
+        sample_at.update(zip(replaced, drawn, strict=True))
+        order = [i for i in sample_at if i not in dropped]
+        counts["groups_zero_variance"] = len(zero_variance)
+        counts["groups_replaced"] = len(drawn)
         counts["groups_stale"] = self.count_stale(samples)
-        counts |= {"groups_missing": len(missing), "groups_dropped": len(dropped)}
+        counts["groups_missing"] = len(missing)
+        counts["groups_dropped"] = len(dropped)
         return Replacement(
-            samples=[source[i] for i in order],
-            replaced=[order.index(i) for i in places],
+            samples=[sample_at[i] for i in order],
+            replaced=[order.index(i) for i in replaced],
             fresh=list(samples),
             counts=counts,
         )
@@ -398,12 +427,14 @@ class ZeroVarianceReplacer:
         `trust`, from 0 to 1, is the mean over the tokens of a group of min(w, 1), with w the weight of the correction.
         The pool then gives groups less often that the policy has moved away from.
         """
-        priorities = {
-            sample.info.key: score * trust[sample.info.key]
-            for sample in samples
-            if (score := trained_priority(sample.group))
-        }
-        return self.client.update_priorities(self.table, priorities).applied if priorities else 0
+        priorities: dict[int, float] = {}
+        for sample in samples:
+            score = trained_priority(sample.group)
+            if score:
+                priorities[sample.info.key] = score * trust[sample.info.key]
+        if not priorities:
+            return 0
+        return self.client.update_priorities(self.table, priorities).applied
 
     def _draw(self, count: int, exclude: set[int], scope: str, counts: dict[str, int], *, wait: bool) -> list[Sample]:
         """At most `count` informative samples; fewer only if the table has no more and we do not wait."""
@@ -440,7 +471,7 @@ class ZeroVarianceReplacer:
 
 @dataclass
 class GroupSource:
-    """What each step trains on: fresh groups, and groups of the pool that take the place of some or join them.
+    """The groups of each step: fresh groups, and groups of the pool that take the place of some or join them.
 
     `zero_variance` says what happens to fresh groups without variance, which carry no gradient (`carries_gradient`).
     replace: groups of the pool replace them. none: they stay. dynamic: the step draws fresh batches until it has enough
@@ -459,7 +490,7 @@ class GroupSource:
     left: list[Sample] = field(default_factory=list, init=False)
     """Fresh groups that are drawn, and that no step has trained on yet."""
     _drawn: list[Sample] = field(default_factory=list, init=False)
-    """What was left for the step under way, and what it drew."""
+    """The groups that were left for the step under way, and those that it drew."""
 
     def collect(self) -> Replacement:
         """The fresh groups of a step. All ranks call it together.
@@ -523,8 +554,10 @@ class GroupSource:
             fresh += batch
             chosen = chosen + [sample for sample in batch if self.replacer.informs(sample)]
         # The next step begins with the groups that are too many for this one.
-        chosen, self.left = chosen[:size], chosen[size:]
-        count, missing = self._without_gradient(fresh), size - len(chosen)
+        self.left = chosen[size:]
+        chosen = chosen[:size]
+        count = self._without_gradient(fresh)
+        missing = size - len(chosen)
         assert missing >= 0, (len(chosen), size)
         counts = new_counts(
             zero_variance=count,

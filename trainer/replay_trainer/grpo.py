@@ -159,7 +159,7 @@ class GRPOTrainer:
         )
         self.alarms = Alarms()
         self.stopped = False
-        """Whether `train` ended before max_steps, because of `stop`."""
+        """True if `train` ended before max_steps, because of `stop`."""
         self.last_step: int | None = None
         """The last step of the run that is finished, 0 before the first; None: `train` does not know it yet."""
         self._stopping = Stopping(self.ranks)
@@ -332,26 +332,37 @@ class GRPOTrainer:
     def _to_batch(self, groups: Sequence[RolloutGroup], replaced: Sequence[int]) -> Batch:
         """This rank's batch, with the advantages that `scale_rewards` asks for.
 
-        Of the groups with the indices `replaced`, which are of the pool, it has what `replay_rollouts` says.
+        The groups with the indices `replaced` are of the pool: `replay_rollouts` says which of their rollouts it has.
         """
-        scale, advantages = self.config.scale_rewards, None
+        scale = self.config.scale_rewards
+        advantages = None
         if scale == "batch":
             # A = (r - mean of the group) / (std of all rewards of the step + 1e-4), as TRL's scale_rewards="batch".
-            everyone = self.ranks.all([float(reward) for group in groups for reward in group.rewards])
-            rewards = np.array([reward for rewards in everyone for reward in rewards])
-            divisor = (rewards.std(ddof=1) if rewards.size > 1 else 0.0) + 1e-4
-            advantages = [group_advantages(group.rewards, scale="none") / np.float32(divisor) for group in groups]
+            rewards_of_ranks = self.ranks.all([float(reward) for group in groups for reward in group.rewards])
+            rewards = np.array([reward for rewards_of_rank in rewards_of_ranks for reward in rewards_of_rank])
+            deviation = rewards.std(ddof=1) if rewards.size > 1 else 0.0
+            divisor = np.float32(deviation + 1e-4)
+            advantages = [group_advantages(group.rewards, scale="none") / divisor for group in groups]
         elif scale is not None:
             advantages = [group_advantages(group.rewards, scale=scale) for group in groups]
-        mask_truncated, teacher = self.config.mask_truncated_completions, self.config.teacher
-        batch = to_batch(groups, self.device, mask_truncated, advantages, teacher, self.replacer.oldest_version)
-        return batch if self.config.replay_rollouts == "all" else batch.without_wrong(replaced)
+        batch = to_batch(
+            groups,
+            self.device,
+            mask_truncated=self.config.mask_truncated_completions,
+            advantages=advantages,
+            teacher=self.config.teacher,
+            oldest_version=self.replacer.oldest_version,
+        )
+        if self.config.replay_rollouts == "all":
+            return batch
+        return batch.without_wrong(replaced)
 
     def _train_on(self, step: int, taken: Replacement) -> TrainedStep:
         """All updates of one step. Raises StepFailure if groups make one fail."""
         for group in self.optimizer.param_groups:
             group["lr"] = self.config.learning_rate_at(step)
-        batch, old_BT = self._to_batch(taken.groups, taken.replaced), None
+        batch = self._to_batch(taken.groups, taken.replaced)
+        old_BT = None
         for _ in range(self.config.num_iterations):
             old_BT, loss, metrics = self.passes.backward(batch, old_BT)
             grad_norm = self.passes.clip()
@@ -373,7 +384,7 @@ class GRPOTrainer:
                 taken = self._without_unusable(step, taken, failure)
 
     def _without_unusable(self, step: int, taken: Replacement, failure: StepFailure) -> Replacement:
-        """The groups without those that stand out in the failure, or without any if none does on any rank.
+        """The groups without those that stand out in the failure; no groups if none stands out on any rank.
 
         Raises FloatingPointError if the weights are at fault and not the groups, and RuntimeError if too many groups
         are bad.
@@ -405,8 +416,9 @@ class GRPOTrainer:
             self.inspector.reject(taken.samples[i].info.key, table, reason)
 
     def _report(self, step: int, trained: TrainedStep) -> None:
-        """Tell callbacks, and the priorities of the pool, what came of the step."""
-        config, taken = self.config, trained.taken
+        """Reports the result of the step to the callbacks, and to the priorities of the pool."""
+        config = self.config
+        taken = trained.taken
         parts = self.ranks.all(self._part(trained))
         metrics = self._describe(step, trained, parts)
         if self.evaluate is not None and config.eval_every and step % config.eval_every == 0:
@@ -425,7 +437,8 @@ class GRPOTrainer:
     def _compare_lengths(self, parts: Sequence[RankPart]) -> float:
         """The ratio of `LengthRatio` after this step; NaN if the server does not say what was generated."""
         lengths = [length for part in parts for facts in part.trained for length in facts.lengths]
-        table, generated = self.config.rollouts_table, None
+        table = self.config.rollouts_table
+        generated = None
         with suppress(ReplayError):
             tables = self.client.server_info(tables=[table], timeout=_COUNT_SECONDS).tables
             if table in tables:
@@ -433,9 +446,10 @@ class GRPOTrainer:
         return self._length_ratio.add(lengths, generated)
 
     def _part(self, trained: TrainedStep) -> RankPart:
-        """What this rank tells the others of the step."""
-        config, taken, batch, old_BT = self.config, trained.taken, trained.batch, trained.old_BT
-        drifts = group_drifts(batch, old_BT)
+        """The facts of the step that this rank sends to the other ranks."""
+        taken = trained.taken
+        batch = trained.batch
+        drifts = group_drifts(batch, trained.old_BT)
         assert len(drifts) == len(taken.samples), (len(drifts), len(taken.samples))
         tokens_stale, rollouts_stale = count_stale(taken.groups, self.replacer.oldest_version)
         return RankPart(
@@ -443,7 +457,7 @@ class GRPOTrainer:
             trained=[GroupFacts.of(sample, self.replacer.informs(sample)) for sample in taken.samples],
             replaced=taken.replaced,
             drifts=[drifts[i] for i in taken.replaced],
-            moments=correct_batch(batch, old_BT, config.correction).moments,
+            moments=correct_batch(batch, trained.old_BT, self.config.correction).moments,
             sums={
                 **_prefixed("replay", taken.counts),
                 "train/rows": len(batch.rollouts.first_J),
@@ -456,12 +470,12 @@ class GRPOTrainer:
         )
 
     def _record(self, step: int, parts: Sequence[RankPart]) -> dict[str, Any]:
-        """Which groups all ranks took for the step, and what became of each: a line of `StepsFile`."""
-        trained = [
-            _named(facts) | {"source": "replayed" if i in part.replaced else "fresh", "rank": rank}
-            for rank, part in enumerate(parts)
-            for i, facts in enumerate(part.trained)
-        ]
+        """The groups that all ranks took for the step, and the outcome of each: a line of `StepsFile`."""
+        trained = []
+        for rank, part in enumerate(parts):
+            for i, facts in enumerate(part.trained):
+                source = "replayed" if i in part.replaced else "fresh"
+                trained.append(_named(facts) | {"source": source, "rank": rank})
         used = {group["key"] for group in trained} | {group.key for group in self._bad}
         return {
             "step": step,
@@ -495,12 +509,14 @@ class GRPOTrainer:
 
     def _update_priorities(self, trained: TrainedStep) -> int:
         """ZeroVarianceReplacer.update_priorities for the groups of all ranks; returns how many the table still has."""
-        samples, batch = trained.taken.samples, trained.batch
+        samples = trained.taken.samples
+        batch = trained.batch
         correction = correct_batch(batch, trained.old_BT, self.config.correction)
         trust_J = (correction.weights.clamp(max=1) * correction.mask).sum(dim=1).cpu().numpy()
         tokens_J = batch.rollouts.mask_JT.sum(dim=1).cpu().numpy()
-        trust, group_J = {}, batch.group_B[batch.rollouts.first_J]
+        group_J = batch.group_B[batch.rollouts.first_J]
         assert trust_J.shape == tokens_J.shape == group_J.shape, (trust_J.shape, tokens_J.shape, group_J.shape)
+        trust = {}
         for index, sample in enumerate(samples):
             rollouts = group_J == index
             trust[sample.info.key] = float(trust_J[rollouts].sum() / max(tokens_J[rollouts].sum(), 1))
@@ -509,7 +525,7 @@ class GRPOTrainer:
 
 @dataclass(frozen=True)
 class TrainedStep:
-    """What a rank knows of a step after its updates."""
+    """The state of a step on one rank after its updates."""
 
     taken: Replacement
     """The groups that are left: those that made the step fail are not among them."""
@@ -517,22 +533,22 @@ class TrainedStep:
     old_BT: Tensor
     """Log-probabilities before the first update."""
     metrics: Metrics
-    """Of loss and gradient, over all ranks."""
+    """The metrics of loss and gradient, over all ranks."""
 
 
 @dataclass(frozen=True)
 class RankPart:
-    """What the ranks exchange about a step, for its metrics."""
+    """The facts about a step that the ranks exchange for its metrics."""
 
     fresh: list[GroupFacts]
     trained: list[GroupFacts]
     replaced: list[int]
     drifts: list[float]
-    """Of the replaced groups, in nats."""
+    """The drifts of the replaced groups, in nats."""
     moments: Moments
     sums: dict[str, float]
-    """What is added up over the ranks: metrics by their names, and the tokens that were drawn from a part of the
-    vocabulary which the trainer does not know."""
+    """Values that are added up over the ranks: metrics by their names, and the number of tokens that were drawn from a
+    part of the vocabulary which the trainer does not know."""
 
 
 def _named(facts: GroupFacts) -> dict[str, Any]:

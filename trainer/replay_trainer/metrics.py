@@ -40,7 +40,7 @@ class GroupFacts:
     policy_version: int
     rewards: tuple[float, ...]
     lengths: tuple[int, ...]
-    """Of each rollout, tokens of all its sequences after their contexts."""
+    """For each rollout, the tokens of all its sequences after their contexts."""
     truncated: int
     """Rollouts that the length limit ended."""
     staleness: int
@@ -99,13 +99,14 @@ def _reward_mean(groups: Sequence[GroupFacts]) -> float:
 
 
 def group_drifts(batch: Batch, logprobs_BT: Tensor) -> list[float]:
-    """How far the policy moved away from each group of the batch: |mean over its tokens of log(π/b)|, in nats.
+    """The distance of the policy from each group of the batch: |mean over the group's tokens of log(π/b)|, in nats.
 
     `logprobs_BT`: log π, π being the current policy; b wrote the tokens. 0 if no log b of the group is known.
     """
     known_BT = batch.mask_BT & ~batch.rollout_logprobs_BT.isnan()
     difference_BT = torch.where(known_BT, logprobs_BT - batch.rollout_logprobs_BT, 0.0)
-    sum_B, tokens_B = difference_BT.sum(dim=1).cpu().numpy(), known_BT.sum(dim=1).cpu().numpy()
+    sum_B = difference_BT.sum(dim=1).cpu().numpy()
+    tokens_B = known_BT.sum(dim=1).cpu().numpy()
     groups = len(batch.prompt_lengths_U)
     sum_U = np.bincount(batch.group_B, weights=sum_B, minlength=groups)
     tokens_U = np.bincount(batch.group_B, weights=tokens_B, minlength=groups)
@@ -114,12 +115,12 @@ def group_drifts(batch: Batch, logprobs_BT: Tensor) -> list[float]:
 
 
 def mean_and_max(name: str, values: Sequence[float]) -> dict[str, float]:
-    """NaN of nothing."""
+    """The mean and the maximum of the values; NaN if there are none."""
     return {f"{name}_mean": mean(values), f"{name}_max": max(values, default=math.nan)}
 
 
 def mean(values: Sequence[float]) -> float:
-    """NaN of nothing."""
+    """The mean of the values; NaN if there are none."""
     return sum(values) / len(values) if values else math.nan
 
 
@@ -143,7 +144,8 @@ class StepTimers:
 
     def collect(self) -> dict[str, float]:
         """All timers and their sum, "step"; then start again at zero."""
-        seconds, self._seconds = self._seconds, {}
+        seconds = self._seconds
+        self._seconds = {}
         return {**seconds, "step": sum(seconds.values())}
 
 
@@ -175,7 +177,7 @@ class LengthRatio:
         """`whole`: the run begins here, so all that the server has counted until now belongs to it."""
         self._trained = Lengths()
         self._marks: deque[tuple[Lengths, Lengths]] = deque(maxlen=RATIO_STEPS + 1)
-        """What was trained on and what was generated, in all, after each of the last steps."""
+        """The totals that were trained on and generated, after each of the last steps."""
         if whole:
             self._marks.append((Lengths(), Lengths()))
 

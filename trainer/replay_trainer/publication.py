@@ -92,7 +92,7 @@ _GATHERED = StateDictOptions(full_state_dict=True, cpu_offload=True)
 FIRST_TRY = 5.0
 """Seconds for an announcement that the training checkpoint waits for."""
 CHECKPOINT_SECONDS = 600.0
-"""For the server's checkpoint that belongs to a training checkpoint; it may write hundreds of gigabytes."""
+"""Seconds for the server's checkpoint that belongs to a training checkpoint; it may write hundreds of gigabytes."""
 LAST_TRY = 10.0
 """Seconds that the end of a run, or a stop, waits for an announcement, as for a server that takes groups back."""
 _NOT_TOLD = "the server does not answer, so nobody has told it of %s"
@@ -101,15 +101,15 @@ _SAME_MODEL = "resume with the model, the tokenizer and the adapter of that run,
 
 
 class _Report(NamedTuple):
-    """What a rank tells the others in `Publication.check`."""
+    """The report that a rank sends to the others in `Publication.check`."""
 
     error: str
-    """Why its write has failed; "": it has not."""
+    """The error of the rank's write; "": it has not failed."""
     unconfirmed: TrainedGroups
     asked: bool
-    """Whether it was asked to stop."""
+    """True if the rank was asked to stop."""
     untold: bool
-    """Whether it has given up to tell the server of its last version."""
+    """True if the rank has given up announcing its last version to the server."""
 
 
 @dataclass
@@ -123,12 +123,12 @@ class Publication:
     config: GRPOConfig
     ranks: Ranks
     partitioned: bool
-    """Whether each rank has a part of the weights."""
+    """True if each rank has a part of the weights."""
     leases: GroupLeases
-    """Of the fresh groups."""
+    """The leases of the fresh groups."""
     stopping: Stopping
     adapter: Adapter | None = None
-    """What is published in the place of the weights."""
+    """The adapter that is published in the place of the weights; None: the weights are published."""
 
     def __post_init__(self) -> None:
         config = self.config
@@ -137,15 +137,16 @@ class Publication:
         self.lock = FolderLock(self.output_dir)
         self._last_saved = -config.save_every
         self._last_published = -1
-        self._weights_copy, self._state_copy = HostCopy(), HostCopy()
+        self._weights_copy = HostCopy()
+        self._state_copy = HostCopy()
         self._task = BackgroundTask("replay-publication")
         self._waits = ServerWaits(self.client, quiet=not self.ranks.is_first)
         self._announcing = ""
-        """What waits for the server now, if all its files are written."""
+        """The version that waits for the server now, if all its files are written; "": none."""
         self._untold = False
-        """Whether a stop has ended the announcement of the last version, for the server was away."""
+        """True if a stop has ended the announcement of the last version, because the server was away."""
         self._protocol: ResumeProtocol
-        """From `start` on."""
+        """The protocol with which a run resumes; set by `start`."""
         self._facts: dict[str, Any] = {}
         self._writer: Adapter | WholeModel
         """Saves versions. It knows their generation_config.json from the start on."""
@@ -159,11 +160,15 @@ class Publication:
         server admits fewer groups a step than this run takes, or if the training checkpoint is damaged or of another
         model, tokenizer or adapter, and Stopped if a stop ends its wait for the server.
         """
-        if why := self.ranks.from_first(self.lock.acquire() if self.ranks.is_first else ""):
-            raise RuntimeError(why)
+        refusal = self.lock.acquire() if self.ranks.is_first else ""
+        refusal = self.ranks.from_first(refusal)
+        if refusal:
+            raise RuntimeError(refusal)
         try:
-            if self._rank_files is not None and (why := self._rank_files.why_not_shared()):
-                raise RuntimeError(why)
+            if self._rank_files is not None:
+                reason = self._rank_files.why_not_shared()
+                if reason:
+                    raise RuntimeError(reason)
             return self._start()
         except BaseException:
             self.lock.release()
@@ -176,7 +181,8 @@ class Publication:
         self._writer = self.adapter or WholeModel(self.policy.model)
         with self._waits.waiting("for the server"):
             info = self.stopping.wait(self.client.server_info)
-        admission, table = info.admission, info.tables.get(self.config.rollouts_table)
+        admission = info.admission
+        table = info.tables.get(self.config.rollouts_table)
         table_config = None if table is None else table.config
         self._protocol = ResumeProtocol(self.client, self.leases, table_config, renumbers=True)
         if admission is not None:
@@ -245,7 +251,11 @@ class Publication:
         version = version_of(folder)
         state = load_state(folder, mapped=self.partitioned)
         if ("adapter" in state) != (self.adapter is not None):
-            was, is_now = ("an adapter", "whole weights") if self.adapter is None else ("whole weights", "an adapter")
+            was = "whole weights"
+            is_now = "an adapter"
+            if self.adapter is None:
+                was = "an adapter"
+                is_now = "whole weights"
             raise ValueError(f"{folder} is of a run that trains {was}, and this one trains {is_now}; {_SAME_MODEL}")
         if self.adapter is not None:
             try:
@@ -259,11 +269,13 @@ class Publication:
                 raise ValueError(f"{error}; {_SAME_MODEL}") from None
         else:
             weights = load_weights(folder, self.policy.model)
-            if why := why_other_tensors(weights, self.policy.model.state_dict()):
-                raise ValueError(f"{folder} is of a run with another model: {why}; {_SAME_MODEL}")
+            difference = why_other_tensors(weights, self.policy.model.state_dict())
+            if difference:
+                raise ValueError(f"{folder} is of a run with another model: {difference}; {_SAME_MODEL}")
             prefixed = {f"model.{name}": tensor for name, tensor in weights.items()}
             set_model_state_dict(self.policy, prefixed, options=_WHOLE)
-        if (optimizer := state["optimizer"]) is not None:
+        optimizer = state["optimizer"]
+        if optimizer is not None:
             if "rows" in state:
                 put_rows(optimizer, folder, **state["rows"])
             own = optimizer_state_of_rank(optimizer, self.policy)
@@ -287,10 +299,11 @@ class Publication:
         self.ranks.wait()
 
     def _restored(self, version: int, folder: Path) -> str:
-        """Where generators load a version that was restored from: if they fetch it, it is written anew for them."""
+        """The location from which generators load the restored version. If they fetch it, it is written anew."""
         if self.config.weights_url is None:
             return str(folder)
-        probe, weights = self.probe(), self._weights()
+        probe = self.probe()
+        weights = self._weights()
         if self.ranks.is_first:
             for later in published(self.weights_dir):
                 if version_of(later) >= version:
@@ -353,12 +366,13 @@ class Publication:
 
     def check_generators(self) -> None:
         """Raises RuntimeError on every rank if a generator that is connected has another model or tokenizer."""
-        why = ""
+        difference = ""
         if self.ranks.is_first:
             with self._waits.waiting("for the server"):
-                why = why_other_model(self.client.server_info().clients, self._facts)
-        if why := self.ranks.from_first(why):
-            raise RuntimeError(why)
+                difference = why_other_model(self.client.server_info().clients, self._facts)
+        difference = self.ranks.from_first(difference)
+        if difference:
+            raise RuntimeError(difference)
 
     def check(self) -> None:
         """Raises RuntimeError on every rank if a write has failed. Does not wait for one.
@@ -367,14 +381,20 @@ class Publication:
         any rank was asked to stop.
         """
         error = self._task.take_error()
-        why = "" if error is None else f"{type(error).__name__}: {error}"
-        reports = self.ranks.all(_Report(why, self.leases.unconfirmed, self.stopping.is_asked(), self._untold))
-        reasons = [report.error for report in reports]
+        own_report = _Report(
+            error="" if error is None else f"{type(error).__name__}: {error}",
+            unconfirmed=self.leases.unconfirmed,
+            asked=self.stopping.is_asked(),
+            untold=self._untold,
+        )
+        reports = self.ranks.all(own_report)
         if not self.ranks.is_first:  # its thread may find out more meanwhile
             self.leases.unconfirmed = reports[0].unconfirmed
             self._untold = reports[0].untold
         self.stopping.agree(any(report.asked for report in reports))
-        if reason := next(filter(None, reasons), ""):
+        errors = [report.error for report in reports if report.error]
+        if errors:
+            reason = errors[0]
             raise RuntimeError(
                 f"a version could not be published: {reason}. The run stops here, because its generators would stay at "
                 f"the version before. Mend the cause, and continue with resume=True"
@@ -398,7 +418,8 @@ class Publication:
         end = time.monotonic() + LAST_TRY
         if not self._task.wait(lambda: not self._announcing or time.monotonic() < end):
             logger.error(_NOT_TOLD, self._announcing)
-        if (error := self._task.take_error()) is not None:
+        error = self._task.take_error()
+        if error is not None:
             logger.error("the last version could not be published either: %s: %s", type(error).__name__, error)
         self.lock.release()
 
@@ -422,7 +443,8 @@ class Publication:
         assert (state is None) == (saved_state is None), "a training checkpoint is named, and nothing else is"
         assert state is not None or not groups.keys, "groups end with a training checkpoint"
         folder = self.weights_dir / f"step-{version}"
-        apart, announced = self.weights_dir != self.output_dir, False
+        apart = self.weights_dir != self.output_dir
+        announced = False
         try:
             self._weights_copy.wait()
             if apart and not again:
@@ -491,9 +513,11 @@ class Publication:
             )
 
     def _location(self, folder: Path) -> str:
-        """Where generators load a version from: a folder, or an address if they do not see it."""
+        """The location from which generators load a version: a folder, or an address if they do not see it."""
         url = self.config.weights_url
-        return str(folder) if url is None else f"{url}/{folder.name}"
+        if url is None:
+            return str(folder)
+        return f"{url}/{folder.name}"
 
     def _describe(self) -> None:
         """Tells the server the settings of this trainer, for `replay doctor`. The run does not depend on it."""
@@ -503,7 +527,9 @@ class Publication:
     def _write_rows(self, version: int, rows: dict[str, Tensor] | None) -> dict[str, tuple[Path, str]]:
         """Writes this rank's rows, if there are any. Returns the files of all ranks, as RankFiles.write does."""
         self._state_copy.wait()
-        return self._rank_files.write(version, rows) if self._rank_files is not None and rows is not None else {}
+        if self._rank_files is None or rows is None:
+            return {}
+        return self._rank_files.write(version, rows)
 
     def _weights(self) -> dict[str, Tensor]:
         """The weights in host memory, by the names of the model; empty on other ranks than the first."""
@@ -521,7 +547,7 @@ class Publication:
 
     @property
     def _takes_part(self) -> bool:
-        """Whether this rank reads the tensors of the adapter: the first, and all where the weights are partitioned."""
+        """True if this rank reads the tensors of the adapter: the first, and all where the weights are partitioned."""
         return self.ranks.is_first or self.partitioned
 
     def _state(self) -> tuple[dict[str, Any], dict[str, Tensor] | None]:
@@ -530,7 +556,9 @@ class Publication:
         The learning rate follows from the step.
         """
         on_gpu = self.ranks.device.type == "cuda"
-        optimizer, rows, stored = None, None, {}
+        optimizer = None
+        rows = None
+        stored = {}
         # Before the first update there is no state, and torch would make a step to create one.
         if self.optimizer.state:
             options = _PARTITIONED if self.partitioned else _WHOLE
@@ -569,7 +597,8 @@ class Publication:
         return {"token_ids": token_ids, "logprobs": logprobs_BT[0].tolist()}
 
     def _why_unsound(self) -> str:
-        versions, states = self._published(), saved(self.output_dir)
+        versions = self._published()
+        states = saved(self.output_dir)
         if not states:
             return "the model computes log-probabilities that are not finite before any step: its weights are damaged"
         last = max(versions, key=version_of)

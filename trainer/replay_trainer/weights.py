@@ -178,16 +178,19 @@ def published(directory: Path) -> list[Path]:
 
 
 def frequencies_of(folder: Path) -> dict[str, Any]:
-    """What a published folder says of its frequencies (`frequency_facts`); empty: nothing was to choose."""
+    """The `frequency_facts` in a published folder; empty: the model leaves no choice of frequencies."""
     found: dict[str, Any] = _manifest(folder).get("frequencies", {})
     return found
 
 
 def saved(directory: Path) -> list[Path]:
     """The published folders that hold an undamaged training checkpoint."""
-    return [
-        folder for folder in published(directory) if _STATE in (files := _files(folder)) and _are_there(folder, files)
-    ]
+    folders = []
+    for folder in published(directory):
+        files = _files(folder)
+        if _STATE in files and _are_there(folder, files):
+            folders.append(folder)
+    return folders
 
 
 def damaged(directory: Path) -> list[Path]:
@@ -196,7 +199,7 @@ def damaged(directory: Path) -> list[Path]:
 
 
 def why_damaged(folder: Path, rank: int = 0, ranks: int = 1) -> str:
-    """Which file of a training checkpoint has other bytes than were written, and what to do; empty: none.
+    """The error for a file of a training checkpoint with other bytes than were written, with the remedy; empty: none.
 
     Reads every byte of the files that this rank checks: every `ranks`-th one.
     """
@@ -286,9 +289,10 @@ def _are_there(folder: Path, files: dict[str, int]) -> bool:
 
 
 def why_other_tensors(stored: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> str:
-    """How stored tensors differ from those of a model in names or shapes; "": they do not."""
-    if differ := sorted(set(stored) ^ set(own)):
-        return f"they differ in {len(differ)} tensors, such as {differ[0]!r}"
+    """The difference between stored tensors and those of a model in names or shapes; "": there is none."""
+    in_one_only = sorted(set(stored) ^ set(own))
+    if in_one_only:
+        return f"they differ in {len(in_one_only)} tensors, such as {in_one_only[0]!r}"
     for name, tensor in own.items():
         if tensor.shape != stored[name].shape:
             return f"{name!r} has the shape {list(stored[name].shape)} (here {list(tensor.shape)})"
@@ -308,7 +312,7 @@ class WholeModel:
         self._model = model
         content = _generation_file_of(model)
         self.has_file = content is not None
-        """Whether the model was loaded from a generation_config.json, and still says the same."""
+        """True if the model was loaded from a generation_config.json, and its settings are still the same."""
         self._generation_config = _described(model) if content is None else content
         """The content of the file; None: the model cannot generate."""
 
@@ -337,8 +341,11 @@ class WholeModel:
 
 
 def writer_of(model: Any) -> Any:
-    """What saves `model` in published folders: a WholeModel, or `model` itself if it is no PreTrainedModel."""
-    return WholeModel(model) if isinstance(model, PreTrainedModel) else model
+    """The object that saves `model` in published folders: a WholeModel, or `model` itself if it is no
+    PreTrainedModel."""
+    if isinstance(model, PreTrainedModel):
+        return WholeModel(model)
+    return model
 
 
 def _generation_file_of(model: PreTrainedModel) -> bytes | None:
@@ -371,7 +378,7 @@ def _generation_config_of(model: PreTrainedModel) -> GenerationConfig | None:
 
 
 def _settings(config: GenerationConfig) -> dict[str, Any]:
-    """What two configurations must have in common to say the same.
+    """The settings that two configurations must have in common to count as the same.
 
     Without the tokens for padding and for the beginning: TRL and many programs set those in code for themselves.
     """
@@ -386,7 +393,9 @@ class WithDelta:
 
     def __init__(self, model: Any, directory: Path, dtype: str) -> None:
         """`directory` has the versions before."""
-        self._model, self._directory, self._dtype = writer_of(model), directory, getattr(torch, dtype)
+        self._model = writer_of(model)
+        self._directory = directory
+        self._dtype = getattr(torch, dtype)
 
     @property
     def config(self) -> Any:
@@ -396,12 +405,14 @@ class WithDelta:
     def save_pretrained(self, folder: Path, state_dict: Mapping[str, Tensor]) -> None:
         """Write weights to a folder, as PreTrainedModel.save_pretrained does."""
         cast: dict[Any, Tensor] = {}  # tensors that share memory still do
-        for each in state_dict.values():
-            cast[each.data_ptr(), each.shape] = each.to(self._dtype) if each.is_floating_point() else each
-        named = {name: cast[each.data_ptr(), each.shape] for name, each in state_dict.items()}
+        for tensor in state_dict.values():
+            key = (tensor.data_ptr(), tensor.shape)
+            cast[key] = tensor.to(self._dtype) if tensor.is_floating_point() else tensor
+        named = {name: cast[tensor.data_ptr(), tensor.shape] for name, tensor in state_dict.items()}
         self._model.save_pretrained(folder, state_dict=named)
-        if before := published(self._directory):
-            write_deltas(before[-1], folder)
+        earlier = published(self._directory)
+        if earlier:
+            write_deltas(earlier[-1], folder)
 
 
 WEIGHTS_FILE = "adapter_model.safetensors"
@@ -441,8 +452,10 @@ class Adapter:
                 "the base model has no name, so no engine could load an adapter of it: load it with from_pretrained, "
                 "or publish whole weights with merge_adapter=True"
             )
-        if merged and (why := why_not_mergeable(model)):
-            raise ValueError(f"{why}, or publish the adapter itself, with merge_adapter=False")
+        if merged:
+            reason = why_not_mergeable(model)
+            if reason:
+                raise ValueError(f"{reason}, or publish the adapter itself, with merge_adapter=False")
         self._whole = WholeModel(self.base) if merged else None
         # A reader of the adapter may run in another folder.
         self._config.base_model_name_or_path = str(Path(base_name).resolve()) if Path(base_name).is_dir() else base_name
@@ -468,7 +481,8 @@ class Adapter:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """What a resume must agree on beside the `model_facts` of the base. Engines do not know it beforehand."""
+        """The facts that a resume must agree on beside the `model_facts` of the base. Engines do not know them
+        beforehand."""
         return {"lora_rank": self._config.r, "lora_alpha": self._config.lora_alpha}
 
     def tensors(self) -> dict[str, Tensor]:
@@ -489,7 +503,7 @@ class Adapter:
         return tensors
 
     def weights(self) -> dict[str, Tensor]:
-        """What a published folder holds: the tensors of the adapter, or of the whole model with the adapter added."""
+        """The tensors of a published folder: those of the adapter, or of the whole model with the adapter added."""
         if self._whole is None:
             return self.tensors()
         # A copy, because adding the adapter to the base and taking it out again would change the base by rounding.
@@ -502,8 +516,9 @@ class Adapter:
         Raises ValueError that names one if their names or shapes are not those of this one. It sets nothing then.
         """
         own = self._own()
-        if why := why_other_tensors(tensors, own):
-            raise ValueError(why)
+        difference = why_other_tensors(tensors, own)
+        if difference:
+            raise ValueError(difference)
         for name, tensor in own.items():
             saved_tensor = tensors[name].to(tensor.device)
             with torch.no_grad():
