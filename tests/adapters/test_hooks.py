@@ -54,6 +54,8 @@ def test_an_adapter_without_its_hook_modules_says_in_one_sentence_what_it_was_ru
     monkeypatch, request, adapter, missing, framework
 ):
     name = f"replay_adapters.{adapter}"
+    import torch  # noqa: F401  # before the copy: a process cannot import it again after it was forgotten
+
     before = dict(sys.modules)
     for loaded in before:
         if loaded.startswith(f"{missing}."):  # from a checkout, by an earlier test of this process

@@ -35,7 +35,7 @@ K = TypeVar("K")
 T = TypeVar("T")
 
 OnUnavailable = Literal["continue", "raise"]
-"""What happens when the server does not come back in time.
+"""The reaction to a server that does not come back in time.
 continue: train on fresh groups alone, and ask again with the next call. raise: end the run."""
 AWAY = (*GONE, ServerBusyError, StorageError)
 """Errors that mean: the server cannot answer now."""

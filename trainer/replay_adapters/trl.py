@@ -64,10 +64,10 @@ class ReplayGRPOConfig(GRPOConfig):  # type: ignore[misc]  # TRL has no types th
     replay_max_staleness: int | None = None
     """A stored group that is more optimizer steps old than this is not used. None: only the table's limit holds."""
     replay_on_empty: OnEmpty = "keep"
-    """What happens to a group that the pool has no replacement for. keep: TRL trains on it. drop: the loss leaves it
+    """The treatment of a group that the pool has no replacement for. keep: TRL trains on it. drop: the loss leaves it
     out. wait: wait up to replay_timeout for another trainer to fill the pool."""
     replay_on_unavailable: OnUnavailable = "continue"
-    """What happens when the server goes away for replay_timeout. continue: all ranks train on fresh rows alone, and ask
+    """The reaction to a server that is away for replay_timeout. continue: all ranks train on fresh rows alone, and ask
     again at every generation. raise: ServerUnavailableError ends the run on all ranks."""
     replay_timeout: float = 60.0
     """Seconds that a generation waits for a server that restarts, and that replay_on_empty="wait" waits before

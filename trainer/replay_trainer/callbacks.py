@@ -215,7 +215,7 @@ class WeightsAndBiases(Callback):
             self._run.finish()
 
     def _run_id(self, trainer: Run) -> str:
-        """Of the run of W&B: what WANDB_RUN_ID says, that of the run that is resumed, or a new one."""
+        """The id of the run of W&B: WANDB_RUN_ID, or the id of the run that is resumed, or a new one."""
         path = self.output_dir / "wandb-run-id.txt"
         run_id = os.environ.get("WANDB_RUN_ID", "")
         if not run_id and trainer.config.resume and path.exists():

@@ -38,7 +38,7 @@ RECENT_GROUPS = 100
 
 @dataclass(frozen=True)
 class ModelLimits:
-    """What one model can take. None: not known, or no limit."""
+    """The limits of one model. None: not known, or no limit."""
 
     vocabulary: int | None = None
     """Number of token embeddings."""
