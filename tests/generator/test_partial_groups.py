@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import threading
+from collections import Counter
 from functools import partial
 from typing import Any
 
@@ -25,8 +26,10 @@ from replay_generator import (
 from replay_generator.engines import Completion, SamplingConfig
 from replay_generator.groups import partial_groups
 from replay_generator.groups.codec import PartialGroupSpec, decode_rollout, encode_rollout
+from replay_generator.groups.partial_groups import PartialGroup, StoredPartialGroups
 from replay_generator.groups.server import GeneratorServer
 from replay_generator.prompts.prompt import Prompt
+from replay_generator.prompts.queue import DrawnPrompt
 from replay_generator.rewards.functions import group_reward
 from replay_generator.rollouts.rollout import PlayedRollout, single_turn
 from replay_generator.testing import ScriptedEngine
@@ -85,6 +88,32 @@ async def test_a_group_that_two_generators_made_is_whole_and_nothing_in_it_was_p
     np.testing.assert_allclose(group.extras["rewards/sum_of_numbers"], [6 + 0.4 + 100] * SIZE)
     assert group.extras["rewards/rollout/steps"].tolist() == [2.0] * SIZE
     assert group.meta["turns"][0] == [["prompt", 1], ["assistant", 2], ["tool", 2], ["assistant", 2]]
+
+
+async def test_a_group_that_is_drawn_before_its_insert_is_answered_is_held_like_any_other(stack):
+    """As when the answer is lost with the connection: another group that begins draws the item meanwhile."""
+    stored, told = asyncio.Event(), asyncio.Event()
+
+    async def answer(call, *arguments, held=None, counts_as="", **options):
+        result = await call(*arguments, **options)
+        if call == stack.client.insert:
+            stored.set()
+            await told.wait()
+        return result
+
+    config = GeneratorConfig(group_size=SIZE, partial_groups_table="partial_groups")
+    groups = StoredPartialGroups(stack.client, config, Counter(), answer)
+    prompt = Prompt.of({"prompt": "+", "prompt_id": "late"})
+    spec = PartialGroupSpec(77, prompt, [5], 0, SIZE, SamplingConfig())
+    permit = await stack.client.acquire_permits(1)
+    opening = asyncio.create_task(groups.open(PartialGroup(spec, DrawnPrompt(prompt)), permit, 0))
+    await stored.wait()
+    drawn = await groups.next(surely=True)
+    assert drawn.spec.prompt.prompt_id == "late"
+    told.set()
+    await opening
+    groups.check()
+    await groups.requeue_all()
 
 
 async def test_the_last_permit_may_be_that_of_a_dead_generator_and_its_group_is_found_while_others_wait(stack):

@@ -177,7 +177,7 @@ class StoredPartialGroups(PartialGroups):
             stats,
         )
         self._opened: set[int] = set()
-        """The keys of the groups that this generator has opened and not drawn."""
+        """The keys of the groups that this generator opens, or has opened, and has not drawn."""
         self._next_look = 0.0
         """The time, by time.monotonic, of the next draw of groups that other generators have left."""
         self._has_warned = False
@@ -190,6 +190,8 @@ class StoredPartialGroups(PartialGroups):
         """
         key = next(self._keys)
         payload = group.spec.encode()
+        # Before the answer: if it comes late, `next` may draw the group first.
+        self._opened.add(key)
         try:
             await self._answer(
                 self._client.insert,
@@ -203,8 +205,11 @@ class StoredPartialGroups(PartialGroups):
                 counts_as="insert_waits",
             )
         except PayloadTooLargeError as error:
+            self._opened.discard(key)
             raise PromptError(f"prompt {group.spec.prompt.prompt_id!r}: its group cannot be opened: {error}") from error
-        self._opened.add(key)
+        except BaseException:
+            self._opened.discard(key)
+            raise
 
     async def next(self, *, surely: bool = False) -> PartialGroup | None:
         """The oldest group that nobody works at, under a lease; None: there is none.
