@@ -1,7 +1,7 @@
 """The command `replay`: runs the server and the other processes of a run, and looks into tables.
 
-Each topic of subcommands has a file. Only this package may import the server, the client and the trainer. Each command
-imports what it needs when it runs.
+Each topic of subcommands has a module or a package. These may import any part of the project except the adapters. Each
+command imports what it needs when it runs.
 """
 
 import os

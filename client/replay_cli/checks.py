@@ -147,15 +147,16 @@ def first_prompt(
     from replay_generator import PromptError
     from replay_generator.prompts.prompt import prompt_for
 
-    if hasattr(rows, "__getitem__"):
+    if hasattr(rows, "__getitem__"):  # PromptRows need not be iterable
         numbered = cast("PromptRows", rows)
         found: Iterator[Any] = map(numbered.__getitem__, range(len(numbered)))
     else:
         found = iter(rows)
+    engine = cast("Engine", model)  # `prompt_for` reads only attributes that ModelFiles has
     failure: Exception = ValueError("there are no prompts")
     for _ in range(_MOST_TRIED):
         try:
-            return prompt_for(cast("Engine", model), next(found), settings.chat_template_kwargs)
+            return prompt_for(engine, next(found), settings.chat_template_kwargs)
         except StopIteration:
             break
         except PromptError as error:

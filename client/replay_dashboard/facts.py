@@ -151,15 +151,21 @@ class FactsStore:
 
     def __init__(self) -> None:
         self.slots: dict[int, int] = {}
+        """The slot of each group, by the key of its item."""
         self.numbers = np.full((1024, len(COLUMNS)), np.nan, dtype=np.float32)
+        """The COLUMNS of each slot. This array and `flags` are doubled when all their slots are used."""
         self.flags = np.zeros(1024, dtype=np.int64)
+        """The flags of each slot, as bits."""
         self.names = list(NOTES)
-        """Names of the flags; a flag's index is its bit. An int64 has 63 usable bits: flags beyond share the last."""
+        """Names of the flags; a flag's index is its bit. An int64 has 63 usable bits: further flags share the last."""
         self.rows: list[Facts] = []
+        """The facts of each slot that was ever used."""
         self.version = 0
         """Increases with every change."""
         self._free: list[int] = []
-        self._text = 0
+        """The slots of forgotten groups."""
+        self._characters = 0
+        """Characters of the texts of all groups together: at most TEXT_LIMIT."""
 
     def put(self, key: int, facts: Facts) -> None:
         if key in self.slots:
@@ -170,9 +176,9 @@ class FactsStore:
         if slot == len(self.flags):
             self.numbers = np.tile(self.numbers, (2, 1))
             self.flags = np.tile(self.flags, 2)
-        if self._text + len(facts.text) > TEXT_LIMIT:
+        if self._characters + len(facts.text) > TEXT_LIMIT:
             facts.text = ""
-        self._text += len(facts.text)
+        self._characters += len(facts.text)
         self.rows[slot] = facts
         self.slots[key] = slot
         self.numbers[slot] = [facts.numbers.get(name, np.nan) for name in COLUMNS]
@@ -184,7 +190,7 @@ class FactsStore:
         """Forgets all other groups."""
         for key in self.slots.keys() - keys:
             slot = self.slots.pop(key)
-            self._text -= len(self.rows[slot].text)
+            self._characters -= len(self.rows[slot].text)
             self.rows[slot] = Facts()
             self._free.append(slot)
             self.version += 1

@@ -1,14 +1,16 @@
-"""Presence: the parts of a run that are connected to its server, and the times since when needed parts are not.
+"""Presence: tells which parts of a run are connected to its server, and for how long a part has been missing.
 
-A run goes on only while a trainer and a generator are connected. In the place of the generator a scorer or another
-stage counts, as long as it has groups to pass on. The parts of clients:
+A run goes on only while a trainer and a generator are connected. A scorer or another stage can replace the generator,
+as long as it has groups to pass on. A client plays one part of the run, which is found like this:
 
-* A client that describes itself (`describe`) as a trainer, a generator, a scorer or a stage has this part.
-* The part of any other client follows from its calls. It is a trainer if it samples or publishes, and a generator if it
-  inserts or asks for permits. It is a teacher if it only draws items and extends them.
-* A client without a name is in no list of the server. So if no named client of a part was seen lately, the traffic of
-  the tables decides: somebody samples or inserts, waits to do it, or has done it within the last `long_wait` seconds.
-  Samples and inserts do not count if a named client of another part has made them, or may have made them.
+* A client that describes itself (`describe`) as a trainer, a generator, a scorer or a stage plays that part.
+* The part of any other named client follows from its calls. It is a trainer if it samples or publishes, and a generator
+  if it inserts or asks for permits. It is a teacher if it only draws items and extends them.
+* The server does not list clients without a name. So if no named trainer is connected, and the one that was seen last
+  did not say that it ends, the traffic of the tables decides. The trainer then counts as connected if somebody waits
+  for a sample, or has sampled within the last `long_wait` seconds. For the generator inserts count in the same way, and
+  so does somebody who waits for permits. Samples and inserts do not count if a named client of another part has made
+  them, or may have made them.
 
 A client that says that it ends (`leave`) is not connected from that moment on. Any other client is connected while it
 has a call open, and for `long_wait` seconds after its last request: in the middle of a step a trainer may have no call

@@ -53,7 +53,8 @@ class GeneratorStats(TypedDict):
     fetched_bytes: int
     """Bytes of weights that this generator fetched over HTTP."""
     probe_max_difference: float
-    """The difference of the latest weights, in nats; NaN without a probe."""
+    """The largest difference between the engine's and the trainer's log-probabilities of the probe that came with the
+    latest weights, in nats; NaN without a probe."""
     groups_skipped: int
     """Groups left out because their prompt or a reward function failed, or because no token can be trained on."""
     rollouts_failed: int

@@ -336,10 +336,11 @@ class OpenDraws:
     # ------------------------------------------------------------------------------------------ how a draw ends
 
     def end(self, draw_id: int, *, requeue: bool) -> bool:
-        """Ends a draw: its reader acknowledges it, or requeues it.
+        """Ends a draw: its reader acknowledges it, or requeues it, also one that still waits.
 
-        Returns True also if the reader repeats this, and False if the draw has ended in another way. If an item of a
-        batch that the reader does not use yet became too stale, the batch is requeued, and the result is False.
+        Returns False if the draw has ended in another way, and True again if the reader repeats the end of a batch. An
+        acknowledgement also gets False if the draw has no batch, or if an item became too stale before the reader used
+        the batch. That batch is then requeued.
         """
         draw = self.by_id.get(draw_id)
         if draw is None:
@@ -350,9 +351,9 @@ class OpenDraws:
             return self.acknowledge(draw)
         if self._is_drawn(draw):
             self._remove(draw)
-            self._buffer.requeue(draw_id, by_reader=True)
+            self._buffer.requeue(draw_id, by_reader=True)  # remembered, for a reader that repeats this
         else:
-            self.drop(draw)
+            self.drop(draw)  # it still waits
         return True
 
     def acknowledge(self, draw: OpenDraw) -> bool:

@@ -110,6 +110,11 @@ class Run:
             until(lambda: is_right(self._doctor()), timeout=PATIENCE)
         assert is_right(seen), f"the doctor: {seen}"
 
+    def knows(self, name: str) -> None:
+        """Waits until a client has connected to the server that runs now."""
+        with ReplayClient(self.address) as client:
+            until(lambda: name in [known.name for known in client.server_info().clients], timeout=PATIENCE)
+
     def _doctor(self) -> dict[str, str]:
         done = run_replay("doctor", "--json", address=self.address)
         said: dict[str, str] = json.loads(done.stdout)["verdict"]
@@ -170,6 +175,7 @@ def test_page_and_doctor_say_at_once_what_a_run_of_real_programs_lacks(run):
     run.says("The server does not answer", level=("failure",))
     run.serve()
     run.says(*WORKS, level=FINE)
+    run.knows("scorer-a")
 
     scorer.kill()
     run.says("The scorer is not connected", level=("blocked",), detail="scorer scorer-a is not connected, last seen")

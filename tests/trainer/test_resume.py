@@ -219,6 +219,15 @@ def test_an_end_requeues_the_rest_of_a_batch_without_the_groups_that_a_checkpoin
     assert keys_in(client, "rollouts") == sorted({*range(1, GROUPS + 1)} - {used.info.key})
 
 
+def test_a_version_without_a_checkpoint_forgets_no_group_that_no_server_has_confirmed(client, tmp_path):
+    leases = GroupLeases(client, "rollouts", 600.0, tmp_path, rank=0)
+    elsewhere = {("shard-9", 1 << 40): [101]}
+    leases.unconfirmed = TrainedGroups(whole=dict(elsewhere), part=[102])
+    leases.acknowledge(TrainedGroups())
+    assert leases.unconfirmed.whole == elsewhere
+    assert leases.unconfirmed.part == [102]
+
+
 @COUNTING
 def test_a_server_without_its_data_is_gone_on_with(client, tmp_path, renumbers, caplog):
     checkpoint = dead_trainer(client, tmp_path, renumbers, "named")[-1]

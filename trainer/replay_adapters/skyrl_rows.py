@@ -105,8 +105,10 @@ def columns_of(group: RolloutGroup) -> list[str] | None:
 
 
 def output_of(group: RolloutGroup) -> tuple[dict[str, Any], dict[str, Any]] | None:
-    """The output that `group_of` got, with `columns` (its lists of rows) and `prompts`; None: another program's
-    group."""
+    """The output that was passed to `group_of`, and what was stored with it; None: another program's group.
+
+    Stored with it are `columns` (the names of the lists of rows in the output) and `prompts`.
+    """
     read = _STORE.read(group)
     if read is None:
         return None

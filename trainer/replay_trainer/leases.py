@@ -200,14 +200,15 @@ class GroupLeases:
             return
         missing = set(self._client.acknowledge(map(_stub, groups.whole)).missing)
         confirmed: set[int] = set()
-        late = TrainedGroups(part=before.part)
+        # The groups that no lease confirms. Groups that stayed unconfirmed before are tried again by their keys.
+        late = TrainedGroups(dict(before.whole), before.part)
         for lease, keys in groups.whole.items():
-            _, number = lease
+            _, number = lease  # a random number, which no other shard has
             if number in missing:
                 late.whole[lease] = keys
             else:
                 confirmed.update(keys)
-        # A group may have come again, and be confirmed by a later lease.
+        # A group whose lease ended may have been drawn again, and the later lease was confirmed above.
         wanted = late.keys - confirmed
         if wanted:
             consumed = self._client.consume(self.table, sorted(wanted))
@@ -215,11 +216,13 @@ class GroupLeases:
         self.unconfirmed = late.without(confirmed).newest(MOST_UNCONFIRMED)
         new = late.keys - before.keys
         if new:
-            # After a resume this is no reason to worry: the server may have lost its items since the checkpoint.
+            # A resume acknowledges before this run has a checkpoint of its own. Then this is no reason to worry: the
+            # server may have lost its items since the checkpoint.
+            resumes = self._settling is None
             logger.log(
-                logging.INFO if self._settling is None else logging.WARNING,
+                logging.INFO if resumes else logging.WARNING,
                 "%s could not be acknowledged: the leases had ended, or the server is away. The trainer took %d of "
-                "these out of table %r by their keys, and neither draws nor forgets the others",
+                "these out of table %r by their keys. It does not train on the others again, and tries again later",
                 counted(len(new), "group"),
                 len(new & confirmed),
                 self.table,

@@ -106,7 +106,8 @@ class Shard(Connection):
     async def run(self, work: Coroutine[Any, Any, T]) -> T:
         """The result of `work`. Raises ServerUnavailableError as soon as the connection is broken.
 
-        So the caller can go on with other shards. Do not pass work that no other shard may do.
+        The caller can then go on without this shard. `work` is cancelled at that moment, so do not pass work that has
+        to wait until the shard is back.
         """
         task = asyncio.create_task(work)
         self._running.add(task)

@@ -31,6 +31,7 @@ def merge_infos(infos: Mapping[str, ServerInfo], gone: Iterable[str]) -> Sharded
     `gone` are the names of the shards that did not answer.
     """
     merged = _merged(pb.ServerInfo.DESCRIPTOR, list(infos.values()), names=list(infos))
+    # `_by_name` makes a dict of the clients. In a ServerInfo the client that was seen last comes first.
     merged["clients"] = tuple(sorted(merged["clients"].values(), key=lambda client: client.age))
     return ShardedInfo(**merged, shards=dict(infos), gone=tuple(gone))
 

@@ -46,7 +46,7 @@ Rows = npt.NDArray[np.int64]
 _MOST_REMEMBERED = 1 << 20
 """The most keys whose shard a client remembers. The key that was used longest ago is forgotten first."""
 _BLOCK = 256
-"""The number of successive keys whose owners are computed at once. For one key alone the computation takes 20 us."""
+"""The number of successive keys whose owners are computed at once. Computed one by one, each would take 20 us."""
 _SPLITMIX_ROUNDS = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB))
 """The shift and the factor of each round of splitmix64."""
 

@@ -48,9 +48,9 @@ WEIGHTS_AGE = 1.0
 """Seconds for which the last answer of a shard holds. A draw does not see how the shares change in this time. A shard
 goes through its whole table to answer, so it is asked at most twice in this time."""
 _ANSWER_SECONDS = 5.0
-"""Seconds in which a shard must answer. A shard that does not gives nothing to the batch."""
+"""Seconds in which a shard must answer. A shard that answers later gives nothing to the batch."""
 _WEIGH_SECONDS = 2.0
-"""Seconds in which a shard must answer that is only asked for its weight."""
+"""Seconds in which a shard must answer if it is only asked for its weight."""
 _FIRST_PAUSE = 0.005
 """Seconds between the first two looks, while all shards together have too few rows. Each pause doubles the last one."""
 _LONGEST_PAUSE = 0.1

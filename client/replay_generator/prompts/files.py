@@ -67,11 +67,11 @@ _SPLITS = {
     "validation": ("validation", "valid", "val", "dev"),
     "test": ("test", "testing", "eval", "evaluation"),
 }
-"""Splits, each with the words of which one is in the names of its files."""
+"""The words that name each split. A file belongs to the first split that has one of its words in the file's path."""
 
 
 class Rows(Protocol):
-    """Rows that are read by number, with a name for each in errors."""
+    """Rows that are read by number. Each row has a name for error messages."""
 
     @property
     def columns(self) -> Sequence[str] | None:

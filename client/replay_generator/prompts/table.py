@@ -109,6 +109,7 @@ class PromptsTable(PromptQueue):
         self._stats = stats
         self._bad_in_a_row = 0
         self._names = ""
+        """A hash of the names of all rows: `names_of`."""
         self._items = LeasedItems(
             client,
             answer,
@@ -309,15 +310,12 @@ class PromptsTable(PromptQueue):
         logger.warning("left out of table %r: %s", self.table, prompt)
 
     def _check(self, cursor: PromptCursor) -> None:
-        """Raises ReplayError if the table was loaded from other prompts."""
+        """Raises ReplayError if the table was loaded from other prompts: from another number, or with other names."""
         if (cursor.rows, cursor.names) != (len(self._rows), self._names):
-            if cursor.rows == len(self._rows):
-                kind = "others"
-            else:
-                kind = f"{len(self._rows)}"
-            prompts = counted(cursor.rows, "prompt")
+            loaded = counted(cursor.rows, "prompt")
+            has = "others" if cursor.rows == len(self._rows) else str(len(self._rows))
             raise ReplayError(
-                f"table {self.table!r} was loaded from {prompts}, and this generator has {kind}: "
+                f"table {self.table!r} was loaded from {loaded}, and this generator has {has}: "
                 f"give all generators the same prompts, or empty the table with `replay table reset {self.table}`"
             )
 

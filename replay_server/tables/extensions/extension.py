@@ -90,7 +90,7 @@ class Extension:
     # ------------------------------------------------------------------------------------------------ what happens
 
     def why_not(self, insert: InsertBatch) -> Refused | None:
-        """Why an insert is refused, in any state of the tables."""
+        """The reason to refuse an insert, whatever the tables hold; None: this extension does not refuse it."""
 
     def why_no_policy(self, change: PolicyChange) -> Refused | None:
         """Why a change of the policy is refused."""

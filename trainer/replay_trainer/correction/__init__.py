@@ -41,7 +41,7 @@ __all__ = ["PRESETS", "Correction", "CorrectionConfig", "Moments", "Rejection", 
 
 
 def __getattr__(name: str) -> Any:
-    """The names above that need torch, when somebody asks for them: the configuration does not."""
+    """Imports the names above that need torch when somebody asks for one, so that the configuration needs no torch."""
     if name in __all__:
         return getattr(import_module("replay_trainer.correction.correction"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -38,22 +38,23 @@ class SamplingMasks:
     counts_BT: Ints
     """Ids of each token's mask; 0: it has none."""
     truncated_B: npt.NDArray[np.bool_]
-    """True if the tokens of the row were drawn from a part of the vocabulary."""
+    """True if the tokens of the row have log-probabilities of a softmax over a part of the vocabulary."""
 
     @classmethod
     def of(cls, groups: Sequence[RolloutGroup], width: int) -> SamplingMasks | None:
         """The masks of all sequences of the groups, each a row of `width` tokens.
 
-        None: all tokens of all groups were drawn from the whole vocabulary.
+        None: the log-probabilities of all groups are those of the softmax over the whole vocabulary.
         """
         if not any(truncates(group.sampling) for group in groups):
             return None
-        ids = [np.zeros(0, np.int32)]
+        ids = [np.zeros(0, np.int32)]  # so that there is something to concatenate if no group has masks
         counts = []
         truncated = []
         for group in groups:
             is_truncated = truncates(group.sampling)
             counts_T = np.zeros(group.num_tokens, np.int64)
+            # A truncated group without masks keeps counts of 0: `unknown` counts its tokens by that.
             if is_truncated and SAMPLING_MASK in group.extras:
                 ids.append(group.extras[SAMPLING_MASK].astype(np.int32, copy=False))
                 counts_T = np.diff(group.extras[SAMPLING_MASK + OFFSETS])

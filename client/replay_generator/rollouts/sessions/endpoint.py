@@ -3,7 +3,7 @@
     /sessions/ID/v1/… ──▶ the dialect of the path ──Ask──▶ the session ──Answer──▶ a body, or events
 
 * The end of a path decides what is done. Clients differ in what they write before it: nothing, /v1, or /v1 twice.
-* An answer is sent when its whole turn has been drawn. Until then a stream gets comments, so that it stays open.
+* An answer is sent when the policy has written all of it. Until then a stream gets comments, so that it stays open.
 * A failure has a status and a body in the words of the protocol. In a stream that has begun, it is the last event.
 * A client that hangs up does not end its turn: it may ask again, and gets the answer. Only closing the session ends
   turns.
