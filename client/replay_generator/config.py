@@ -100,7 +100,7 @@ class GeneratorConfig:
     follow_policy: bool = True
     """Reload the engine's weights whenever the trainer publishes new ones."""
     reload: Literal["between_groups", "in_flight"] = "between_groups"
-    """The time at which new weights are loaded.
+    """When new weights are loaded.
 
     between_groups: complete the groups under way and start none, then reload. Every group has one version. in_flight:
     reload now; completions under way go on with the new weights and span versions. `extras["policy_versions"]` then has
