@@ -37,7 +37,7 @@ KeyArray = npt.NDArray[np.uint64]
 
 
 FREE, LEAVING, RESERVED, WAITING, SELECTABLE = range(5)
-"""The state of a slot. Only rows in WAITING or SELECTABLE are here."""
+"""The states of a slot. Only rows in the states WAITING and SELECTABLE are "here"."""
 
 _HASH = 0x9E3779B97F4A7C15
 """The factor of Fibonacci hashing: consecutive keys, as clients choose them, spread evenly."""
@@ -60,9 +60,9 @@ def total(values: IntArray) -> int:
 
 
 def costs(sizes: IntArray, labels: Sequence[Labels] | None) -> IntArray:
-    """The bytes of items (n,) that count for bounds: of their payloads and labels (n,).
+    """The bytes of each item (n,) that count for bounds: `sizes` (n,) of the payloads, and the bytes of `labels` (n,).
 
-    `labels` None: no item has any.
+    `labels` None: no item has labels.
     """
     if labels is None:
         return sizes
@@ -151,12 +151,12 @@ class TagColumn:
 
     def set(self, slots: IntArray, labels: Sequence[Labels]) -> None:
         """Fills new slots (n,) from the labels (n,) of their items."""
-        # Most items share their labels with many others, so few of them are looked at.
+        # Many items share one Labels object. Each such object is looked at only once.
         different = {id(of_item): of_item for of_item in labels}
         code_of = {identity: self._add(of_item.text(self.name)) for identity, of_item in different.items()}
         if not any(code_of.values()):
             return  # a new slot has code 0 already
-        # Built-in functions alone: this runs for each of a million rows.
+        # Only built-in functions, because they run for each of a million rows.
         codes = np.fromiter(map(code_of.__getitem__, map(id, labels)), dtype=np.int32, count=slots.size)
         self.codes[slots] = codes
         counts = np.bincount(codes)
@@ -291,7 +291,7 @@ class Columns(RowFacts):
         if keys.size < _FEW or not self._guess.size:
             return self._look_up(keys)
         slots = self._guess[self._hashes(keys)].astype(np.int64)
-        # Where no key of this hash was ever added (-1), the key is not here.
+        # A guess of -1 means that no key of this hash was ever added, so the key is not here.
         other = (self.key[slots] != keys) | (self.state[slots] < WAITING)
         wrong = np.flatnonzero((slots >= 0) & other)
         slots[wrong] = self._look_up(keys[wrong])
@@ -320,7 +320,7 @@ class Columns(RowFacts):
         return np.asarray(keys * np.uint64(_HASH) >> np.uint64(self._shift))
 
     def last_rows(self, slots: IntArray) -> npt.NDArray[np.bool_]:
-        """A mask (n,) of the rows of `slots` (n,) after which the slot of the row does not come again."""
+        """A mask (n,) over `slots` (n,), in which slots may repeat: True at the last occurrence of each slot."""
         rows = np.arange(slots.size)
         self._row[slots] = rows  # numpy keeps the last value of a repeated index
         return np.asarray(self._row[slots] == rows)
@@ -426,7 +426,7 @@ class Columns(RowFacts):
         return slots[np.argsort(self.order[slots], kind="stable")]
 
     def _grow(self, least: int) -> None:
-        # Made anew below. `_lengthen` must not copy it, because it is longer than the columns.
+        # `_lengthen` must not copy `_guess`, which is longer than the columns. It is made anew below.
         self._guess = np.zeros(0, dtype=np.int32)
         super()._grow(least)
         new = self.key.size
@@ -483,13 +483,13 @@ class WaitingRows:
         """By required column: the number of rows that wait for it."""
 
     def add(self, slots: IntArray, labels: Sequence[Labels] | None) -> IntArray:
-        """Makes the rows (n,) wait whose items lack a required column. Returns the slots of the other rows.
+        """Makes those of the rows (n,) wait whose items lack a required column. Returns the slots of the other rows.
 
-        `labels` (n,) are those of the items; None: no item has any.
+        `labels` (n,) are the labels of the items; None: no item has labels.
         """
         if labels is None:
             labels = [NO_LABELS] * slots.size
-        # Most items have the same columns, so this has few entries.
+        # Most items have the same columns, so this dict has few entries.
         bits_of = {of_item.columns: self._lacks(of_item) for of_item in labels}
         lacks = np.array([bits_of[of_item.columns] for of_item in labels], dtype=np.uint16)
         waits = lacks > 0

@@ -5,7 +5,8 @@
 
 with size = inserts - deletes, and spi = samples_per_insert. These are Reverb's inequalities (google-deepmind/reverb,
 reverb/cc/rate_limiter.cc). Deletes and evictions change `size`, and never the difference inserts * spi - samples. In a
-queue or stack that difference is the number of places in use. There an item that leaves unsampled counts as sampled.
+queue or stack that difference is the number of places in use. An item that leaves a queue or stack unsampled counts as
+sampled.
 
 Items that wait for a column do not count as `size` in can_sample, but count everywhere else: they fill a queue, and
 cannot be sampled.
@@ -30,7 +31,10 @@ class RateLimiter:
     max_diff: float
     inserts: int = 0
     samples: float = 0
-    """Samples taken, and those that items which left could still have given (`Table._drop`). It may be a fraction."""
+    """The samples that were drawn, and the samples that items still owed when they left (`Table._drop`).
+
+    It may be a fraction.
+    """
     deletes: int = 0
 
     @property
