@@ -2,7 +2,7 @@
 
 * A call is refused before any byte of its request is read.
 * Only hashes of tokens are kept. No token appears in a log or an error.
-* A token that is revoked opens no new call within a second. Its open calls end within two.
+* At most one second after a token is revoked, it can open no new call. After at most two seconds its open calls end.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ class Tokens:
         found = None
         for known_digest, role in self._roles.items():
             if hmac.compare_digest(known_digest, digest):
-                found = role  # no early return, so that the time tells nothing
+                found = role  # no early return, so that the time does not tell which token is right
         return found
 
     @classmethod
@@ -232,7 +232,7 @@ class Authorizer(grpc.aio.ServerInterceptor):
             task.add_done_callback(lambda task: self._calls.pop(task, None))
 
     def _log(self, peer: str, method: str, why: str) -> None:
-        """Writes one line for all calls refused since the last such line."""
+        """Counts a refused call. Logs one line for all calls refused since the last such line, if that is long ago."""
         self._refused += 1
         now = time.monotonic()
         if now - self._logged_at > _SECONDS_PER_LINE:

@@ -4,16 +4,16 @@
     acknowledged    waits for the commit of the decided rows   ──▶  the client, in durable mode
 
 * A message is decided when its last payload byte has come. If its stream ends before that, the message has no effect.
-* A message that breaks a convention of replay.proto ends its stream. The messages before it stand.
+* A message that breaks a convention of replay.proto ends its stream. The messages before it keep their effect.
 * Payload bytes of a message that is not complete count against a budget that clients share.
 * Rows are decided in the order in which they came. Segments never wait.
 * Decided rows are answered before each wait and at the end of each message.
 * A row that is refused changes nothing, and does not affect the rows after it.
-* A server that drains still accepts segments, and items that close batches: they belong to items that it has.
+* A server that drains still accepts segments, and items that close batches, because these belong to items that it has.
 
-A segment is not appended if the item already has a column with one of its names. So two processes that bring the same
-column do no harm, and the first wins. A retry would find its own names in the item. Each segment therefore has a number
-of its own, and its first answer is remembered under this number.
+A segment is not appended if the item already has one of its columns. So if two processes bring the same column, the
+first wins. But a retry would find the columns of its first attempt in the item. Each segment therefore has a number of
+its own, under which its first answer is remembered.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from replay_server.tables.table import InsertBatch, Payload
 from replay_server.tables.waiting import deadline_at, result_of
 
 ROWS_PER_YIELD = 256
-"""Rows inserted before other requests may run. Rows that are inserted one by one can take seconds."""
+"""Rows that are inserted before other requests may run. If all rows have to be inserted singly, it can take seconds."""
 MAX_UNWRITTEN_BYTES = 64 << 20
 """Unwritten payload bytes of the whole server above which a stream waits before it inserts more."""
 MAX_UNANSWERED = 1024
@@ -165,8 +165,8 @@ class Inserts:
         self._timeout: float | None = None
         """Seconds that each row may wait for its tables; None: for ever."""
         self._refusal: Refused | None = None
-        """The error of all rows, if the payloads are too large, or no room for them came free in time. Such payloads
-        are read, to reach the next message, and are not kept."""
+        """The error of all rows, if the payloads are too large, or if no room for them became free in time. Such
+        payloads are read, to reach the next message, but are not kept."""
 
     async def run(self) -> None:
         """Decides rows until the client ends the stream.
@@ -310,7 +310,8 @@ class Inserts:
     async def _wait(self, pending: PendingInsert) -> Refused | None:
         """Waits until a row is inserted or refused. Returns the refusal; None if the row is inserted.
 
-        The rows decided before it are answered first. While it waits, the payloads of its message count as waiting.
+        The rows decided before this row are answered first. While the row waits, the payloads of its message count
+        against `max_waiting_bytes`.
         """
         buffer = self._buffer
         try:
@@ -350,8 +351,8 @@ class Inserts:
     ) -> pb.UnchangedRow:
         """Appends a segment. Raises Refused; then nothing has changed.
 
-        A retry of the segment has the same `number`; 0: there is no retry. `held` are the ids of batches that the
-        writer of the segment must still hold.
+        A retry of the segment has the same `number`; 0: the client never retries this segment. `held` are the ids of
+        batches that the writer of the segment must still have.
         """
         if self._refusal is not None:
             raise self._refusal
@@ -379,7 +380,7 @@ class Inserts:
 
 
 def check_message(request: pb.InsertRequest) -> None:
-    """Raises Refused where the columns do not fit together."""
+    """Raises Refused if the columns of the message do not fit together."""
     rows = len(request.keys)
     if rows > MAX_ROWS:
         raise invalid(f"{rows} items in one message: at most {MAX_ROWS}")
@@ -419,8 +420,8 @@ def labels_in(request: pb.InsertRequest) -> list[Labels] | None:
 def payloads_of_rows(chunks: Sequence[bytes | memoryview], sizes: list[int]) -> list[Payload]:
     """Divides the payload bytes of a message among its rows.
 
-    The chunks of a single row stay as they came. So do the chunks if there is exactly one for each row. Other rows get
-    copies, because a view of a small item would keep the whole message in memory.
+    If there is a single row, or exactly one whole chunk for each row, the chunks stay as they came. Otherwise the bytes
+    are copied, because a view of a small item would keep the whole message in memory.
     """
     if len(sizes) == 1:
         return [tuple(chunks)]
