@@ -78,7 +78,7 @@ class Client:
         return self.calls[self.connection] > 0
 
     def vanished(self, since: float, seconds: float) -> bool:
-        """True if the client has had no open call since `since`, and before that had calls open for `seconds` on end."""
+        """True if the client has had no open call since `since`, and had open calls for `seconds` before that."""
         return not self.calls and self.left <= since and self.left - self.began >= seconds
 
 
