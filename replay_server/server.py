@@ -220,7 +220,7 @@ class ReplayServer:
             await self._serve(checkpoint, True, fell_back, on_started)
 
     def _last_resort(self, damage: DamagedDirectory) -> Checkpoint:
-        """The newest whole checkpoint. Raises the damage if there is none."""
+        """The newest whole checkpoint. Raises `damage` if there is no whole checkpoint."""
         directory = self.config.checkpoint_dir
         try:
             assert directory is not None  # data_dir is set, and gives the folder of checkpoints a default

@@ -38,7 +38,7 @@ class Role(IntEnum):
     READ_WRITE = 2
     """Insert, sample and publish, as generators and trainers do."""
     ADMIN = 3
-    """Change the server itself, and remove what others need."""
+    """Change the server itself, and remove data that other clients need."""
 
     def __str__(self) -> str:
         return self.name.lower().replace("_", "-")

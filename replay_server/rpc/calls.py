@@ -201,7 +201,7 @@ class Multiplex:
     """The gRPC method Multiplex, which runs calls of SHORT_METHODS on an open stream."""
 
     def __init__(self, methods: Mapping[str, Method]) -> None:
-        """`methods` are those of the whole service."""
+        """`methods` are all methods of the service, by name."""
         self._methods = methods
 
     async def Multiplex(self, call: Call) -> None:
@@ -274,8 +274,9 @@ def first_answer(buffer: ReplayBuffer, request: int, digest: bytes) -> bytes | N
 def split_payloads(first: M, payloads: Iterable[Payload]) -> Iterator[Frame[M]]:
     """`first` with as many payload bytes as fit, then messages with the rest of the bytes.
 
-    Each chunk goes into one message, so that the reader need not join its parts. Only a chunk that is much larger than
-    a message is divided: for a client that does not read, the server would keep the whole chunk in memory.
+    Each chunk is put into one message, so that the reader need not join its parts. Only a chunk that is much larger
+    than a message is divided: otherwise the server would keep the whole chunk in memory for a client that does not
+    read.
     """
     head = first
     chunks: list[bytes | memoryview] = []

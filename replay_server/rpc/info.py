@@ -193,11 +193,11 @@ _rng = np.random.default_rng()
 
 
 def quantiles_of(values: FloatArray | IntArray) -> pb.Quantiles | None:
-    """The quantiles of values (n,); None if there are no values. Then the message and its metrics are absent.
+    """The quantiles of values (n,). None if there are no values: then the message and its metrics are absent.
 
-    Of more than MANY values, p10, p50 and p90 are those of MANY values drawn at random: to order a million would hold
-    up all clients for 60 ms. The share of values below an estimate is off by sqrt(p (1 - p) / MANY), half a percent at
-    the median. The minimum, the maximum and the mean are always exact.
+    If there are more than MANY values, p10, p50 and p90 are estimated from MANY values drawn at random: ordering a
+    million values would hold up all clients for 60 ms. The share of values below an estimate is off by
+    sqrt(p (1 - p) / MANY), half a percent at the median. The minimum, the maximum and the mean are always exact.
     """
     if not values.size:
         return None

@@ -231,10 +231,10 @@ class Inserts:
         return chunks
 
     async def _read_rest(self, chunks: list[bytes | memoryview], total: int) -> int:
-        """Reads the `total` missing bytes of a message. Appends them to `chunks`, if they are not refused.
+        """Reads the `total` missing bytes of a message, and appends them to `chunks` unless the payloads are refused.
 
-        Returns the number of bytes that are missing after that: above 0 if the stream has ended, below 0 if too many
-        bytes came.
+        Returns the number of bytes that are missing afterwards. It is above 0 if the stream has ended, and below 0 if
+        too many bytes were sent.
         """
         missing = total
         stall = self._backend.limits.stall_timeout
@@ -259,7 +259,7 @@ class Inserts:
     # ------------------------------------------------------------------------------------------- new items
 
     async def _insert(self, batch: InsertBatch, first: bool) -> None:
-        """Inserts or refuses each row, and waits for its tables where that is necessary.
+        """Inserts or refuses each row, and waits for the row's tables if that is necessary.
 
         Other requests may run before each ROWS_PER_YIELD rows, but not before the `first` batch of a message.
         """
@@ -288,7 +288,8 @@ class Inserts:
     def _admit(self, batch: InsertBatch) -> tuple[int, PendingInsert | Refused | None]:
         """Inserts rows until one is refused or must wait.
 
-        Returns the number of inserted rows, and the refusal or the wait of the row after them, if any.
+        Returns the number of inserted rows, and the refusal or the wait of the row after these rows; None: the row
+        after these rows is not decided yet.
         """
         if self._refusal is not None:
             return 0, self._refusal
@@ -330,7 +331,7 @@ class Inserts:
 
     async def _extend(self, request: pb.InsertRequest, payloads: Sequence[Payload]) -> None:
         """Appends or refuses each segment."""
-        # Generators extend partial groups, and teachers all others.
+        # A client that extends partial groups is a generator. A client that extends other items is a teacher.
         permit_tables = PermitTables.of(self._buffer)
         is_partial = permit_tables is not None and request.keys[0] in permit_tables.marked
         self._on_message(ClientRole.GENERATOR if is_partial else ClientRole.TEACHER)
@@ -489,7 +490,7 @@ def _divided_by_tables(batch: InsertBatch, rows_of_tables: dict[str, list[int]])
 
     `rows_of_tables` has the rows that go to each table; an empty list stands for all rows.
     """
-    # goes_TR[t, r] is True if row r goes to the t-th table.
+    # goes_TR[t, r] is True if row r is inserted into table t. T: tables, R: rows.
     goes_TR = np.zeros((len(rows_of_tables), len(batch)), dtype=np.bool_)
     for goes_R, rows in zip(goes_TR, rows_of_tables.values(), strict=True):
         goes_R[rows or slice(None)] = True

@@ -163,7 +163,7 @@ def _ordered(table: Table, slots: IntArray, order_by: str, *, descending: bool) 
     values = getattr(table.columns, order_by)[slots]
     if descending:
         values = -values
-    return slots[np.argsort(values, kind="stable")]  # stable: of equal items the older comes first
+    return slots[np.argsort(values, kind="stable")]  # stable: items with equal values stay oldest first
 
 
 def _tags(request: pb.ListItemsRequest) -> dict[str, str]:

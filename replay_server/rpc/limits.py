@@ -212,8 +212,8 @@ class OpenCalls:
             if error.args == (REVOKED,):
                 raise Refused(Code.UNAUTHENTICATED, REVOKED) from None
             if endless and self._closing:
-                # UNAVAILABLE lets clients try again until a server is back. A call without a timeout would try for ever:
-                # it ends because of the reason CLOSING.
+                # UNAVAILABLE lets clients try again until a server is back. A call without a timeout would
+                # try for ever, so clients end it because of the reason CLOSING.
                 raise Refused(Code.UNAVAILABLE, "the server is shutting down", Reason.CLOSING) from None
             raise
         finally:

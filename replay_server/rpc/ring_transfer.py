@@ -48,7 +48,7 @@ class Rings:
 
 
 class Carrier:
-    """Carries the payloads of one call: those of its requests out of a ring, those of its responses into another."""
+    """Carries the payloads of one call: payloads of requests out of a ring, payloads of responses into another ring."""
 
     def __init__(self, rings: Rings, client: str) -> None:
         self._rings = rings

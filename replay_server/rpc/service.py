@@ -1,4 +1,4 @@
-"""Service: all gRPC methods of replay.proto, by name, and gRPC's own server at one address, which calls them.
+"""Service: all gRPC methods of replay.proto by name, and the listener: gRPC's server at an address, which calls them.
 
 Payload bytes are never decoded.
 """

@@ -56,7 +56,7 @@ class Checkpointer:
         keep: int,
         copy: Callable[[Path], Awaitable[None]] | None = None,
     ) -> None:
-        """`keep` is the number of checkpoints to keep of those that the server named.
+        """`keep` is how many to keep of the checkpoints whose names the server chose.
 
         `copy` makes a file with everything that a durable server holds. It is None for a server in memory.
         """
@@ -85,7 +85,10 @@ class Checkpointer:
             self._thread.shutdown()
 
     async def listed(self, verify: bool = False) -> list[Checkpoint]:
-        """All checkpoints, the newest first. `verify` reads every byte of them, one file at a time for all clients."""
+        """All checkpoints, the newest first. With `verify` every byte is read.
+
+        If several clients ask for that, still only one file is read at a time.
+        """
         listed = await asyncio.to_thread(self.directory.list)
         if not verify:
             return listed
@@ -97,7 +100,7 @@ class Checkpointer:
         """Writes a checkpoint, in the place of any checkpoint of this name. Without a `name` the time is the name.
 
         A checkpoint that has begun is finished even if its client goes away. If the client goes away earlier, no
-        checkpoint is written. Raises Refused for a bad name, and if the disk does not take the checkpoint; then nothing
+        checkpoint is written. Raises Refused for a bad name, or if the disk cannot hold the checkpoint. Then nothing
         has changed on the disk.
         """
         if name:

@@ -178,9 +178,9 @@ def sealed(path: Path) -> Checkpoint:
 
 
 def sealed_by(end: bytes, size: int, path: Path) -> Checkpoint:
-    """The summary of a checkpoint of `size` bytes, from its last SEAL_BYTES, or all bytes of a smaller file.
+    """The summary of a checkpoint of `size` bytes. `end` is its last SEAL_BYTES, or the whole of a smaller file.
 
-    `path` is where the file is, or will be. Raises DamagedCheckpoint.
+    `path` is the present or future path of the file. Raises DamagedCheckpoint.
     """
     if len(end) < _END.size:
         raise DamagedCheckpoint("its end is missing")

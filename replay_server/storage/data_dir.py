@@ -70,7 +70,7 @@ def put_aside(directory: Path) -> None:
 
 
 def why_not_openable(path: Path) -> str:
-    """The reason why LMDB could crash on the file, or open another commit than the last one; "" if there is none."""
+    """The reason why LMDB could crash on the file, or open an older commit than the last; "" if it would do neither."""
     with path.open("rb") as file:
         check = LmdbCheck(file, path.stat().st_size)
         try:

@@ -448,8 +448,8 @@ class LmdbStorage(LmdbFile):
         self._check_file()
         portion: float = BYTES_PER_TRANSACTION
         if not payloads.parts.keys().isdisjoint(payloads.gone):
-            # The chunks of a new payload overwrite those of an older item with its key. The older item must be whole
-            # until the last transaction, so there may be only one.
+            # An item was deleted, and a new item has its key: the chunks of the new payload overwrite the chunks of the
+            # old payload. The old item must be whole until the last transaction, so there may be only one transaction.
             portion = math.inf
         parts = payloads.parts.items()
         chunks = chain.from_iterable(chunks_of(key, part.pieces, part.start) for key, part in parts)

@@ -249,7 +249,7 @@ class Delta:
         return bool(len(self.items) or self.removed or self.state_records or self.remembered)
 
     def named_records(self) -> dict[bytes, bytes | None]:
-        """All records except those of items, by name."""
+        """All records except the records of items, by name."""
         remembered = {entry.name: entry.record() for entry in self.remembered}
         return self.state_records | remembered
 

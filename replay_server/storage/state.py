@@ -67,7 +67,7 @@ class ChangeCollector:
         self._changed: set[int] = set()
         self._many_changed: list[KeyArray] = []
         """The keys of large changes."""
-        # A new checkpoint contains all leases, and only the unnamed scope of each table.
+        # The first Delta contains all leases. Of the scopes, it deletes outdated records: no scope has the name "".
         self._changed_scopes = {(name, "") for name in buffer.tables}
         self._changed_leases = set(buffer.outstanding.leased)
         self._scopes = {(table, scope): name for name, (table, scope, _) in state.named(SCOPE).items()}
@@ -163,7 +163,7 @@ class ChangeCollector:
         return delta
 
     def remembered_ids(self, kind: str, ids: Iterable[int]) -> RememberedIds:
-        """A new record with those of `ids` that are still remembered."""
+        """A new record with the `ids` that are still remembered."""
         remembered = self._buffer.remembered[kind]
         still_remembered = [id for id in ids if id in remembered]
         return RememberedIds(
@@ -320,7 +320,7 @@ class ChangeCollector:
 
 
 def _first_free_number(state: State) -> int:
-    """The number after those of all scopes and remembered ids that have a record."""
+    """The number after the highest number in the names of recorded scopes and remembered ids."""
     names = state.values.keys() | state.damaged
     highest = 0
     for name in names:

@@ -45,7 +45,7 @@ class ValueRows:
 
 
 class Balanced(Selector):
-    """Chooses a value, then a slot by one selector for each value. O(values) for a draw, beside those selectors."""
+    """Chooses a value, and then a slot by the selector of that value. A draw is O(values), apart from the selectors."""
 
     def __init__(
         self, columns: Columns, tag: str, weights: Mapping[str, float], build: Callable[[RowFacts], Selector]
@@ -60,7 +60,7 @@ class Balanced(Selector):
         self._position = np.zeros(0, dtype=np.int64)
         """By slot: the position of its item in the part of its value."""
         self._left = np.zeros(16, dtype=np.int64)
-        """By code: the number of items that can be drawn; 0 where the weight is 0."""
+        """By code: the number of items that can be drawn; 0 if the weight is 0."""
         self._weights = np.zeros(16)
         """By code: the weight of the value, if the value has a part."""
 
@@ -299,7 +299,7 @@ class _Part(RowFacts):
     def __init__(self, current_version: int, build: Callable[[RowFacts], Selector]) -> None:
         super().__init__(current_version)
         self.slots = np.zeros(0, dtype=np.int64)
-        """By position: the slot in the table; -1 where its item has left."""
+        """By position: the slot in the table; -1 if the item of the position has left."""
         self.size = 0
         self.selector = build(self)
 

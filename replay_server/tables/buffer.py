@@ -170,7 +170,7 @@ class ReplayBuffer:
         copies = {table.config.copy_to for table in self.tables.values()}
         self.items.copies = {name: table for name, table in self.tables.items() if name in copies}
         self.trained = [table for name, table in self.tables.items() if name not in copies]
-        """The tables that trainers and generators use. The others are copies."""
+        """The tables that trainers and generators use: all tables except tables of copies."""
         self.lines = {name: Lines(clock) for name in self.tables}
         self.policy = Policy(set_at=clock())
         self.versions = StepTimes()
@@ -188,7 +188,7 @@ class ReplayBuffer:
         kinds = (self.known_keys, self.outstanding.acknowledged, self.outstanding.requeued, self.answers)
         self.remembered: dict[str, Remembered[Any]] = {kind.kind: kind for kind in kinds}
         self.damaged = 0
-        """Items lost because their bytes in the storage were not what was written."""
+        """The number of items that were lost because their bytes in the storage had changed."""
         self._rules = InsertRules(self.items, self.known_keys, self.outstanding.why_not_closed, max_payload_bytes)
         self._closed = False
         self.extensions = extensions
@@ -230,7 +230,7 @@ class ReplayBuffer:
     def insert(self, batch: InsertBatch, deadline_at: float = math.inf) -> tuple[int, PendingInsert | None]:
         """Inserts rows from the first one on. Returns how many are in their tables, and the next row if it has to wait.
 
-        To insert all rows, call it until none is left. Raises Refused if the first row is refused; then nothing has
+        To insert all rows, call it until no row is left. Raises Refused if the first row is refused. Then nothing has
         changed.
         """
         self.check_open()
@@ -500,7 +500,7 @@ class ReplayBuffer:
     def _serve_insert(self, pending: PendingInsert, dirty: dict[str, None]) -> bool:
         """Decides the first insert of a line. Returns False if it goes on waiting.
 
-        Adds the names of the tables that this changes to `dirty`.
+        Adds to `dirty` the names of the tables that have changed.
         """
         for table in pending.tables:
             if self.lines[table.name].inserts.head is not pending:

@@ -256,7 +256,7 @@ class Columns(RowFacts):
         self._row = np.zeros(0, dtype=np.int64)
         """Working memory of `last_rows`."""
         self._guess = np.zeros(0, dtype=np.int32)
-        """By hash of a key: the slot of the key of this hash that was added last; -1: there was none."""
+        """By hash: the slot of the last added key that has this hash; -1: no key with this hash was added."""
         self._shift = _BITS
         """The bits of a hash that are dropped, so that the hash is an index of `_guess`."""
 
@@ -382,7 +382,7 @@ class Columns(RowFacts):
         return slots
 
     def leave(self, slots: IntArray) -> None:
-        """Marks these rows, all of them here, as leaving: they count as gone. `free` has to follow for each of them."""
+        """Marks these rows, which are here, as leaving: they count as gone. The caller calls `free` for them later."""
         self._size -= slots.size
         self._leaving += slots.size
         assert self._size >= 0, "rows leave that were not here"
@@ -404,11 +404,11 @@ class Columns(RowFacts):
         return keys
 
     def retain(self, keys: Iterable[int]) -> None:
-        """Makes an extension the owner of these rows. The batch that has reserved them is acknowledged."""
+        """Makes an extension the owner of these rows, when the batch that has reserved them is acknowledged."""
         self.retained.update((key, self.reserved.pop(key)) for key in keys)
 
     def remove_reserved(self, keys: Iterable[int]) -> None:
-        """Frees the slots of these rows, except of retained rows. The batch that has reserved them is acknowledged."""
+        """Frees the slots of these rows, when the batch that has reserved them is acknowledged. Retained rows stay."""
         freed = [self.reserved.pop(key) for key in keys if key in self.reserved]
         slots = np.array(freed, dtype=np.int64)
         self.state[slots] = FREE
@@ -500,7 +500,7 @@ class WaitingRows:
         return slots[~waits]
 
     def remove(self, slots: IntArray) -> IntArray:
-        """These rows (n,) leave. Returns the slots of those that did not wait."""
+        """Notes that these rows (n,) leave. Returns the slots of the rows that did not wait."""
         waits = self._columns.state[slots] == WAITING
         self._add(slots[waits], -1)
         return np.asarray(slots[~waits])

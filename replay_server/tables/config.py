@@ -275,7 +275,7 @@ class TableConfig(Model):
 
     @property
     def indexed(self) -> tuple[str, ...]:
-        """The tags that have a column: those of `index`, that of `balance`, and `environment`."""
+        """The tags that have a column: the tags in `index`, the tag of `balance`, and `environment`."""
         names = [*self.index, ENVIRONMENT]
         if self.balance is not None:
             names.append(self.balance.tag)
@@ -378,8 +378,8 @@ def admitted_table(admission: AdmissionConfig, tables: Sequence[TableConfig]) ->
 def _candidates(admission: AdmissionConfig, tables: Sequence[TableConfig]) -> Sequence[TableConfig]:
     """The tables of which one may be the table that is trained on.
 
-    These are the queues and stacks that forward. If there are none: all queues and stacks. If there are none: all
-    tables.
+    These are the queues and stacks that forward. If no queue or stack forwards: all queues and stacks. If there is no
+    queue or stack at all: all tables.
     """
     not_trained_on = {*admission.permit_tables, *(table.copy_to for table in tables)}
     trained_on = [table for table in tables if table.name not in not_trained_on]

@@ -115,7 +115,7 @@ class Items(dict[int, Item]):
         self.tagged = False
         """True if some item ever had tags."""
         self.copies: Mapping[str, Table] = {}
-        """The tables to which others copy their items."""
+        """The tables to which other tables copy their items, by name."""
         self.on_gone: tuple[Callable[[Sequence[int]], None], ...] = ()
         """The hooks `on_item_gone` of extensions. The next three attributes are hooks too: see `extension.py`."""
         self.spares: tuple[Callable[[int], int], ...] = ()
@@ -144,7 +144,7 @@ class Items(dict[int, Item]):
             self.tagged = self.tagged or bool(of_item.pairs)
 
     def labels(self, keys: Sequence[int]) -> list[Labels] | None:
-        """The labels of each of `keys`; None: no item has any."""
+        """The labels of each of `keys`; None: no item has labels."""
         if not self.labelled:
             return None
         return [self[key].labels for key in keys]

@@ -43,7 +43,7 @@ class RateLimiter:
         return self.inserts - self.deletes
 
     def check(self, size: int) -> None:
-        """Asserts that the counters are those of a table with so many items."""
+        """Asserts that the counters fit a table with `size` items."""
         assert self.size == size, f"inserts {self.inserts} less deletes {self.deletes}, size of the table {size}"
         assert self.deletes >= 0, self.deletes
         assert self.samples >= 0, self.samples

@@ -206,7 +206,7 @@ class OutstandingBatches:
 
 
 def new_id() -> int:
-    """An id for a batch whose reader has chosen none. It is random: no batch from before a restart may have it."""
+    """An id for a batch whose reader has chosen no id. It is random, so that no batch from before a restart has it."""
     return secrets.randbits(63)
 
 

@@ -118,7 +118,8 @@ class InsertRules:
         return None
 
     def _why_no_retry(self, batch: InsertBatch) -> Refused | None:
-        """Why the first row, whose key is known, is refused: it names other tables than the first insert did.
+        """Why the first row, whose key is known, is refused: it names other tables than the first insert did; None: it
+        is a retry.
 
         If it were acknowledged as a retry, it would be in none of the tables that it names.
         """

@@ -78,9 +78,9 @@ class InsertBatch:
     permits: int = 0
     """Id of the grant from which each row uses one permit; 0: none."""
     labels: Sequence[Labels] | None = None
-    """None: no row has any."""
+    """The labels of each row; None: no row has labels."""
     closes: Sequence[int] = ()
-    """Ids of batches that are acknowledged when the row enters its tables. Only an insert of one row has any."""
+    """Ids of batches that are acknowledged when the row enters its tables. Empty if there are several rows."""
     moved: bool = False
     """True if another server has granted `permits`."""
     completions: Sequence[int] = ()
@@ -170,7 +170,7 @@ class Table:
 
     config: TableConfig
     clock: Callable[[], float]
-    """Seconds; never goes back."""
+    """The server's clock, in seconds, which never goes back."""
     on_leave: Callable[[Columns, IntArray], None]
     """Called with the slots of items that leave the table, except rows that are reserved for a batch. The function has
     to call `leave` of these columns, and `free` at once or later."""
@@ -195,7 +195,7 @@ class Table:
         self.flow = FlowMeter()
         """Counts draws of a table whose items are drawn once. Other tables count nothing here."""
         self.waits_since = self.clock()
-        """The time since which rows wait and none of them was extended. It means nothing while no row waits."""
+        """The time since which rows wait and no waiting row was extended. It means nothing while no row waits."""
         self._order = 0
         self.epoch = 0
         self._clear(current_version=0)
@@ -363,9 +363,9 @@ class Table:
         times_sampled: IntArray | int,
         labels: Sequence[Labels] | None = None,
     ) -> None:
-        """Adds items (n,), at least one, in the order of their insertion. The caller counts them.
+        """Adds items (n,), at least one, in the order of their insertion. The caller counts the items.
 
-        `labels` None: no item has any.
+        `labels` None: no item has labels.
         """
         columns = self.columns
         slots = columns.add(keys)
@@ -483,7 +483,7 @@ class Table:
         return words
 
     def most_available(self, request: SampleRequest) -> int:
-        """The largest batch that could be drawn for `request` now, at most what it asks for."""
+        """The number of rows of the largest batch that could be drawn for `request` now, at most num_samples."""
         allowed = self.limiter.most_samples(self.waiting.count)
         most = min(request.num_samples, allowed, self.available(request))
         return int(max(0, most))
@@ -522,7 +522,7 @@ class Table:
             slots, probabilities = self.balanced.select_values(
                 request.values, self.rng, excluded, distinct=request.distinct
             )
-            # The rate limiter may allow fewer rows than are there.
+            # The rate limiter may allow fewer rows than were selected.
             slots = slots[:n]
             probabilities = probabilities[:n]
         elif request.distinct:
@@ -784,7 +784,7 @@ class Table:
         return tags
 
     def _fill(self, tags: Iterable[TagColumn]) -> None:
-        """Fills new tag columns from the labels of all items, those of reserved and retained rows included."""
+        """Fills new tag columns from the labels of all items, including the items of reserved and retained rows."""
         columns = self.columns
         away = [*columns.reserved.values(), *columns.retained.values()]
         slots = np.concatenate([columns.occupied(), np.array(away, dtype=np.int64)])
@@ -844,7 +844,10 @@ class Table:
         assert self.sampler.selectable() <= self.size - self.waiting.count, (self.size, self.waiting.count)
 
     def check(self) -> None:
-        """Asserts what the module states, between two changes. Some passes over arrays, and no loop over the items."""
+        """Asserts what the text of the module states. Called between two changes.
+
+        It takes some passes over arrays, and no loop over the items.
+        """
         self.check_totals()
         columns = self.columns
         columns.check()

@@ -49,7 +49,7 @@ class TagCounts:
         self.name = name
         self.values: dict[str, ValueCounts] = {}
         self.too_many = False
-        """True if the tag has more than MAX_COUNTED values. Then none of them is counted."""
+        """True if the tag had more than MAX_COUNTED values. Then no value of the tag is counted any more."""
 
     @property
     def has_values(self) -> bool:

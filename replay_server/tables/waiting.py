@@ -128,7 +128,7 @@ class Line(Generic[P]):
         self.moved_at = -math.inf
         """The time at which a request was served last."""
         self._still_since = -math.inf
-        """The time since which requests wait and none was served."""
+        """The time since which requests wait and no request was served."""
         self._left_at = -math.inf
         """The time at which the last awaited request left without having been served."""
         self.awaited = 0
@@ -181,7 +181,7 @@ class Line(Generic[P]):
 
     @property
     def still_since(self) -> float | None:
-        """The time since which requests wait and none was served.
+        """The time since which requests wait and no request was served.
 
         None: no request waits, and no wait has ended in vain within the last ASKS_AGAIN seconds.
         """
@@ -191,7 +191,7 @@ class Line(Generic[P]):
 
     @property
     def standstill(self) -> float:
-        """Seconds for which requests have waited and none was served; 0.0: nothing waits."""
+        """Seconds for which requests have waited and no request was served; 0.0: no request waits."""
         since = self.still_since
         if since is None:
             return 0.0

@@ -106,7 +106,7 @@ class MetricsEndpoint:
     def _on_loop(self, function: Callable[[], T]) -> T:
         """Calls `function` on the event loop, and returns its result.
 
-        Raises TimeoutError if the event loop is busy, and RuntimeError if there is none.
+        Raises TimeoutError if the event loop is busy, and RuntimeError if there is no event loop.
         """
         if self._loop is None:
             raise RuntimeError("the server is not started")

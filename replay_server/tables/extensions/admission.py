@@ -71,7 +71,7 @@ class PendingPermits(Pending[Grant]):
     """A request for permits, which waits for capacity."""
 
     def __init__(self, count: int, since: float, deadline: float, request: int) -> None:
-        """`request`: the client's id of the request, which a retry has too; 0: none."""
+        """`request`: the id that the client gives the request and its retries; 0: no id."""
         super().__init__(since, deadline)
         self.count = count
         self.request = request

@@ -81,7 +81,7 @@ class Extension:
         return None
 
     def attach(self, kernel: Kernel) -> None:
-        """Called once, when the tables are there and empty."""
+        """Called once, when the tables exist and are still empty."""
         self.kernel = kernel
 
     def concerns(self, table: TableConfig) -> bool:
@@ -165,7 +165,7 @@ class Extension:
     # ------------------------------------------------------------------------------------------------ invariants
 
     def check(self) -> None:
-        """Asserts what the extension states of itself, between two operations."""
+        """Asserts what the extension's texts say must always hold. Called between two operations."""
         assert self.marked <= self.kernel.items.keys(), self.marked - self.kernel.items.keys()
 
 

@@ -82,7 +82,7 @@ class History(Extension):
 
     @property
     def last_state(self) -> str:
-        """The id of the state that was named last, or gone back to; "": there is none."""
+        """The id of the state that the trainer named last, or went back to last; "": there is no state."""
         return self.states[-1].id if self.states else ""
 
     # ------------------------------------------------------------------------------------------------ retaining
@@ -180,7 +180,7 @@ class History(Extension):
         return None
 
     def _why_unknown(self) -> str:
-        """Why a state is not known: the known states, or why there are none."""
+        """Says why a state is not known: lists the known states, or says why there are no states."""
         if not self._most:
             return "no table of this server has retain_consumed"
         if not self.states:
