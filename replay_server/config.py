@@ -68,7 +68,7 @@ class ServerConfig(Model):
     listen: str = "127.0.0.1:7400"
     """host:port on which the server listens. Port 0: a free port. 0.0.0.0: every address of this machine."""
     metrics_listen: str | None = None
-    """host:port of /metrics for Prometheus and /health, over HTTP and without a token; absent: neither."""
+    """host:port of /metrics for Prometheus and /health, over HTTP and without a token; absent: no metrics."""
     data_dir: Path | None = None
     """Folder in which items are stored durably; absent: items are kept in memory only."""
     fsync: Literal["always", "never"] = "always"

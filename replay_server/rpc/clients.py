@@ -141,7 +141,7 @@ class Clients:
         client = self._record_sign_of_life(name, connection, None)
         client.settings = text
         self._forget_old_settings()
-        # The values of settings are JSON, so a string has quotes.
+        # The values of settings are JSON, so quotes are stripped from strings.
         prompts_table = settings.get("prompts_table")
         if prompts_table:
             self.prompt_tables.add(prompts_table.strip('"'))

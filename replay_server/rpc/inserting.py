@@ -463,7 +463,7 @@ def batches_of(request: pb.InsertRequest, sizes: list[int], payloads: list[Paylo
 
 
 def _priorities_in(target: pb.InsertTarget, rows: int) -> FloatArray:
-    """The priorities (rows,) of the rows of a message in one table. Rows that do not go to the table have 1.
+    """The priorities (rows,) of the rows of a message in one table. Rows for other tables have priority 1.
 
     Raises Refused.
     """

@@ -208,7 +208,7 @@ class OpenCalls:
             self._endless.add(task)
         try:
             yield
-        except asyncio.CancelledError as error:  # gRPC would tell the client nothing about the cancelled call
+        except asyncio.CancelledError as error:  # gRPC would not tell the client why the call was cancelled
             if error.args == (REVOKED,):
                 raise Refused(Code.UNAUTHENTICATED, REVOKED) from None
             if endless and self._closing:

@@ -143,7 +143,7 @@ def _try(address: str) -> None:
 
 def _options(limits: LimitsConfig) -> list[tuple[str, int]]:
     return [
-        ("grpc.so_reuseport", 0),  # a port in use is an error, not a second server behind the same address
+        ("grpc.so_reuseport", 0),  # otherwise two servers could listen on one port, and share its connections
         ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
         ("grpc.max_send_message_length", -1),
         ("grpc.max_metadata_size", MAX_METADATA_BYTES),

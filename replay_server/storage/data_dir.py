@@ -61,7 +61,7 @@ def lock(directory: Path) -> int:
 
 
 def put_aside(directory: Path) -> None:
-    """Renames the file of the directory, if there is one."""
+    """Renames data.mdb, if the directory has this file. The content stays in the directory under the new name."""
     path = directory / "data.mdb"
     if path.exists():
         aside = directory / f"replaced-{time.time_ns()}.mdb"

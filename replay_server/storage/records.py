@@ -30,7 +30,7 @@ docs/reference/compatibility.md says when the version may change.
 
 ITEM = np.dtype(
     [
-        ("checksum", "<u8"),  # of everything after it, rows and labels included; its seed is the key
+        ("checksum", "<u8"),  # of all bytes after the checksum, with rows and labels; the key is its seed
         ("key", "<u8"),
         ("policy_version", "<i8"),
         ("nbytes", "<i8"),

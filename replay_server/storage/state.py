@@ -214,7 +214,7 @@ class ChangeCollector:
         assert table_owners.size == 0 or table_owners.max() < keys.size, "a row belongs to no item"
         in_a_table = np.zeros(keys.size, dtype=np.bool_)
         in_a_table[table_owners] = True
-        new_index = np.cumsum(in_a_table) - 1  # of each item, after the items in no table are left out
+        new_index = np.cumsum(in_a_table) - 1  # the index of each item when items in no table are left out
         keys = keys[in_a_table]
         found = list(map(buffer.items.__getitem__, keys.tolist()))
         forwarded_owners, forwarded_rows = self._forwarded_rows(found)

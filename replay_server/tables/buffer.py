@@ -105,8 +105,8 @@ def insertable_at_once(batch: InsertBatch, tables: Sequence[Table], items: Items
 def quiet_time(pending: PendingInsert | PendingSample, now: float, extensions: Iterable[Extension]) -> str:
     """Says that the other side of a wait does nothing, as in "; nobody sampled for 12 s"; "": the other side is active.
 
-    For a waiting insert the other side are the clients that sample. For a waiting sample it is the clients that insert.
-    The words then also say for which extensions generators wait.
+    For a waiting insert, the other side are the clients that sample. For a waiting sample, the other side are the
+    clients that insert, and the words also say what generators wait for.
     """
     table = pending.tables[0]
     if not isinstance(pending, PendingSample):

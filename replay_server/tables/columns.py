@@ -439,7 +439,7 @@ class Columns(RowFacts):
         self._guess[self._hashes(self.key[slots])] = slots
 
     def check_counts(self) -> None:
-        """Asserts that the counts are those of the states. One pass over an array."""
+        """Asserts that the counts fit the states of the slots. It takes one pass over an array."""
         counts = np.bincount(self.state, minlength=SELECTABLE + 1).tolist()
         assert self._size == counts[WAITING] + counts[SELECTABLE], (self._size, counts)
         assert self._leaving == counts[LEAVING], (self._leaving, counts)

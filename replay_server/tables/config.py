@@ -90,7 +90,7 @@ class Model(BaseModel, metaclass=_OneLine):
 
 
 class _Tagged(Model):
-    """A variant, whose name is `type`. The name alone is short for the variant with its default settings."""
+    """A section whose `type` names a variant. The name alone is short for the variant with its default settings."""
 
     @model_validator(mode="before")
     @classmethod
@@ -144,7 +144,8 @@ class RateLimiterConfig(_Tagged):
     samples_per_insert: float | None = Field(None, gt=0)
     """The ratio to keep (`sample_to_insert_ratio`: needed)."""
     error_buffer: float | tuple[float, float] | None = None
-    """The deviation from the ratio that is allowed: e, or (min_diff, max_diff) (`sample_to_insert_ratio`)."""
+    """The deviation from the ratio that is allowed: a number e, or a pair of min_diff and max_diff
+    (`sample_to_insert_ratio`)."""
 
     @model_validator(mode="after")
     def _checked(self) -> Self:

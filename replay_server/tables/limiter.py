@@ -110,8 +110,8 @@ class RateLimiter:
 def sample_to_insert_ratio(spi: float, min_size: int, error_buffer: float | tuple[float, float] | None) -> RateLimiter:
     """Keeps samples / inserts near `spi`, which is above 0.
 
-    error_buffer: a number e bounds the difference to spi * min_size ± e; a pair is (min_diff, max_diff). Raises
-    ValueError for constants with which inserts and samples block each other for ever.
+    error_buffer: a number e bounds the difference inserts * spi - samples to spi * min_size ± e. A pair is (min_diff,
+    max_diff). Raises ValueError for constants with which inserts and samples block each other for ever.
     """
     middle = spi * min_size
     if isinstance(error_buffer, tuple):

@@ -113,7 +113,7 @@ class OutstandingBatches:
         return changed
 
     def close(self, batch_ids: Sequence[int]) -> list[Table]:
-        """The reader's new item takes the place of these batches. Returns the tables that have changed."""
+        """Acknowledges batches that a new item of their reader closes. Returns the tables that have changed."""
         changed = []
         for batch_id in batch_ids:
             changed += self.acknowledge(batch_id)

@@ -431,7 +431,7 @@ class Prioritized(Selector):
             slots = slots[~np.isin(slots, excluded)]
         weights = self._tree.get(slots)
         total = float(weights.sum())
-        squares = float(np.square(weights).sum())  # for a dot product, BLAS would start threads
+        squares = float(np.square(weights).sum())  # not np.dot, for which BLAS would start threads
         if self._half_life is None:
             return total, squares
         scale = float(np.exp2(self._reference - self._columns.current_version / self._half_life))
@@ -642,9 +642,9 @@ class SumTree(Tree[np.float64]):
 class MinTree(Tree[np.complex128]):
     """Each leaf is a pair of a rank and an order. Each node is the smaller of its children.
 
-    No order is there twice, so no two pairs are equal. Pairs are complex numbers, because numpy compares these by the
-    real part and then by the imaginary part. Orders stay below 2**53. Finding the n smallest pairs is one pass over
-    log2(capacity) levels.
+    All orders differ, so no two pairs are equal. A pair is stored as a complex number, rank + order * i, because numpy
+    compares complex numbers by the real part and then by the imaginary part. Orders stay below 2**53. Finding the n
+    smallest pairs is one pass over log2(capacity) levels.
     """
 
     _combine = np.minimum
@@ -708,6 +708,6 @@ class MinTree(Tree[np.complex128]):
                     rank = right_rank
                     order = nodes[left + 3]
                 if nodes[2 * node] == rank and nodes[2 * node + 1] == order:
-                    break  # then no node above this one changes either
+                    break  # this node has not changed, so no node above it changes either
                 nodes[2 * node] = rank
                 nodes[2 * node + 1] = order
