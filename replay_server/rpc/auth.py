@@ -65,7 +65,7 @@ ROLES = {
     "ReleasePermits": Role.READ_WRITE,
     "Describe": Role.READ_WRITE,
     "Leave": Role.READ_WRITE,
-    "CreateCheckpoint": Role.READ_WRITE,  # a trainer makes one with each checkpoint of its own
+    "CreateCheckpoint": Role.READ_WRITE,  # a trainer asks for a checkpoint of the server with each of its own
     "UpdateTable": Role.ADMIN,
     "Reset": Role.ADMIN,
 }

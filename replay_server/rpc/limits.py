@@ -106,7 +106,7 @@ class Budget:
         self._acquire(client, n)
 
     def release(self, client: str, n: int) -> None:
-        """Gives back n that the client has, and serves requests that wait."""
+        """Gives back `n` of the amount that the client uses, and serves requests that wait."""
         self.used -= n
         left = self._used_by.pop(client, 0) - n
         assert left >= 0, f"{client} gives back {-left} {self._name} more than it has"

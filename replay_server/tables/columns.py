@@ -207,7 +207,7 @@ class TagColumn:
         self.codes = np.concatenate([self.codes, more])
 
     def check(self, state: npt.NDArray[np.uint8]) -> None:
-        """Asserts that the counts are those of the codes, and that all known values are in use. `state`: by slot."""
+        """Asserts that the counts fit the codes, and that all known values are in use. `state`: by slot."""
         assert self.codes.size == state.size, (self.codes.size, state.size)
         assert not self.codes[state < RESERVED].any(), "a slot that is free or leaving has a value"
         counts = np.bincount(self.codes, minlength=self._rows.size)
@@ -223,9 +223,9 @@ class Columns(RowFacts):
 
     A key has at most one row that is here, one row that a batch reserves, and one row that is retained.
 
-    Among a million items a lookup in `_slots` waits for main memory several times, one key after the other. `find`
-    therefore guesses the slots of many keys with arrays, which waits for many keys at once. It looks up in `_slots`
-    only the keys whose guess was wrong.
+    If there are a million items, each lookup in `_slots` waits for main memory several times. `find` therefore guesses
+    the slots of many keys with arrays, so that it waits for many keys at once. Then it looks up in `_slots` only the
+    keys whose guess was wrong.
     """
 
     def __init__(self, current_version: int = 0, indexed: Iterable[str] = ()) -> None:
@@ -277,7 +277,7 @@ class Columns(RowFacts):
         """The `keys` that are not here."""
         if self._leaving:
             return [key for key in keys if key not in self]
-        return [key for key in keys if key not in self._slots]  # a quarter of the time
+        return [key for key in keys if key not in self._slots]  # takes a quarter of the time
 
     def leaving(self, key: int) -> int | None:
         """The slot of `key` if it is leaving."""
@@ -563,7 +563,7 @@ class WaitingRows:
         return np.asarray((lacks[:, None] >> self._bit_numbers) & 1 > 0)
 
     def check(self) -> None:
-        """Asserts that the counts are those of the rows that wait."""
+        """Asserts that the counts fit the rows that wait."""
         waiting = np.flatnonzero(self._columns.state == WAITING)
         assert self.count == waiting.size, (self.count, waiting.size)
         lacks = self._bits(self._columns.lacks[waiting])

@@ -35,7 +35,7 @@ class ShardIndex(NamedTuple):
 
 @dataclass(frozen=True)
 class PolicyChange:
-    """The trainer sets the version, and perhaps names the state of its own that it saves or goes back to."""
+    """The trainer sets the version. It may also name its own state, which it has saved or goes back to."""
 
     before: int
     """The version until now."""
