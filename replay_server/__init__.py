@@ -2,7 +2,8 @@
 
 import os
 
-# gRPC's C core writes its own lines to stderr, beside the errors that we raise. It reads this when it is loaded.
+# By default gRPC's C core writes its own lines to stderr, beside the errors that we raise. It reads this variable when
+# it is loaded.
 os.environ["GRPC_VERBOSITY"] = os.environ.get("GRPC_VERBOSITY", "NONE")
 
 import replay_protos  # noqa: F401, before `grpc` is imported

@@ -23,10 +23,10 @@ from replay_server.tables.config import (
     with_named,
 )
 
-# The most that one request, or one connection, may ask for. LimitsConfig has what clients share.
+# Fixed bounds. LimitsConfig has the bounds that an operator can set.
 
 MAX_MESSAGE_BYTES = 16 << 20
-"""Bytes of one message. gRPC refuses a larger message when it has read its length."""
+"""Bytes of one message. gRPC refuses a larger message as soon as it has read the length of the message."""
 MAX_METADATA_BYTES = 16 << 10
 """Bytes of the headers of a call."""
 MAX_ROWS = 1 << 16
@@ -34,21 +34,21 @@ MAX_ROWS = 1 << 16
 MAX_KEYS = 1 << 20
 """Keys in one Delete or UpdatePriorities."""
 MAX_EXCLUDE = 1 << 14
-"""Keys that one sample request excludes. While the request waits, each change looks them up again."""
+"""Keys that one sample request excludes. While the request waits, each change of the table looks up all of them."""
 MAX_SCOPE = 256
 """Characters in the name of a scope."""
 MAX_WEIGHTS = 4096
-"""Characters in the location of weights. Every watcher of the policy gets them."""
+"""Characters in the location of weights, which is sent to every watcher of the policy."""
 MAX_STATE = 128
-"""Characters in the id of a trainer's state. Every watcher of the policy gets it."""
+"""Characters in the id of a trainer's state, which is sent to every watcher of the policy."""
 MAX_SERVERS = 4096
 """Servers that share the permits of a run."""
 MAX_LEASE = 86_400.0
-"""Seconds after which a lease gives its batch back."""
+"""The longest lease of a batch, in seconds."""
 MAX_ROWS_OUTSTANDING = 1 << 22
 """Samples that all clients together may have outstanding: under leases, or drawn ahead."""
 MAX_BYTES_READ = 256 << 20
-"""Payload bytes that answers to Get hold at a time, of all clients. They count for no max_bytes."""
+"""Payload bytes that all answers to Get together may hold at a time. They do not count for `max_bytes`."""
 MAX_DRAWS = 4096
 """Draws of one sample stream that wait, or whose batches are neither acknowledged nor leased."""
 MAX_CLIENTS = 1024
@@ -56,9 +56,10 @@ MAX_CLIENTS = 1024
 MAX_NAME = 64
 """Characters in the name of a client."""
 MAX_DESCRIPTION = 4096
-"""Bytes of the settings that a client describes itself with, as JSON. A generator or trainer of ours sends some 400."""
+"""Bytes of the JSON by which a client describes its settings. Our generator and trainer send some 400 bytes."""
 MAX_DESCRIPTIONS = 256 * 1024
-"""Bytes of the settings of all clients. Beyond them the server forgets those of clients seen longest ago."""
+"""Bytes of the settings of all clients. If there are more, the server forgets the settings of clients seen longest
+ago."""
 
 
 class ServerConfig(Model):
@@ -67,7 +68,7 @@ class ServerConfig(Model):
     listen: str = "127.0.0.1:7400"
     """host:port on which the server listens. Port 0: a free port. 0.0.0.0: every address of this machine."""
     metrics_listen: str | None = None
-    """host:port of /metrics for Prometheus and /health, over HTTP and without a token; absent: neither."""
+    """host:port of /metrics for Prometheus and /health, over HTTP and without a token; absent: no metrics."""
     data_dir: Path | None = None
     """Folder in which items are stored durably; absent: items are kept in memory only."""
     fsync: Literal["always", "never"] = "always"
@@ -93,7 +94,7 @@ class ServerConfig(Model):
 
 
 class SecurityConfig(Model):
-    """Tokens and TLS. All files are in PEM format, except the tokens' (see rpc.auth.Tokens)."""
+    """Tokens and TLS. All files are in PEM format, except `tokens_file` (see rpc.auth.Tokens)."""
 
     tls_cert: Path | None = None
     """The server's certificate, followed by the intermediate certificates; absent: connections are not encrypted."""
@@ -105,8 +106,8 @@ class SecurityConfig(Model):
     """Clients must send a token from this file. Absent: REPLAY_TOKENS_FILE or REPLAY_TOKENS in the environment
     counts; without these, no token is needed."""
     insecure: bool = False
-    """Listen where other machines reach the server, although no token is needed: then everybody who reaches the server
-    can read and change everything."""
+    """Listen where other machines can reach the server, although no token is needed. Then everybody who reaches the
+    server can read and change everything."""
 
     @model_validator(mode="after")
     def _checked(self) -> Self:
@@ -120,23 +121,24 @@ class LimitsConfig(Model):
     constants of the server (config.py). gRPC holds at most 16 MB of unread messages for each open call."""
 
     max_connections: int = Field(1024, ge=1, le=1_000_000)
-    """The most open connections. The server refuses more."""
+    """The most open connections. The server refuses further connections."""
     max_calls_per_connection: int = Field(256, ge=1, le=1_000_000)
-    """The most open calls of one connection, streams included. Its client delays more."""
+    """The most open calls of one connection, streams included. The client delays further calls."""
     max_calls: int = Field(8192, ge=1, le=10_000_000)
-    """The most open calls of all connections. The server refuses more."""
+    """The most open calls of all connections. The server refuses further calls."""
     max_unfinished_bytes: Bytes = 2 << 30
-    """The most bytes of items that have not arrived completely. One connection may use half of it. More items wait.
-    It must be at least `max_payload_bytes`, or the largest item would never fit."""
+    """The most bytes of items that have not arrived completely. One connection may use half of it. Further items wait.
+    If this is below `max_payload_bytes`, the server uses `max_payload_bytes`, so that the largest item fits."""
     max_waiting_bytes: Bytes = 4 << 30
     """The most bytes of complete items that wait for their table. One connection may use half of it. The server refuses
-    more."""
+    further items that would have to wait."""
     max_shared_bytes: Bytes = 512 << 20
-    """The most bytes of shared memory for payloads of clients on this host. One connection may use half of it. More
+    """The most bytes of shared memory for payloads of clients on this host. One connection may use half of it. Further
     payloads travel over gRPC."""
     memory_share: float = Field(0.9, gt=0, le=1)
-    """Share of the memory of the control group that may be in use, the cache of files apart. Beyond it inserts are
-    refused, before the system kills the server. Of the machine's memory at most 512 MiB stay free. 1: no bound."""
+    """Share of the memory of the machine, and of each control group of the server, that may be in use. The cache of
+    files does not count. If more is in use, the server refuses inserts, so that the system does not kill it. On the
+    machine at most 512 MiB have to stay free. 1: no bound."""
     stall_timeout: float = Field(60.0, gt=0)
     """Seconds within which a client must send the next chunk of an item, or read the next chunk of a response."""
 
@@ -200,9 +202,9 @@ class Config(Model):
 
     @classmethod
     def load(cls, path: str | Path, defaults: Mapping[str, Any] | None = None) -> Config:
-        """Reads a TOML file. `defaults` are settings as in a file. The settings of the file change them: see `changed`.
+        """Reads a TOML file. Its settings change `defaults`, which are settings as in a file: see `changed`.
 
-        Without `defaults`, a file without [[tables]] has the usual tables.
+        Without `defaults` they change USUAL: a file without [[tables]] then has the usual tables.
 
         Raises ValueError that names the file, the place in it and the remedy.
         """
@@ -236,9 +238,9 @@ def _check_forwarding(table: TableConfig, by_name: Mapping[str, TableConfig]) ->
 
 
 def changed(settings: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings as in a file, changed by the settings in `own`: field by field of each section, and of each table.
+    """Settings as in a file, changed by the settings in `own`, field by field in each section and each table.
 
-    A choice that is a table of fields, such as a sampler, is replaced as a whole.
+    A field whose value has fields itself, such as a sampler, is replaced as a whole.
     """
     result = {**settings, **own}
     for name in settings.keys() & own.keys():
@@ -252,7 +254,8 @@ def changed(settings: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, An
 
 
 def _changed_tables(tables: Iterable[Mapping[str, Any]], own: list[Any]) -> list[Any]:
-    """The tables, changed by tables of the same names in `own`. The other entries of `own`, also wrong ones, follow."""
+    """The tables, changed by the tables of the same names in `own`. All other entries of `own` follow, even invalid
+    ones: the caller validates them."""
     own_tables = {table.get("name"): table for table in own if isinstance(table, dict)}
     result: list[Any] = []
     names = []
@@ -275,6 +278,6 @@ DEFAULT_TABLES = (
         max_staleness=16,
     ),
 )
-"""The tables of `replay serve` whose file names none: a queue of new groups, and the pool that it feeds."""
+"""The tables of a server whose file names no tables: a queue of new groups, and the pool that the queue feeds."""
 USUAL: Mapping[str, Any] = {"tables": DEFAULT_TABLES}
 """The settings that a file changes. If the file has [[tables]], they replace both of these tables."""

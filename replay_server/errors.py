@@ -1,4 +1,4 @@
-"""Refused: the error of a request that the server refuses, and for which it has changed nothing."""
+"""Refused: the error of a request that the server refuses. A refused request has changed nothing."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ class Reason(StrEnum):
     TABLE_FULL = "table-full"
     """The table is full, and configured to reject."""
     SERVER_BUSY = "server-busy"
-    """All clients together have reached a bound of the server: calls, streams, outstanding samples, or bytes."""
+    """A bound of the server is reached: on calls, draws, outstanding samples, bytes or memory."""
     DRAINING = "draining"
     """The shard is being emptied and takes no new keys. The client inserts into another shard."""
     LEASE_ENDED = "lease-ended"
-    """The item should close a batch that its reader does not have any more."""
+    """An item was to close a batch, or a segment is based on a batch, whose lease has ended."""
     STORAGE_FAILED = "storage-failed"
     """The disk is full or fails, or a checkpoint could not be written."""
     TRY_AGAIN = "try-again"
@@ -81,7 +81,7 @@ def full(message: str) -> Refused:
 
 
 def busy(message: str) -> Refused:
-    """All clients together have reached a bound of the server."""
+    """One client, or all clients together, have reached a bound of the server."""
     return Refused(Code.RESOURCE_EXHAUSTED, message, Reason.SERVER_BUSY)
 
 
@@ -91,7 +91,7 @@ def storage_failed(message: str) -> Refused:
 
 
 def deadline(message: str) -> Refused:
-    """Time is up: the timeout of the caller, or the server's limit for a slow transfer."""
+    """A time limit has passed: the timeout of the caller, or the server's limit for a slow transfer."""
     return Refused(Code.DEADLINE_EXCEEDED, message)
 
 
@@ -107,12 +107,12 @@ def draining(key: int) -> Refused:
 
 
 def lease_ended(message: str) -> Refused:
-    """The reader does not have the batch any more that its item should close."""
+    """An item was to close a batch, or a segment is based on a batch, that its reader does not have any more."""
     return Refused(Code.ABORTED, message, Reason.LEASE_ENDED)
 
 
 def unsupported(message: str) -> Refused:
-    """The server, as it is configured, cannot do this."""
+    """The server cannot do this with its configuration."""
     return Refused(Code.UNIMPLEMENTED, message)
 
 

@@ -107,9 +107,10 @@ class ReplayServer:
         self._draining = False
 
     def restore(self, checkpoint: str, *, replace: bool = False) -> Self:
-        """Restores this checkpoint at the start ("latest": the newest). If it is damaged: the newest whole checkpoint.
+        """Makes the start restore this checkpoint; "latest" is the newest checkpoint.
 
-        The start fails if `data_dir` holds items already. With `replace` these items are put aside.
+        If the checkpoint is damaged, the start restores the newest whole checkpoint. The start fails if `data_dir`
+        holds items already. With `replace` these items are put aside.
         """
         self._restore = checkpoint
         self._replace = replace
@@ -124,7 +125,7 @@ class ReplayServer:
 
     @property
     def metrics_address(self) -> str | None:
-        """host:port of the metrics, after the start; None if it has no metrics."""
+        """host:port of /metrics; None before the start, or if the server has no metrics."""
         return self._metrics_address
 
     @property
@@ -160,7 +161,7 @@ class ReplayServer:
         return asyncio.run_coroutine_threadsafe(call(), self._loop).result()
 
     def start(self) -> None:
-        """Returns when clients can connect."""
+        """Starts the server on its thread, and returns when clients can connect. Raises the error of a failed start."""
         if self._thread is not None:
             raise RuntimeError("the server is started already")
         ready = threading.Event()
@@ -175,7 +176,7 @@ class ReplayServer:
 
         self._thread = threading.Thread(target=lambda: event_loop.run(main()), name="replay-server", daemon=True)
         self._thread.start()
-        # Waits in slices: in a wait without an end, Python may miss a signal that came in the moment before the wait.
+        # Waits a second at a time: in a wait without an end, Python may miss a signal that came just before the wait.
         while not ready.wait(1.0):
             pass
         if failure:
@@ -190,7 +191,7 @@ class ReplayServer:
         assert self._loop is not None
         self._loop.call_soon_threadsafe(self.request_stop, grace)
         while self._thread.is_alive():
-            self._thread.join(1.0)  # in slices, as in `start`
+            self._thread.join(1.0)  # a second at a time, as in `start`
         self._thread = None
 
     def request_stop(self, grace: float | None = 5.0) -> None:
@@ -219,10 +220,10 @@ class ReplayServer:
             await self._serve(checkpoint, True, fell_back, on_started)
 
     def _last_resort(self, damage: DamagedDirectory) -> Checkpoint:
-        """The newest whole checkpoint. Raises the damage if there is none."""
+        """The newest whole checkpoint. Raises `damage` if there is no whole checkpoint."""
         directory = self.config.checkpoint_dir
         try:
-            assert directory is not None  # data_dir gives it a default
+            assert directory is not None  # data_dir is set, and gives the folder of checkpoints a default
             return CheckpointDirectory(directory).open("latest")
         except ValueError:
             raise damage from None
@@ -233,7 +234,7 @@ class ReplayServer:
         section = self.config.server
         checkpoints = self.config.checkpoints
         directory = self.config.checkpoint_dir
-        # Without a schedule the folder may be read-only: a server that only restores from it writes nothing there.
+        # A server that only restores from the folder writes nothing there, so the folder may be read-only.
         writes_checkpoints = checkpoints.every_minutes is not None or checkpoints.on_stop
         if writes_checkpoints and directory is not None:
             CheckpointDirectory(directory).check_writable()
@@ -242,7 +243,7 @@ class ReplayServer:
         storage: LmdbStorage | None = None
         journal: Journal | None = None
         checkpointer: Checkpointer | None = None
-        async with AsyncExitStack() as ends:  # closes them in the opposite order
+        async with AsyncExitStack() as ends:  # closes what is opened below, the last first
             if section.data_dir is not None:
                 storage = LmdbStorage(section.data_dir, fsync=section.fsync == "always", replace=replace)
                 storage.fell_back = fell_back

@@ -1,13 +1,14 @@
 """Shards are complete servers, as actors of a Ray cluster. Ray places, restarts and names them.
 
-Each shard is a named, detached actor with a ReplayServer of its own. Ray restarts it for ever, on a new port, and
-spreads the shards over the nodes. Clients find them as "ray://NAMESPACE/NAME".
+Each shard is a named, detached actor with a ReplayServer of its own. Ray spreads the shards over the nodes, and
+restarts a shard each time it dies, on a new port unless `up` names one. Clients find the shards as
+"ray://NAMESPACE/NAME".
 
 A shard that drains writes a mark into Ray's store of keys, where Ray also keeps the names of its actors. So the mark
 outlives the process: a shard that Ray restarts reads its mark before it serves. The mark names the id of the actor. Ray
 keeps the id when it restarts the actor, and never uses it for another actor. So a new shard with the same name does not
-drain. The mark of a shard that was stopped stays in the store, as some bytes. Without the mark, a shard that dies while
-it is stopped would come back and accept inserts.
+drain. When a shard is stopped, its mark stays in the store, where it takes a few bytes. Without the mark, a shard that
+dies while it is being stopped would come back and accept inserts.
 
 Only this module of the server uses Ray (the extra `ray`). It imports Ray when a function is called.
 """
@@ -54,7 +55,7 @@ class ShardStatus:
     """Id of its Ray node."""
     pid: int = 0
     items: int = 0
-    """Payloads held."""
+    """The number of payloads that the shard holds."""
     draining: bool = False
     """True if the shard accepts no more inserts, and may be stopped when it is empty."""
     restarted: bool = False
@@ -74,7 +75,7 @@ class ShardActor:
         ray: Any = module
         self._name = name
         host, _, port = config.server.listen.rpartition(":")
-        if host in ("", "0.0.0.0"):  # a client on another node needs the address of this one
+        if host in ("", "0.0.0.0"):  # clients on other nodes need the address of this node
             host = ray.util.get_node_ip_address()
         section = config.server.model_copy(update={"listen": f"{host}:{port}"})
         self._server = ReplayServer.from_config(config.model_copy(update={"server": section}), environment)
@@ -83,7 +84,7 @@ class ShardActor:
 
     @property
     def _mark(self) -> str:
-        """The key in Ray's store of the mark of this actor. While the mark is there, the shard drains."""
+        """The key of this actor's mark in Ray's store. As long as the store has the mark, the shard drains."""
         import ray
 
         return f"replay-draining-{ray.get_runtime_context().get_actor_id()}"
@@ -106,7 +107,7 @@ class ShardActor:
         )
 
     def drain(self, draining: bool) -> None:
-        """Accepts no more inserts from now on, or accepts them again. That outlives a restart."""
+        """Makes the shard refuse inserts from now on, or accept them again. The choice outlives a restart."""
         from ray.experimental import internal_kv
 
         if draining:
@@ -127,7 +128,7 @@ class ShardActor:
         return self._server.on_loop(hand_over)
 
     def take_over(self, groups: int) -> None:
-        """As `Admission.take_over`; nothing without [admission]."""
+        """As `Admission.take_over`. Does nothing without [admission]."""
 
         def take_over(buffer: ReplayBuffer) -> None:
             admission = Admission.of(buffer)
@@ -137,12 +138,12 @@ class ShardActor:
         self._server.on_loop(take_over)
 
     def stop(self) -> None:
-        """Ends the server in good order. `ray.kill` alone would be a SIGKILL."""
+        """Ends the server in good order. `ray.kill` alone would kill the process at once."""
         self._server.stop()
 
 
 class Shards:
-    """The shards of one service in a Ray cluster. Raises ShardError where Ray is missing or does not answer."""
+    """The shards of one service in a Ray cluster. Raises ShardError if Ray is missing or does not answer."""
 
     def __init__(self, name: str = NAME, namespace: str = NAMESPACE, ray_address: str | None = None) -> None:
         try:
@@ -231,7 +232,10 @@ class Shards:
         self._ray.get(calls, timeout=_ANSWER_SECONDS)
 
     def hand_over(self, leaving: list[str], heir: str) -> None:
-        """Makes the groups that these shards have accepted count at `heir`. All together grant as many as before."""
+        """Makes the groups that these shards have accepted count at `heir`.
+
+        All shards together grant as many permits as before.
+        """
         actors = self.actors()
         for name in leaving:
             groups = self._ray.get(actors[name].hand_over.remote(), timeout=_ANSWER_SECONDS)
@@ -281,15 +285,16 @@ def up(
     """Starts `shards` shards NAME-0, NAME-1, ... and returns when all serve. Shards that run already stay.
 
     Every shard has `config`. Clients send each shard its shard index, by which the shards share
-    `fresh_groups_per_step` of [admission]. Other machines reach the address of a shard, unless the address of its node
-    is loopback: so a shard starts only with tokens, a `tls_client_ca`, or `insecure` in [security].
+    `fresh_groups_per_step` of [admission]. Other machines can reach the address of a shard, unless the address of its
+    node is loopback. A shard that they can reach starts only with tokens, a `tls_client_ca`, or `insecure` in
+    [security].
 
     data_dir: each shard keeps its items in a folder NAME-<number> in it; absent: in memory only. The folder must be
     shared by all nodes, unless `pin` is set: then each shard stays on one node as long as that node lives.
     port: shard i listens on `port` + i of its node, so that a list of addresses stays true; 0: on any free port.
     memory: bytes that Ray reserves for each shard; absent: a quarter more than `max_bytes` of [server].
 
-    Raises ShardError if the shards that run are more than `shards`, or if one cannot start within `timeout` seconds.
+    Raises ShardError if more than `shards` shards run already, or if a shard cannot start within `timeout` seconds.
     """
     configs = shard_configs(config, shards, data_dir, name, port)
     service = Shards(name, namespace, ray_address)
@@ -328,8 +333,9 @@ def resize(
     """Adds shards, or removes the shards with the highest numbers. Arguments as in `up`.
 
     A shard that is to be removed accepts no more inserts from this call on, and is stopped when it is empty. Until then
-    this raises ShardError that says what the shard still holds: call again later. With the next policy version the
-    trainer divides `fresh_groups_per_step` of [admission] among the shards that stay. The shard waits for that too.
+    this function raises a ShardError that says what the shard still holds: call it again later. With the next policy
+    version the trainer divides `fresh_groups_per_step` of [admission] among the shards that stay. The shard is not
+    stopped before that.
     """
     configs = shard_configs(config, shards, data_dir, name, port)
     service = Shards(name, namespace, ray_address)

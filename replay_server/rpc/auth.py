@@ -2,7 +2,7 @@
 
 * A call is refused before any byte of its request is read.
 * Only hashes of tokens are kept. No token appears in a log or an error.
-* A token that is revoked opens no new call within a second. Its open calls end within two.
+* At most one second after a token is revoked, it can open no new call. After at most two seconds its open calls end.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Role(IntEnum):
     READ_WRITE = 2
     """Insert, sample and publish, as generators and trainers do."""
     ADMIN = 3
-    """Change the server itself, and remove what others need."""
+    """Change the server itself, and remove data that other clients need."""
 
     def __str__(self) -> str:
         return self.name.lower().replace("_", "-")
@@ -65,7 +65,7 @@ ROLES = {
     "ReleasePermits": Role.READ_WRITE,
     "Describe": Role.READ_WRITE,
     "Leave": Role.READ_WRITE,
-    "CreateCheckpoint": Role.READ_WRITE,  # a trainer makes one with each checkpoint of its own
+    "CreateCheckpoint": Role.READ_WRITE,  # a trainer asks for a checkpoint of the server with each of its own
     "UpdateTable": Role.ADMIN,
     "Reset": Role.ADMIN,
 }
@@ -115,7 +115,7 @@ class Tokens:
         found = None
         for known_digest, role in self._roles.items():
             if hmac.compare_digest(known_digest, digest):
-                found = role  # no early return, so that the time tells nothing
+                found = role  # no early return, so that the time does not tell which token is right
         return found
 
     @classmethod
@@ -232,7 +232,7 @@ class Authorizer(grpc.aio.ServerInterceptor):
             task.add_done_callback(lambda task: self._calls.pop(task, None))
 
     def _log(self, peer: str, method: str, why: str) -> None:
-        """Writes one line for all calls refused since the last such line."""
+        """Counts a refused call. Logs one line for all calls refused since the last such line, if that is long ago."""
         self._refused += 1
         now = time.monotonic()
         if now - self._logged_at > _SECONDS_PER_LINE:

@@ -2,7 +2,7 @@
 
 * `Call` is one call. It carries requests and responses, through rings if its client wants that.
 * `Method` runs the calls of one method. It counts and times them. A Refused ends a call with code, message and reason.
-* `once` gives a request that comes again the answer of its first time.
+* `once` answers a repeated request with its first answer.
 * `Multiplex` carries methods with one short response, one call after the other, on an open stream. In gRPC for Python a
   message on an open stream costs half as much as a call (docs/record/performance.md).
 """
@@ -48,7 +48,7 @@ class Call:
         self.carrier = Carrier(method.rings, self.client) if method.rings is not None else None
         self._method = method
         self._requested_at: float | None = None
-        """The time when the last request of a stream came; None if it has a response already."""
+        """The time when the last request of a stream came; None if that request has a response already."""
 
     async def read(self) -> Any:
         """The next request of a stream; None: the client has ended it. Raises Refused if its bytes are no message."""
@@ -68,7 +68,7 @@ class Call:
     async def write(self, response: Any) -> None:
         """Sends a response. Raises Refused if it is not read for `stall_timeout` seconds.
 
-        The client of a stream may read slowly: the server holds little for it meanwhile.
+        The client of an endless stream may read as slowly as it likes, because the server holds little for it.
         """
         latencies = self._method.latencies
         if latencies is not None:
@@ -91,7 +91,7 @@ class Call:
     async def _send(self, response: Any) -> None:
         if self.carrier is not None:
             response = await self.carrier.place(response)
-            if response is None:  # it will be a part of the next message
+            if response is None:  # the response will be a part of the next message
                 return
         await self.context.write(response)
 
@@ -201,7 +201,7 @@ class Multiplex:
     """The gRPC method Multiplex, which runs calls of SHORT_METHODS on an open stream."""
 
     def __init__(self, methods: Mapping[str, Method]) -> None:
-        """`methods` are those of the whole service."""
+        """`methods` are all methods of the service, by name."""
         self._methods = methods
 
     async def Multiplex(self, call: Call) -> None:
@@ -222,11 +222,11 @@ class Multiplex:
 
 
 def once(response_type: type[M]) -> Callable[[Callable[..., Awaitable[M]]], Callable[..., Awaitable[M]]]:
-    """Decorates a method so that a request that comes again, with the same `request` id, gets its first answer.
+    """Decorates a method so that a repeated request, which has the same `request` id, gets the first answer again.
 
-    So a retry after a broken connection, or after a kill in durable mode, has the effect of one call. The response
-    waits until everything that the method changed is written. The method must not wait after its change, so that one
-    commit writes the change and the answer.
+    So a request and its retries, after a broken connection or (in durable mode) after a kill, have the effect of one
+    call. The response waits until everything that the method changed is written. The method must not wait after its
+    change, so that one commit writes the change and the answer.
     """
 
     def decorate(method: Callable[..., Awaitable[M]]) -> Callable[..., Awaitable[M]]:
@@ -260,7 +260,7 @@ def _digest(request: Message) -> bytes:
 def first_answer(buffer: ReplayBuffer, request: int, digest: bytes) -> bytes | None:
     """The first answer to the request with this number; None if the request has not come before.
 
-    Raises Refused if the first request with this number was another one: one with another `digest`.
+    Raises Refused if the first request with this number had another `digest`, so that it was another request.
     """
     answer = buffer.answers.get(request)
     if answer is None:
@@ -274,8 +274,9 @@ def first_answer(buffer: ReplayBuffer, request: int, digest: bytes) -> bytes | N
 def split_payloads(first: M, payloads: Iterable[Payload]) -> Iterator[Frame[M]]:
     """`first` with as many payload bytes as fit, then messages with the rest of the bytes.
 
-    Each chunk goes into one message, so that the reader need not join its parts. Only a chunk that is much larger than
-    a message is divided: for a client that does not read, the server would keep the whole chunk in memory.
+    Each chunk is put into one message, so that the reader need not join its parts. Only a chunk that is much larger
+    than a message is divided: otherwise the server would keep the whole chunk in memory for a client that does not
+    read.
     """
     head = first
     chunks: list[bytes | memoryview] = []

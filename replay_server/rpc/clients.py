@@ -1,11 +1,11 @@
 """Clients: who inserts, extends, samples and publishes, by name, and when each was last seen.
 
 * A client names itself in its user agent. The name is only for people to read.
-* Only calls that need a read-write token leave a trace here. A read-only client cannot.
+* Only calls that need a read-write token are noted here. A read-only client stays unknown.
 * A name belongs to the connection that uses it. Only this connection can describe and end the client. Another
   connection gets the name by a call of its own, if the first connection has no open call.
-* The MAX_CLIENTS names seen last are kept, each with at most MAX_NAME characters. Of their settings the newest are
-  kept, with at most MAX_DESCRIPTIONS bytes in all, because each ServerInfo contains them.
+* The MAX_CLIENTS names seen last are kept, each with at most MAX_NAME characters. Each ServerInfo contains the settings
+  of these clients. So only the settings of the clients seen last are kept, with at most MAX_DESCRIPTIONS bytes in all.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ class ClientRole(StrEnum):
     ARCHIVER = "archiver"
     """The client draws from copies (`copy_to`)."""
     SCORER = "scorer"
-    """The client says that it gives groups their rewards. It has no other role then."""
+    """The client says that it gives groups their rewards. Such a client has no other role."""
     STAGE = "stage"
-    """The client says that it passes items on. It has no other role then."""
+    """The client says that it passes items on. Such a client has no other role."""
 
 
 _PASSING = (ClientRole.SCORER, ClientRole.STAGE)
-"""The roles of clients that pass items on. They insert and sample, and are no generators and trainers."""
+"""The roles of clients that pass items on. They insert and sample, but are neither generators nor trainers."""
 
 
 @dataclass
@@ -74,16 +74,16 @@ class Client:
 
     @property
     def taken(self) -> bool:
-        """True while the connection has open calls: no other connection can get the name then."""
+        """True while the connection has open calls. No other connection can get the name in this time."""
         return self.calls[self.connection] > 0
 
     def vanished(self, since: float, seconds: float) -> bool:
-        """True if the client has had no open call since `since`, and before had calls open for `seconds` on end."""
+        """True if the client has had no open call since `since`, and had open calls for `seconds` before that."""
         return not self.calls and self.left <= since and self.left - self.began >= seconds
 
 
 OnMessage: TypeAlias = Callable[[ClientRole | None], object]
-"""A function that notes a message on the open stream of a client, and the role of the client if the message tells."""
+"""A function that notes a message on the open stream of a client, and the role that the message shows, if any."""
 
 
 class Clients:
@@ -102,9 +102,9 @@ class Clients:
 
     @contextmanager
     def calling(self, context: Context, role: ClientRole | None) -> Iterator[OnMessage]:
-        """Counts a call of a client as open, and as a sign of life. Yields a function for its messages.
+        """Counts a call of a client as open, and notes that the client was seen. Yields a function for its messages.
 
-        `role` is None if only the messages of the call tell the role of the client.
+        `role` is None if only the messages of the call show the role of the client.
         """
         name = name_of(context)
         if not name:
@@ -124,7 +124,7 @@ class Clients:
             assert client.calls[connection] > 0, (client.name, connection)
             client.calls -= Counter([connection])
             client.left = self._clock()
-            self._touch(client)  # a client that waits sends nothing: the end of its connection is its last sign
+            self._touch(client)  # a client that waits sends nothing, so it is last seen at the end of its call
 
     def describe(self, context: Context, settings: dict[str, str]) -> None:
         """Replaces the settings of a client by those that it describes. Raises Refused."""
@@ -141,7 +141,7 @@ class Clients:
         client = self._record_sign_of_life(name, connection, None)
         client.settings = text
         self._forget_old_settings()
-        # The values of settings are JSON, so a string has quotes.
+        # The values of settings are JSON, so quotes are stripped from strings.
         prompts_table = settings.get("prompts_table")
         if prompts_table:
             self.prompt_tables.add(prompts_table.strip('"'))
@@ -153,7 +153,7 @@ class Clients:
             client.roles = {ClientRole(part)}
 
     def _forget_old_settings(self) -> None:
-        """Keeps the newest settings that have MAX_DESCRIPTIONS bytes in all."""
+        """Keeps the settings of the clients seen last, with at most MAX_DESCRIPTIONS bytes in all."""
         left = MAX_DESCRIPTIONS
         for client in self:
             left -= len(client.settings)
@@ -161,16 +161,17 @@ class Clients:
                 client.settings = "{}"
 
     def leave(self, context: Context) -> None:
-        """Notes that the client ends. This has no effect under the name of another connection."""
+        """Notes that the client ends. This has no effect if the client's name belongs to another connection."""
         client = self._by_name.get(name_of(context))
         if client is not None and client.connection == context.peer():
             client.ended = True
             client.last_seen_at = self._clock()
 
     def missed(self, role: ClientRole) -> Sequence[Client]:
-        """The clients of a role that are expected to go on: those that have not ended; none if the newest has ended.
+        """The clients of a role that should go on: all that have not said that they end.
 
-        So nobody waits for a client that was killed long ago, and whose successor has ended.
+        Empty if the client seen last has said that it ends. So nobody waits for a client that was killed long ago, and
+        whose successor has ended.
         """
         known = [client for client in self if role in client.roles]
         if known and known[0].ended:

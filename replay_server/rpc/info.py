@@ -4,8 +4,8 @@ It also decides which role of a run is overdue: trainer or generators. All progr
 A role is overdue in two cases:
 
 * It has done nothing for three usual intervals, and for LONG_WAIT at least.
-* Its clients were connected for LONG_WAIT, and then were not for LONG_WAIT. Without this case a role that paused often
-  would be missed late, because its usual interval is long.
+* Its clients were connected for LONG_WAIT, and then none of them was connected for LONG_WAIT. Without this case, a role
+  that often pauses would be reported late, because its usual interval is long.
 
 A role is not overdue if
 
@@ -14,7 +14,7 @@ A role is not overdue if
 * or every client of the role has said that it ends (Leave).
 
 The trainer's interval is that of policy versions or, if it publishes none, of its samples. A table usually gets inserts
-at least once a step. So the interval of generators is the trainer's, if that is longer than their own.
+at least once a step of the trainer. So the interval of generators is that of the trainer, if the latter is longer.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def policy(buffer: ReplayBuffer) -> pb.Policy:
 
 
 def server_info(buffer: ReplayBuffer, names: Sequence[str]) -> pb.ServerInfo:
-    """The buffer's part of ServerInfo, with the tables of `names`; without names, with all tables."""
+    """The part of ServerInfo that describes the buffer, with the tables in `names`; all tables if `names` is empty."""
     tables = list(buffer.tables.values())
     if names:
         tables = [buffer.table(name) for name in dict.fromkeys(names)]
@@ -175,7 +175,7 @@ def clients(buffer: ReplayBuffer, known: Clients) -> list[pb.ClientInfo]:
 def effective_priorities(table: Table, slots: IntArray) -> FloatArray:
     """priority ** exponent * 2 ** (-staleness / half_life) of each of `slots` (n,), as the sampler weighs them.
 
-    0 where the priority is 0.
+    It is 0 if the priority is 0.
     """
     columns = table.columns
     sampler = table.config.sampler
@@ -193,11 +193,11 @@ _rng = np.random.default_rng()
 
 
 def quantiles_of(values: FloatArray | IntArray) -> pb.Quantiles | None:
-    """The quantiles of values (n,); None if there are no values. Then the message and its metrics are absent.
+    """The quantiles of values (n,). None if there are no values: then the message and its metrics are absent.
 
-    Of more than MANY values, p10, p50 and p90 are those of MANY values drawn at random: to order a million would hold
-    up all clients for 60 ms. The share of values below an estimate is off by sqrt(p (1 - p) / MANY), half a percent at
-    the median. The minimum, the maximum and the mean are always exact.
+    If there are more than MANY values, p10, p50 and p90 are estimated from MANY values drawn at random: ordering a
+    million values would hold up all clients for 60 ms. The share of values below an estimate is off by
+    sqrt(p (1 - p) / MANY), half a percent at the median. The minimum, the maximum and the mean are always exact.
     """
     if not values.size:
         return None
@@ -251,7 +251,7 @@ def long_wait(buffer: ReplayBuffer, clients: Clients) -> float:
 
 def overdue_clients(buffer: ReplayBuffer, clients: Clients) -> Iterator[pb.OverdueClient]:
     """Yields an entry if the trainer is overdue, and one for each table that overdue generators should fill."""
-    # Generators load and draw prompts, many at once and then none for long.
+    # Not tables of prompts: generators insert and draw many prompts at once, and then none for long.
     tables = [table for table in buffer.trained if table.name not in clients.prompt_tables]
     now = buffer.clock()
     lines = [buffer.lines[table.name] for table in tables]
@@ -301,8 +301,8 @@ def _overdue_trainer(
 def _overdue_generators(
     buffer: ReplayBuffer, tables: Sequence[Table], now: float, generators: Sequence[Client]
 ) -> Iterator[pb.OverdueClient]:
-    # The trainer fills a table to which another one forwards: it samples the other table.
-    # A table of partial groups reports itself if nobody works at its groups.
+    # The target of forward_to is filled when the trainer samples the other table, and not by generators.
+    # Nor do tables of partial groups count here: their own waits show it if nobody works at their groups.
     not_filled_by_generators = {table.config.forward_to for table in tables}.union(_permit_tables(buffer))
     for table in tables:
         if table.name in not_filled_by_generators:
@@ -355,7 +355,10 @@ def _any_waits(lines: Iterable[Line[Any]]) -> bool:
 
 
 def _usual_step(buffer: ReplayBuffer) -> float:
-    """Seconds that a step of the trainer usually takes, as far as inserts and samples here tell; 0: unknown."""
+    """Seconds that a step of the trainer usually takes; 0: unknown.
+
+    Without policy versions, this is the longest usual interval of inserts or samples.
+    """
     if buffer.versions.interval:
         return buffer.versions.interval
     intervals = [0.0]

@@ -4,16 +4,16 @@
     acknowledged    waits for the commit of the decided rows   ──▶  the client, in durable mode
 
 * A message is decided when its last payload byte has come. If its stream ends before that, the message has no effect.
-* A message that breaks a convention of replay.proto ends its stream. The messages before it stand.
+* A message that breaks a convention of replay.proto ends its stream. The messages before it keep their effect.
 * Payload bytes of a message that is not complete count against a budget that clients share.
 * Rows are decided in the order in which they came. Segments never wait.
 * Decided rows are answered before each wait and at the end of each message.
 * A row that is refused changes nothing, and does not affect the rows after it.
-* A server that drains still accepts segments, and items that close batches: they belong to items that it has.
+* A server that drains still accepts segments, and items that close batches, because these belong to items that it has.
 
-A segment is not appended if the item already has a column with one of its names. So two processes that bring the same
-column do no harm, and the first wins. A retry would find its own names in the item. Each segment therefore has a number
-of its own, and its first answer is remembered under this number.
+A segment is not appended if the item already has one of its columns. So if two processes bring the same column, the
+first wins. But a retry would find the columns of its first attempt in the item. Each segment therefore has a number of
+its own, under which its first answer is remembered.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from replay_server.tables.table import InsertBatch, Payload
 from replay_server.tables.waiting import deadline_at, result_of
 
 ROWS_PER_YIELD = 256
-"""Rows inserted before other requests may run. Rows that are inserted one by one can take seconds."""
+"""Rows that are inserted before other requests may run. If all rows have to be inserted singly, it can take seconds."""
 MAX_UNWRITTEN_BYTES = 64 << 20
 """Unwritten payload bytes of the whole server above which a stream waits before it inserts more."""
 MAX_UNANSWERED = 1024
@@ -165,8 +165,8 @@ class Inserts:
         self._timeout: float | None = None
         """Seconds that each row may wait for its tables; None: for ever."""
         self._refusal: Refused | None = None
-        """The error of all rows, if the payloads are too large, or no room for them came free in time. Such payloads
-        are read, to reach the next message, and are not kept."""
+        """The error of all rows, if the payloads are too large, or if no room for them became free in time. Such
+        payloads are read, to reach the next message, but are not kept."""
 
     async def run(self) -> None:
         """Decides rows until the client ends the stream.
@@ -231,10 +231,10 @@ class Inserts:
         return chunks
 
     async def _read_rest(self, chunks: list[bytes | memoryview], total: int) -> int:
-        """Reads the `total` missing bytes of a message. Appends them to `chunks`, if they are not refused.
+        """Reads the `total` missing bytes of a message, and appends them to `chunks` unless the payloads are refused.
 
-        Returns the number of bytes that are missing after that: above 0 if the stream has ended, below 0 if too many
-        bytes came.
+        Returns the number of bytes that are missing afterwards. It is above 0 if the stream has ended, and below 0 if
+        too many bytes were sent.
         """
         missing = total
         stall = self._backend.limits.stall_timeout
@@ -259,7 +259,7 @@ class Inserts:
     # ------------------------------------------------------------------------------------------- new items
 
     async def _insert(self, batch: InsertBatch, first: bool) -> None:
-        """Inserts or refuses each row, and waits for its tables where that is necessary.
+        """Inserts or refuses each row, and waits for the row's tables if that is necessary.
 
         Other requests may run before each ROWS_PER_YIELD rows, but not before the `first` batch of a message.
         """
@@ -288,7 +288,8 @@ class Inserts:
     def _admit(self, batch: InsertBatch) -> tuple[int, PendingInsert | Refused | None]:
         """Inserts rows until one is refused or must wait.
 
-        Returns the number of inserted rows, and the refusal or the wait of the row after them, if any.
+        Returns the number of inserted rows, and the refusal or the wait of the row after these rows; None: the row
+        after these rows is not decided yet.
         """
         if self._refusal is not None:
             return 0, self._refusal
@@ -310,7 +311,8 @@ class Inserts:
     async def _wait(self, pending: PendingInsert) -> Refused | None:
         """Waits until a row is inserted or refused. Returns the refusal; None if the row is inserted.
 
-        The rows decided before it are answered first. While it waits, the payloads of its message count as waiting.
+        The rows decided before this row are answered first. While the row waits, the payloads of its message count
+        against `max_waiting_bytes`.
         """
         buffer = self._buffer
         try:
@@ -329,7 +331,7 @@ class Inserts:
 
     async def _extend(self, request: pb.InsertRequest, payloads: Sequence[Payload]) -> None:
         """Appends or refuses each segment."""
-        # Generators extend partial groups, and teachers all others.
+        # A client that extends partial groups is a generator. A client that extends other items is a teacher.
         permit_tables = PermitTables.of(self._buffer)
         is_partial = permit_tables is not None and request.keys[0] in permit_tables.marked
         self._on_message(ClientRole.GENERATOR if is_partial else ClientRole.TEACHER)
@@ -350,8 +352,8 @@ class Inserts:
     ) -> pb.UnchangedRow:
         """Appends a segment. Raises Refused; then nothing has changed.
 
-        A retry of the segment has the same `number`; 0: there is no retry. `held` are the ids of batches that the
-        writer of the segment must still hold.
+        A retry of the segment has the same `number`; 0: the client never retries this segment. `held` are the ids of
+        batches that the writer of the segment must still have.
         """
         if self._refusal is not None:
             raise self._refusal
@@ -379,7 +381,7 @@ class Inserts:
 
 
 def check_message(request: pb.InsertRequest) -> None:
-    """Raises Refused where the columns do not fit together."""
+    """Raises Refused if the columns of the message do not fit together."""
     rows = len(request.keys)
     if rows > MAX_ROWS:
         raise invalid(f"{rows} items in one message: at most {MAX_ROWS}")
@@ -419,8 +421,8 @@ def labels_in(request: pb.InsertRequest) -> list[Labels] | None:
 def payloads_of_rows(chunks: Sequence[bytes | memoryview], sizes: list[int]) -> list[Payload]:
     """Divides the payload bytes of a message among its rows.
 
-    The chunks of a single row stay as they came. So do the chunks if there is exactly one for each row. Other rows get
-    copies, because a view of a small item would keep the whole message in memory.
+    If there is a single row, or exactly one whole chunk for each row, the chunks stay as they came. Otherwise the bytes
+    are copied, because a view of a small item would keep the whole message in memory.
     """
     if len(sizes) == 1:
         return [tuple(chunks)]
@@ -461,7 +463,7 @@ def batches_of(request: pb.InsertRequest, sizes: list[int], payloads: list[Paylo
 
 
 def _priorities_in(target: pb.InsertTarget, rows: int) -> FloatArray:
-    """The priorities (rows,) of the rows of a message in one table. Rows that do not go to the table have 1.
+    """The priorities (rows,) of the rows of a message in one table. Rows for other tables have priority 1.
 
     Raises Refused.
     """
@@ -488,7 +490,7 @@ def _divided_by_tables(batch: InsertBatch, rows_of_tables: dict[str, list[int]])
 
     `rows_of_tables` has the rows that go to each table; an empty list stands for all rows.
     """
-    # goes_TR[t, r] is True if row r goes to the t-th table.
+    # goes_TR[t, r] is True if row r is inserted into table t. T: tables, R: rows.
     goes_TR = np.zeros((len(rows_of_tables), len(batch)), dtype=np.bool_)
     for goes_R, rows in zip(goes_TR, rows_of_tables.values(), strict=True):
         goes_R[rows or slice(None)] = True

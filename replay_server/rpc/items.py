@@ -60,7 +60,7 @@ class ItemMethods:
             return
         items = [buffer.items[key] for key in keys]
         sizes = [item.nbytes for item in items]
-        # The server holds only the bytes that it sends now. Other items may leave meanwhile, and so make room.
+        # The server holds in memory only the bytes that it sends now. Meanwhile items of later parts may leave.
         for part in read_slices(sizes):
             nbytes = sum(sizes[part])
             await reading.take_in_turn(call.client, nbytes, self.backend.limits.stall_timeout)
@@ -127,7 +127,7 @@ class ItemMethods:
         not_indexed = [(name, value) for name, value in wanted.items() if name not in columns.tags]
         if not not_indexed or not slots.size:
             return slots
-        # Only the items themselves have tags without an index. Other requests run in between.
+        # Tags without an index have no column, so this looks at each item. Other requests run in between.
         keys = columns.key[slots]
         found: list[int] = []
         for start in range(0, slots.size, ITEMS_PER_LOOK):
@@ -163,7 +163,7 @@ def _ordered(table: Table, slots: IntArray, order_by: str, *, descending: bool) 
     values = getattr(table.columns, order_by)[slots]
     if descending:
         values = -values
-    return slots[np.argsort(values, kind="stable")]  # stable: of equal items the older comes first
+    return slots[np.argsort(values, kind="stable")]  # stable: items with equal values stay oldest first
 
 
 def _tags(request: pb.ListItemsRequest) -> dict[str, str]:

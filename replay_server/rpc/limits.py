@@ -74,8 +74,8 @@ class PendingShare(Pending[int]):
 class Budget:
     """An amount that clients share. At most `total` is in use.
 
-    * A client that already uses some may use at most half. A client that uses nothing may take more than half, or a
-      large request could never be served.
+    * A client that already uses a part may use at most half. A client that uses nothing may take more than half at
+      once: otherwise a large request could never be served.
     * Waiting requests are served first come, first served. A request that waits only for the half of its own client
       does not hold up the requests behind it.
     * The amount in use is the sum of the amounts that clients use.
@@ -106,7 +106,7 @@ class Budget:
         self._acquire(client, n)
 
     def release(self, client: str, n: int) -> None:
-        """Gives back n that the client has, and serves requests that wait."""
+        """Gives back `n` of the amount that the client uses, and serves requests that wait."""
         self.used -= n
         left = self._used_by.pop(client, 0) - n
         assert left >= 0, f"{client} gives back {-left} {self._name} more than it has"
@@ -157,7 +157,7 @@ class Budget:
                 pending.finish(pending.n)
 
     def check(self) -> None:
-        """Asserts that `used` is the sum of what clients use, and that the first request in line cannot be served."""
+        """Asserts that `used` is the sum of what clients use, and that the first request in line has to wait."""
         assert self.used == sum(self._used_by.values()), (self.used, self._used_by)
         assert 0 <= self.used <= self.total, (self.used, self.total)
         assert all(used > 0 for used in self._used_by.values()), self._used_by
@@ -208,11 +208,12 @@ class OpenCalls:
             self._endless.add(task)
         try:
             yield
-        except asyncio.CancelledError as error:  # gRPC would tell the client nothing about the cancelled call
+        except asyncio.CancelledError as error:  # gRPC would not tell the client why the call was cancelled
             if error.args == (REVOKED,):
                 raise Refused(Code.UNAUTHENTICATED, REVOKED) from None
             if endless and self._closing:
-                # UNAVAILABLE lets clients try again until a server is back. Clients without a timeout need the reason.
+                # UNAVAILABLE lets clients try again until a server is back. A call without a timeout would
+                # try for ever, so clients end it because of the reason CLOSING.
                 raise Refused(Code.UNAVAILABLE, "the server is shutting down", Reason.CLOSING) from None
             raise
         finally:

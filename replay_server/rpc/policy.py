@@ -89,7 +89,7 @@ class PolicyMethods:
         return pb.ReleasePermitsResponse(released=released)
 
     def _admission(self) -> Admission:
-        """The admission of the server. Raises Refused if its configuration has none."""
+        """The admission of the server. Raises Refused if the configuration has no [admission]."""
         admission = Admission.of(self.buffer)
         if admission is None:
             raise unsupported("this server has no [admission] in its configuration")

@@ -1,6 +1,7 @@
-"""Ring transfer: passes the payloads of a call through rings of its client, where the client has some.
+"""Ring transfer: passes the payloads of a call through rings, if the client has opened rings.
 
-Without a ring, payloads travel in the messages. The rest of the server does not notice the difference.
+A ring is a piece of memory that a client and the server share. Without a ring, payloads travel in the messages. The
+rest of the server does not notice the difference.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ Ring = Segment | FrameWriter | RingReader
 
 
 class Rings:
-    """The rings that clients have mapped, by connection and id."""
+    """The rings that the server shares with clients, by connection and id."""
 
     def __init__(self) -> None:
         self._idle: dict[tuple[str, int], Ring] = {}
@@ -40,14 +41,14 @@ class Rings:
         return self._idle.pop((client, ring_id), None)
 
     def put_down(self, client: str, ring_id: int, ring: Ring) -> None:
-        """Gives a ring back, so that the client's next call may use it as it is."""
+        """Takes a ring back from a call, so that the client's next call may use the ring as it is."""
         assert (client, ring_id) not in self._idle, "two calls had one ring"
         if (client, ring_id) in self._open:
             self._idle[client, ring_id] = ring
 
 
 class Carrier:
-    """Carries the payloads of one call: those of its requests out of a ring, those of its responses into another."""
+    """Carries the payloads of one call: payloads of requests out of a ring, payloads of responses into another ring."""
 
     def __init__(self, rings: Rings, client: str) -> None:
         self._rings = rings
@@ -63,7 +64,7 @@ class Carrier:
         if isinstance(request, Frame):
             try:
                 return take_frame(request, self._reader_of)
-            except LookupError as error:  # the ring ended with its call: the client connects again
+            except LookupError as error:  # the ring ended with its call of ShareMemory: the client connects again
                 raise try_again(str(error)) from None
             except ValueError as error:
                 raise invalid(str(error)) from None
@@ -71,7 +72,7 @@ class Carrier:
             ring = self._rings.lend(self._client, request.ring)
             if isinstance(ring, Segment):
                 ring = FrameWriter(ring)
-            # Without a writer, because the ring has ended meanwhile, the payloads travel in the messages.
+            # If the ring has ended meanwhile, there is no writer, and the payloads travel in the messages.
             self._writer = ring if isinstance(ring, FrameWriter) else None
         return request
 
@@ -93,7 +94,7 @@ class Carrier:
             self._rings.put_down(self._client, self._reader.ring_id, self._reader)
         if self._writer is not None and reuse_writer:
             self._rings.put_down(self._client, self._writer.segment.ring_id, self._writer)
-        # Their memory is freed now, even if something still refers to the call.
+        # So the memory of reader and writer can be freed, even if something still refers to the call.
         self._reader = None
         self._writer = None
 

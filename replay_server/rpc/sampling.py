@@ -3,19 +3,19 @@
 A reader asks for batches with draws, each under an id that the reader chooses at random. One stream (`Draw`) carries
 any number of draws at once, and the ids of the batches that the reader acknowledges, requeues or renews:
 
-    reader ──draw 1, draw 2─────────▶ server    each waits in the line of its table; one does not hold up the other
-    reader ◀──rows of 2, rows of 1─── server    both are drawn: outstanding, until exactly one call ends each
+    reader ──draw 1, draw 2─────────▶ server    each draw waits in the line of its table
+    reader ◀──rows of 2, rows of 1─── server    both batches are outstanding, until exactly one call ends each
     reader ──acknowledge 2, draw 3──▶ server    all bytes of batch 2 have arrived, and the reader uses it
     reader ◀──done: 2─────────────── server    batch 2 counts as sampled; or "missing": an item in it became stale
 
 The ids make it safe to repeat messages. A reader whose stream broke does not know which messages the server received.
-It sends the same ids on its next stream. A draw then requeues the batch that the first attempt had drawn. The server
-recognises the end of a draw that has ended already (`Remembered`), also after a restart. Therefore `OpenDraws` knows
-all draws of the server, also those of streams that are broken.
+It sends the same ids on its next stream. A repeated draw requeues the batch that its first attempt has drawn. For this
+purpose `OpenDraws` knows the draws of all streams. If a reader acknowledges or requeues a batch again that it has ended
+already, the server recognises the id (`Remembered`), also after a restart.
 
 * A drawn batch is outstanding until exactly one call ends it, whatever its client does.
 * The payloads of a batch stay in storage until they are sent, even if the batch ends before that.
-* In durable mode a reader learns that a batch is its own only after this is written.
+* In durable mode the server confirms an acknowledgement only after it is written.
 * A batch that is neither acknowledged nor leased when its stream ends is requeued at once.
 
 The call `Sample` is one draw without a stream, for clients that need only one.
@@ -170,7 +170,7 @@ class OpenDraw:
     deadline: float
     """The end of its wait, by the clock of the buffer."""
     on_ready: Callable[[OpenDraw], None]
-    """Called when the batch is drawn, or cannot be drawn. The function must not change anything at once."""
+    """Called when the batch is drawn, or cannot be drawn. The function may only note this, and change nothing yet."""
     stream: DrawResponder | None
     """The stream with which the draw ends; None: the draw is leased, or has a call of its own."""
     pending: PendingSample | None = None
@@ -183,7 +183,7 @@ class OpenDraw:
 
     @property
     def in_use(self) -> bool:
-        """True if the reader uses the batch already. The batch may grow stale then."""
+        """True if the reader uses the batch already. Then the batch stays valid even if its rows become too stale."""
         return self.stream is None or self.request.lease > 0
 
 
@@ -218,7 +218,7 @@ class OpenDraws:
             raise invalid(f"draw {wanted.id} has ended: choose a new id for each draw")
         previous_attempt = self.by_id.get(wanted.id)
         if previous_attempt is not None:
-            self.drop(previous_attempt)  # the reader did not get the end of the answer
+            self.drop(previous_attempt)  # the reader asks again, because it did not receive the whole answer
         draw = OpenDraw(
             request=request,
             wanted=wanted,
@@ -235,8 +235,8 @@ class OpenDraws:
     def responses(self, draw: OpenDraw) -> Iterator[Response] | None:
         """The messages of the batch. None: the draw waits, or waits again because an item was damaged.
 
-        Raises Refused, and ends the draw, if there will be no batch. The iteration of the messages does so too, if it
-        finds a damaged item.
+        Raises Refused, and ends the draw, if there will be no batch. Iterating over the messages also does this, if an
+        item is found to be damaged.
         """
         if draw.ended:
             raise try_again("the same draw was asked for again, and the new request gets the batch")
@@ -251,7 +251,7 @@ class OpenDraws:
             raise
 
     def set_ahead(self, draw: OpenDraw, ahead: bool) -> None:
-        """Notes if the draw is ahead: nobody waits for it yet."""
+        """Notes whether the draw is made ahead, so that nobody waits for it yet."""
         if draw.pending is not None:
             for line in draw.pending.lines:
                 line.set_ahead(draw.pending, ahead)
@@ -263,7 +263,7 @@ class OpenDraws:
             draw.share.enter_context(share)
         keys: list[int] = batch.keys.tolist()
         try:
-            # By the sizes at the draw: without segments that were appended since then.
+            # The sizes at the draw leave out segments that were appended since then.
             payloads = read_payloads(self._buffer.storage, keys, batch.sizes.tolist())
         except DamagedPayloads as damage:
             draw.share.close()
@@ -336,11 +336,11 @@ class OpenDraws:
     # ------------------------------------------------------------------------------------------ how a draw ends
 
     def end(self, draw_id: int, *, requeue: bool) -> bool:
-        """Ends a draw: its reader acknowledges it, or requeues it, also one that still waits.
+        """Ends a draw: its reader acknowledges the batch, or requeues it. A draw that still waits can only be requeued.
 
-        Returns False if the draw has ended in another way, and True again if the reader repeats the end of a batch. An
-        acknowledgement also gets False if the draw has no batch, or if an item became too stale before the reader used
-        the batch. That batch is then requeued.
+        Returns True, and True again if the reader repeats the call. Returns False if the draw has ended in another way.
+        An acknowledgement also returns False if the draw has no batch, or if an item became too stale before the reader
+        used the batch: then the batch is requeued.
         """
         draw = self.by_id.get(draw_id)
         if draw is None:
@@ -351,7 +351,7 @@ class OpenDraws:
             return self.acknowledge(draw)
         if self._is_drawn(draw):
             self._remove(draw)
-            self._buffer.requeue(draw_id, by_reader=True)  # remembered, for a reader that repeats this
+            self._buffer.requeue(draw_id, by_reader=True)  # `by_reader`: remembered, because the reader may ask again
         else:
             self.drop(draw)  # it still waits
         return True
@@ -364,7 +364,7 @@ class OpenDraws:
         return self._buffer.acknowledge(draw.wanted.id, sent=draw.in_use)
 
     def renew(self, draw_id: int, seconds: float) -> bool:
-        """Leases a batch, which is in use from now on, for `seconds`. The result is as that of `end`."""
+        """Leases a batch, which is in use from now on, for `seconds`. Returns True or False as `end` does."""
         draw = self.by_id.get(draw_id)
         if draw is None:
             return draw_id in self._buffer.outstanding.acknowledged
@@ -471,7 +471,7 @@ class DrawResponder:
                     return
         finally:
             reading.cancel()
-            # Before the first await: a second cancellation there would skip everything after the await.
+            # Drops the draws before the first await: a second cancellation at an await would skip what follows.
             for draw in list(self._own_draws.values()):
                 self._draws.drop(draw)
             await asyncio.gather(reading, return_exceptions=True)
@@ -552,7 +552,7 @@ class DrawResponder:
             self._draws.lease(draw, draw.request.lease)
 
     def _end(self, request: pb.DrawRequest) -> pb.SampleResponse:
-        """Ends and renews draws. The answer says for which of them this was done."""
+        """Ends and renews draws. The answer lists the draws for which this was done, and the others as missing."""
         try:
             _check_end(request)
         except Refused as refusal:

@@ -1,4 +1,4 @@
-"""Service: all gRPC methods of replay.proto, by name, and gRPC's own server at one address, which calls them.
+"""Service: all gRPC methods of replay.proto by name, and the listener: gRPC's server at an address, which calls them.
 
 Payload bytes are never decoded.
 """
@@ -55,9 +55,9 @@ class ReplayService:
         shared_folder: Path | None = None,
         latencies: Latencies | None = None,
     ) -> None:
-        """With a journal no client is told of a change before it is written. With `latencies` every call is timed.
+        """With a journal no client is told of a change before the change is written. With `latencies` calls are timed.
 
-        `shared_folder` is that of SharedMemoryMethods.
+        `shared_folder` is the folder for SharedMemoryMethods.
         """
         self.backend = Backend(buffer, limits, None if journal is None else journal.durable)
         self.sampling = SampleMethods(self.backend)
@@ -119,16 +119,16 @@ class Listener:
         await self._server.start()
 
     async def stop(self, grace: float | None) -> None:
-        """Ends endless calls, lets the others end for `grace` seconds, and closes all connections."""
+        """Ends endless calls, gives all other calls `grace` seconds to end, and closes all connections."""
         self._service.backend.calls.close()
         await self._server.stop(grace)
 
 
 def _try(address: str) -> None:
-    """Raises OSError if the address is in use or that of another machine.
+    """Raises OSError if the address is in use, or belongs to another machine.
 
-    If gRPC found this itself, it would also write a line of its own. gRPC reports all other problems, such as an
-    unknown name, or a family of addresses that this machine lacks.
+    If gRPC itself found these two problems, it would also write a line to stderr. gRPC reports all other problems, such
+    as an unknown name, or a family of addresses that this machine lacks.
     """
     host, _, port = address.rpartition(":")
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -143,7 +143,7 @@ def _try(address: str) -> None:
 
 def _options(limits: LimitsConfig) -> list[tuple[str, int]]:
     return [
-        ("grpc.so_reuseport", 0),  # a port in use is an error, not a second server behind the same address
+        ("grpc.so_reuseport", 0),  # otherwise two servers could listen on one port, and share its connections
         ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
         ("grpc.max_send_message_length", -1),
         ("grpc.max_metadata_size", MAX_METADATA_BYTES),
@@ -151,8 +151,8 @@ def _options(limits: LimitsConfig) -> list[tuple[str, int]]:
         ("grpc.max_allowed_incoming_connections", _connections(limits)),
         ("grpc.max_concurrent_streams", limits.max_calls_per_connection),
         ("grpc.server_handshake_timeout_ms", 20_000),  # of TLS and HTTP/2: a connection that sends nothing is closed
-        # The server notices within 40 s that a client is gone whose connection was not closed (a lost machine, a cut
-        # cable).
+        # If a client vanishes without closing its connection (a lost machine, a cut cable), the server notices this
+        # within 40 s.
         ("grpc.keepalive_time_ms", 20_000),
         ("grpc.keepalive_timeout_ms", 20_000),
         ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
@@ -161,9 +161,10 @@ def _options(limits: LimitsConfig) -> list[tuple[str, int]]:
 
 
 def _connections(limits: LimitsConfig) -> int:
-    """The number of connections that may be open. Each can take two file descriptors, the second one for a ring.
+    """The number of connections that may be open, so that the server always has free file descriptors.
 
-    Without free descriptors the server could neither sync nor write checkpoints, and gRPC could accept no connection.
+    Each connection can take two descriptors, the second for a ring. Without free descriptors the server could neither
+    sync nor write checkpoints, and gRPC could accept no connection.
     """
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if files == resource.RLIM_INFINITY or 2 * limits.max_connections + _OWN_FILES <= files:

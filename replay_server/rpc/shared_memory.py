@@ -34,9 +34,9 @@ class SharedMemoryMethods:
         self._folder = folder
         self._budget = Budget(backend.limits.max_shared_bytes, "bytes of shared memory (max_shared_bytes)")
         self._shares: weakref.WeakKeyDictionary[Segment, Any] = weakref.WeakKeyDictionary()
-        """The finalizer of each segment, which gives the share of the segment in the budget back.
+        """The finalizer of each segment, which releases the segment's share in the budget.
 
-        It runs once: when it is called, or when the segment is freed.
+        A finalizer runs once: when it is called, or when the segment is freed.
         """
         self._is_short = False
         """True if the last ring was refused for lack of room."""
@@ -79,7 +79,7 @@ class SharedMemoryMethods:
             if not isinstance(error, OSError):
                 raise
             return self._no_room(f"the system gives no memory for rings: {error.strerror}")
-        # A stream may use the memory for longer than this call lasts.
+        # Releases the share when the segment is freed: a stream may use the memory for longer than this call lasts.
         share = weakref.finalize(segment, self._budget.release, client, cost)
         share.atexit = False
         self._shares[segment] = share
@@ -110,7 +110,7 @@ class SharedMemoryMethods:
             return pb.ShareMemoryResponse(refusal=str(error))
         if segment.capacity:
             self._rings.add(client, segment)
-        else:  # a ring without room, with which the client only tries if rings work
+        else:  # the client has opened a ring without room, only to find out if rings work
             self._end(client, opened.pop(ring_id))
         return pb.ShareMemoryResponse(ring=ring_id)
 

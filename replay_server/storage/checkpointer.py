@@ -1,4 +1,4 @@
-"""Checkpointer: writes a checkpoint while the server goes on, and restores one into memory.
+"""Checkpointer: writes checkpoints while the server goes on. `restore_into_memory` reads a checkpoint.
 
 * A durable server copies the file of its journal, as of one commit.
 * A server in memory writes a new file of the same kind. At first a ChangeCollector collects all items, some at a time,
@@ -37,10 +37,11 @@ log = logging.getLogger("replay_server")
 
 _KEYS_PER_YIELD = 1 << 14
 _LAST_ITEMS = 512
-"""Changes that are few enough for the last round."""
+"""If no more items than this have changed, the next round is the last."""
 _MOST_ROUNDS = 20
 _SYNC = 32 << 20
-"""Bytes between two syncs. Without them the system would keep a GB and more, and write all of it at the end."""
+"""Bytes between two syncs. Without syncs the system would keep a GB and more in memory, and write all of it at the
+end."""
 _APART = 0.002
 """The least number of seconds between two checkpoints: their names have milliseconds."""
 
@@ -55,7 +56,7 @@ class Checkpointer:
         keep: int,
         copy: Callable[[Path], Awaitable[None]] | None = None,
     ) -> None:
-        """`keep` is the number of checkpoints to keep of those that the server named.
+        """`keep` is how many to keep of the checkpoints whose names the server chose.
 
         `copy` makes a file with everything that a durable server holds. It is None for a server in memory.
         """
@@ -84,7 +85,10 @@ class Checkpointer:
             self._thread.shutdown()
 
     async def listed(self, verify: bool = False) -> list[Checkpoint]:
-        """All checkpoints, the newest first. `verify` reads every byte of them, one file at a time for all clients."""
+        """All checkpoints, the newest first. With `verify` every byte is read.
+
+        If several clients ask for that, still only one file is read at a time.
+        """
         listed = await asyncio.to_thread(self.directory.list)
         if not verify:
             return listed
@@ -93,10 +97,10 @@ class Checkpointer:
         return [entry for entry in verified if entry is not None]
 
     async def write(self, name: str = "") -> Checkpoint:
-        """Writes a checkpoint. Without a `name` it is named by the time. It replaces a checkpoint of the same name.
+        """Writes a checkpoint, in the place of any checkpoint of this name. Without a `name` the time is the name.
 
         A checkpoint that has begun is finished even if its client goes away. If the client goes away earlier, no
-        checkpoint is written. Raises Refused for a bad name, and if the disk does not take the checkpoint; then nothing
+        checkpoint is written. Raises Refused for a bad name, or if the disk cannot hold the checkpoint. Then nothing
         has changed on the disk.
         """
         if name:
@@ -134,10 +138,10 @@ class Checkpointer:
         return checkpoint
 
     def _time(self) -> float:
-        """The time of a new checkpoint: now, but later than all checkpoints that there are.
+        """The time of a new checkpoint: now, or a moment after the newest checkpoint if that is later.
 
-        Otherwise, after the clock was set back, the new checkpoint would be the first to be removed, and `latest` would
-        be another one.
+        Otherwise, after the clock was set back, the new checkpoint would count as old: it would be removed first, and
+        would not be `latest`.
         """
         latest = max((entry.created for entry in self.directory.list() if not entry.problem), default=0.0)
         return max(time.time(), latest + _APART)

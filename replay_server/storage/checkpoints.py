@@ -6,8 +6,8 @@ A checkpoint is the LMDB file of a server (lmdb.py) with a seal behind its pages
     seal        format, checksum of all pages, and a summary; with a checksum of its own
     end         bytes of the seal, MARK
 
-`list` reads only the seals. Before LMDB opens a file, the checksum shows that all bytes of its pages are as they were
-written. So LMDB cannot meet a damaged page, and no child process has to open the file first, to see if it crashes.
+`list` reads only the seals. Before LMDB opens a file, the checksum shows that all bytes of the pages are as they were
+written. So LMDB, which may crash on a damaged page, never meets one.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class CheckpointDirectory:
 
     def check_writable(self) -> None:
         """Makes the folder. Raises ValueError if nothing can be written there, so that a server fails at its start."""
-        # This writes no file to try. On a full disk a server must still start, and each checkpoint then fails.
+        # Writes no file as a test: on a full disk a server must start all the same, although its checkpoints then fail.
         try:
             self.path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -100,9 +100,10 @@ class CheckpointDirectory:
         return _look(self.file(name), verified)
 
     def open(self, name: str) -> Checkpoint:
-        """The checkpoint `name`, or the newest for the name "latest"; the newest whole checkpoint if that is damaged.
+        """The checkpoint `name`; for the name "latest", the newest checkpoint.
 
-        Raises ValueError if there is none.
+        If that checkpoint is damaged: the newest whole checkpoint. Raises ValueError if there is none, or if there is
+        no checkpoint `name`.
         """
         candidates = [entry.name for entry in self.list()]
         if name != "latest":
@@ -177,9 +178,9 @@ def sealed(path: Path) -> Checkpoint:
 
 
 def sealed_by(end: bytes, size: int, path: Path) -> Checkpoint:
-    """The summary of a checkpoint of `size` bytes, from its last SEAL_BYTES, or all bytes of a smaller file.
+    """The summary of a checkpoint of `size` bytes. `end` is its last SEAL_BYTES, or the whole of a smaller file.
 
-    `path` is where the file is, or will be. Raises DamagedCheckpoint.
+    `path` is the present or future path of the file. Raises DamagedCheckpoint.
     """
     if len(end) < _END.size:
         raise DamagedCheckpoint("its end is missing")

@@ -2,9 +2,9 @@
 
 * py-lmdb's own verifier (`lmdb.verify`) checks pages one node at a time. This module checks the large databases by the
   same rules, thousands of nodes at once.
-* This module adds one rule: no two nodes overlap. Without this rule a file with a damaged size passes, and the next
-  delete moves bytes over a neighbour. Flips in page headers then crash the process ("free(): invalid size"). Therefore
-  the public function of py-lmdb alone is not enough.
+* This module adds one rule, which the public function of py-lmdb does not have: no two nodes overlap. Without this rule
+  a file in which the size of a node is damaged would pass, and the next delete would move bytes over a neighbour of the
+  node. This has crashed processes ("free(): invalid size").
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def lock(directory: Path) -> int:
 
 
 def put_aside(directory: Path) -> None:
-    """Renames the file of the directory, if there is one."""
+    """Renames data.mdb, if the directory has this file. The content stays in the directory under the new name."""
     path = directory / "data.mdb"
     if path.exists():
         aside = directory / f"replaced-{time.time_ns()}.mdb"
@@ -70,7 +70,7 @@ def put_aside(directory: Path) -> None:
 
 
 def why_not_openable(path: Path) -> str:
-    """The reason why LMDB could crash on the file, or open another commit than the last one; "" if there is none."""
+    """The reason why LMDB could crash on the file, or open an older commit than the last; "" if it would do neither."""
     with path.open("rb") as file:
         check = LmdbCheck(file, path.stat().st_size)
         try:
@@ -116,7 +116,7 @@ class LmdbCheck(_Verifier):  # type: ignore[misc]  # the type of the base class 
         self._unchecked: dict[int, bytes] = {}
         """The next leaf pages to check, by their numbers, in the order in which the walk found them."""
         self._last = np.empty(0, np.bytes_)
-        """The last key of the pages that were checked; empty: no page was checked yet."""
+        """The last key on the pages checked so far; empty: no page was checked yet."""
 
     def err(self, msg: str) -> None:
         raise lmdb_verify.VerifyError(msg)  # one problem is enough to refuse a file
@@ -174,7 +174,7 @@ class LmdbCheck(_Verifier):  # type: ignore[misc]  # the type of the base class 
         recorded_old = self._recorded_number(old)
         recorded_new = self._recorded_number(new)
         if recorded_new is None:
-            return  # there is no commit yet; or there is another file, which the start refuses
+            return  # no commit has ended yet, or the file is not of a replay server: then the start refuses it
         is_new_file = not old.txnid and old.main.root == lmdb_verify.P_INVALID
         if recorded_old is None and old.txnid != new.txnid - 1 and not is_new_file:
             self.err(f"commits {old.txnid} and {new.txnid} follow each other")

@@ -46,7 +46,7 @@ from replay_server.tables.remembered import Remembered
 log = logging.getLogger("replay_server")
 
 _TICK = 0.1
-"""Seconds after which changes are written for which no request waits."""
+"""Seconds after which the journal writes changes for which no request waits."""
 _RETRY = 0.2
 """Seconds between two attempts of a commit."""
 
@@ -75,7 +75,7 @@ class Journal:
         """
         began = time.monotonic()
         state = storage.load()
-        # Without this check the server would start empty after a restore was killed.
+        # Without this check, the server would start empty if it was killed during the restore of a checkpoint.
         if storage.was_written and not state.state_records:
             raise DamagedDirectory(storage.directory, "a checkpoint was not restored into it to the end")
         try:
@@ -166,7 +166,7 @@ class Journal:
             _fail(self._next, broken(self._storage.error))
 
     async def _commit(self) -> None:
-        """Writes all changes. Raises Refused if the disk fails, after it has rolled back the inserts that can be."""
+        """Writes all changes. If the disk fails, rolls back the inserts that can be undone, and raises Refused."""
         loop = asyncio.get_running_loop()
         storage = self._storage
         slices = []

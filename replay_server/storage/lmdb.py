@@ -1,18 +1,18 @@
 """LmdbStorage: payloads and records in one LMDB file under `data_dir`.
 
 * A payload stays in memory until a commit has written it, together with all records that changed.
-* A payload that is extended keeps its chunks, and gets more. One commit may write several segments as one chunk. So a
-  chunk may have more bytes than the payload had when a reader learned its size.
+* A payload that is extended keeps its chunks, and further chunks follow. One commit may write several segments as one
+  chunk. So a chunk may have more bytes than the payload had when a reader learned its size.
 * Each transaction leads from one consistent state of the server to the next.
 * LMDB syncs the pages of a transaction before it writes the root that names them, and then the root. So the file is
-  whole after a crash of the machine, and has every transaction that has ended. Without these syncs (`fsync=False`) only
-  the death of the process is harmless. The file `unsynced` then names the boot of the machine in which the server
-  wrote, and a start in a later boot refuses the directory.
+  whole after a crash of the machine, and has every transaction that has ended. Without these syncs (`fsync=False`) the
+  file survives a killed process, but perhaps no crash of the machine. The file `unsynced` then names the boot of the
+  machine in which the server wrote, and a start in a later boot refuses the directory.
 * LMDB trusts its file, and a damaged page can crash it. So every page is verified before LMDB opens the file
   (data_dir.py).
 * Payloads and records have checksums of their own, which are verified when they are read.
 
-    payloads   key (8 bytes, big-endian), first byte of the chunk (8 bytes) -> checksum, at most CHUNK_BYTES
+    payloads   key (8 bytes, big-endian), position of the chunk's first byte (8 bytes) -> checksum, chunk
     items      key -> record of the item and its rows
     pieces     name -> record of a table, the policy, ...
     (main)     "commit" -> format, number of the transaction
@@ -98,6 +98,7 @@ NBYTES = struct.Struct("<q")
 NBYTES_AT = ITEM.fields["nbytes"][1]  # type: ignore[index]
 """The first byte of the field `nbytes` in the record of an item."""
 CHUNK_NAME = np.dtype([("key", ">u8"), ("start", ">u8")])
+"""The layout of the name of a chunk: the key of its item, and the position of its first byte in the payload."""
 
 
 class Part(NamedTuple):
@@ -156,7 +157,7 @@ def _address_space_remedy() -> str:
 
 
 class FileGone(lmdb.Error):
-    """The file of the data directory has no name any more, so that nobody finds again what is written into it."""
+    """The file of the data directory was removed or replaced. What is written into it could never be found again."""
 
 
 class LmdbFile:
@@ -266,7 +267,7 @@ class LmdbStorage(LmdbFile):
 
     @property
     def was_written(self) -> bool:
-        """True if a commit has ended in this directory, also if its file was put aside since."""
+        """True if a commit has ended in this directory, even if the file was put aside since then."""
         return os.fstat(self._lock).st_size > 0
 
     @property
@@ -290,7 +291,8 @@ class LmdbStorage(LmdbFile):
         lock_file = self.directory / "lock.mdb"
         lock_file.unlink(missing_ok=True)  # we hold server.lock, so the last owner of lock.mdb is gone
         try:
-            # LMDB maps a file with a hole, and a full disk would end the process (SIGBUS) when it writes there.
+            # LMDB would make and map a file without blocks on the disk. On a full disk, a write to it would end the
+            # process (SIGBUS).
             lock_file.write_bytes(bytes(LOCK_BYTES))
             super().__init__(self.directory, sync=self._fsync, metasync=self._fsync, max_spare_txns=4)
             self._file = _identity(self.directory)
@@ -361,11 +363,11 @@ class LmdbStorage(LmdbFile):
             if part is not None:
                 following.nbytes -= part.size
                 assert following.nbytes >= 0, following.nbytes
-            # Also the key of a new payload: a commit that failed may have left chunks of the payload in the file.
+            # Even if no commit has written the payload: a commit that failed may have left chunks of it in the file.
             following.gone.append(key)
 
     def check(self, sizes: Mapping[int, int]) -> None:
-        """Asserts, as Storage says, that a part that no commit has written yet ends where its item does."""
+        """Asserts that each part that the next commit writes ends where its payload ends."""
         self._committing.check()
         self._next.check()
         assert self._next.parts.keys() <= sizes.keys(), self._next.parts.keys() - sizes.keys()
@@ -418,7 +420,7 @@ class LmdbStorage(LmdbFile):
             blocks = (self.directory / "data.mdb").stat().st_blocks
         except OSError:  # the file was removed, and `commit` says so
             blocks = 0
-        # Perhaps no client inserts any more, so look here if there is room again.
+        # If no client inserts any more, only this call can notice that there is room again.
         if not error and self._refused_bytes:
             error = self.why_full(self._refused_bytes) or ""
         return StorageFacts(
@@ -446,8 +448,8 @@ class LmdbStorage(LmdbFile):
         self._check_file()
         portion: float = BYTES_PER_TRANSACTION
         if not payloads.parts.keys().isdisjoint(payloads.gone):
-            # The chunks of a new payload overwrite those of an older item with its key. The older item must be whole
-            # until the last transaction, so there may be only one.
+            # An item was deleted, and a new item has its key: the chunks of the new payload overwrite the chunks of the
+            # old payload. The old item must be whole until the last transaction, so there may be only one transaction.
             portion = math.inf
         parts = payloads.parts.items()
         chunks = chain.from_iterable(chunks_of(key, part.pieces, part.start) for key, part in parts)
@@ -464,7 +466,7 @@ class LmdbStorage(LmdbFile):
                 next_chunk = next(chunks, None)
                 is_last = next_chunk is None
                 if is_last:
-                    # Records go with the last payloads: without their records payloads have no effect.
+                    # The records are written together with the last payloads: payloads without records have no effect.
                     self._delete_payloads(txn, payloads)
                     for changed, records in changes:
                         self._write_records(txn, changed, records)
@@ -473,7 +475,7 @@ class LmdbStorage(LmdbFile):
             self._strays = []
 
     def _check_file(self) -> None:
-        """Raises FileGone if the file has lost its name, so that nobody could find again what is written now."""
+        """Raises FileGone if the file has lost its name: what is written now could not be found again."""
         if _identity(self.directory) != self._file:
             raise FileGone(
                 "data.mdb was removed or replaced while the server runs: put that file back, or stop the server and "
@@ -588,7 +590,8 @@ class LmdbStorage(LmdbFile):
             os.truncate(partial, size)
             partial.rename(self.directory / "data.mdb")
             self._open()
-            # The copy has no record of the number of its commit, and a start compares the numbers of the last two.
+            # In a checkpoint, LMDB may number the commit anew, so that the number differs from the recorded number. A
+            # start compares the two numbers for the last two commits, so two new commits are made.
             for _ in range(2):
                 self.commit(Delta(), self.begin_commit())
                 self.end_commit(None)
@@ -622,7 +625,7 @@ def _read(txn: lmdb.Transaction, key: int, size: int) -> Payload | None:
 def chunks_of(key: int, payload: Payload, start: int = 0) -> Iterator[tuple[bytes, bytes]]:
     """(name, value) of each chunk of a payload, or of its rest from the byte `start` on."""
     if len(payload) == 1:
-        # A short cut: the most frequent case takes half the time.
+        # The most frequent case takes half the time here.
         whole = payload[0]
         if isinstance(whole, bytes) and 0 < len(whole) <= CHUNK_BYTES:
             yield CHUNK_KEY.pack(key, start), xxh3_64_digest(whole, _seed(key, start)) + whole

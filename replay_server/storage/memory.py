@@ -1,4 +1,4 @@
-"""Memory: keeps the payloads of a server without a disk, and reads payloads from any storage, a part at a time."""
+"""Memory: keeps the payloads of a server without data_dir, and reads payloads of any storage, a part at a time."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from replay_server.tables.items import Storage, StorageFacts
 from replay_server.tables.table import Payload
 
 BYTES_PER_READ = 8 << 20
-"""Bytes read before yielding to the event loop; also the most of one response that is held in memory."""
+"""Payload bytes that are read at once. A response holds about so many bytes in memory, or one larger payload."""
 
 
 class MemoryStorage:

@@ -1,6 +1,6 @@
 """Records: the layout of a server's state in bytes, for data directories and checkpoints.
 
-* Every record has a checksum. So damage is found, and costs only the damaged record.
+* Every record has a checksum. So damage is noticed, and only the damaged record is lost.
 * Times are wall-clock seconds, by the wall clock of the moment when the first server of this boot started: see
   `time_offset`.
 """
@@ -30,7 +30,7 @@ docs/reference/compatibility.md says when the version may change.
 
 ITEM = np.dtype(
     [
-        ("checksum", "<u8"),  # of everything after it, rows and labels included; its seed is the key
+        ("checksum", "<u8"),  # of all bytes after the checksum, with rows and labels; the key is its seed
         ("key", "<u8"),
         ("policy_version", "<i8"),
         ("nbytes", "<i8"),
@@ -51,12 +51,14 @@ ROW = np.dtype(
         ("inserted_at", "<f8"),
     ]
 )
+"""One row of an item, in the record of the item."""
 IN_TABLE = 0
 """The kind of a row whose item is in the table."""
 FORWARDED = 1
 """The kind of a row whose table has passed the item on. The columns after `kind` are 0."""
 RETAINED = 2
-"""The kind of a row that its table has consumed and retains for a rollback. The kinds above it are retained too."""
+"""The kind of a row that its table has consumed and retains for a rollback. All kinds from this number on are retained
+rows."""
 RETAINED_WITH_PERMIT = 3
 """The kind of a retained row whose item used a permit."""
 
@@ -74,7 +76,7 @@ NUMBER = b"%020d"
 
 
 def of_another_version(written: str) -> str:
-    """The problem of a file that another version wrote, and the remedy. `written`: the format of the file, in words."""
+    """Words for the problem of a file that another version wrote, and the remedy. `written`: words for its format."""
     return (
         f"has {written}, and this version reads format {FORMAT}: go on with the version that wrote it, or bring its "
         f"tables here with the `replay table export` of that version and the `replay table import` of this one"
@@ -247,7 +249,7 @@ class Delta:
         return bool(len(self.items) or self.removed or self.state_records or self.remembered)
 
     def named_records(self) -> dict[bytes, bytes | None]:
-        """All records except those of items, by name."""
+        """All records except the records of items, by name."""
         remembered = {entry.name: entry.record() for entry in self.remembered}
         return self.state_records | remembered
 
@@ -267,7 +269,7 @@ class State:
     def values(self) -> dict[bytes, Any]:
         """The values of the state records, by name and in the order of their names.
 
-        Raises ValueError if a record is damaged that no restart can do without.
+        Raises ValueError if a record is damaged without which the server cannot start.
         """
         values = {}
         for name, record in sorted(self.state_records.items()):
@@ -290,7 +292,7 @@ class State:
 
 
 def boot_id() -> str:
-    """The id of this boot of the machine; "" where that is unknown."""
+    """The id of this boot of the machine; "" if it is unknown."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
@@ -301,8 +303,8 @@ def time_offset(values: Mapping[bytes, Any], clock: float) -> float:
     """The seconds to add to the server's clock, which now shows `clock`, to get the times in the values of a State.
 
     The server's clock is monotonic, and the same for all processes of one boot. A server that is started again in the
-    same boot keeps the offset of the server before it. So a change of the wall clock changes no age and no lease. Only
-    after a reboot the wall clock tells how much time has passed.
+    same boot keeps the recorded offset. So a change of the wall clock changes no age and no lease. Only after a reboot
+    does the wall clock decide how much time has passed.
     """
     written_boot, offset = values.get(CLOCK, ("", 0.0))
     if written_boot and written_boot == boot_id():

@@ -1,7 +1,7 @@
 """State: turns the changes of a buffer into records, and fills a new buffer from the records of an older one.
 
-Outstanding batches are recorded as if they had not been drawn. After a crash no reader can acknowledge them any more,
-so their items are back in their table. A lease has a record of its own: a restart draws the batch of the lease again.
+Outstanding batches are recorded as if they had not been drawn: after a crash no reader can acknowledge them any more,
+so a restart has their items in their table again. A lease has a record of its own: a restart draws its batch again.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ all other state records itself: it compares them with the records last written."
 
 
 class ChangeCollector:
-    """Collects changes of a buffer. Each Delta leads from the recorded state to the present state."""
+    """Collects changes of a buffer. Each Delta leads from the state recorded last to the present state."""
 
     def __init__(self, buffer: ReplayBuffer, state: State | None = None) -> None:
         """`state` is the recorded state; None: nothing is recorded yet."""
@@ -67,11 +67,11 @@ class ChangeCollector:
         self._changed: set[int] = set()
         self._many_changed: list[KeyArray] = []
         """The keys of large changes."""
-        # A new checkpoint contains all leases, and only the unnamed scope of each table.
+        # The first Delta contains all leases. Of the scopes, it deletes outdated records: no scope has the name "".
         self._changed_scopes = {(name, "") for name in buffer.tables}
         self._changed_leases = set(buffer.outstanding.leased)
         self._scopes = {(table, scope): name for name, (table, scope, _) in state.named(SCOPE).items()}
-        """The names of the records of scopes."""
+        """By table and scope: the name of the record of the scope."""
         self._remembered: dict[str, list[int]] = {kind: [] for kind in buffer.remembered}
         """The remembered ids that are in no record yet."""
         self._ends: dict[str, deque[tuple[bytes, int]]] = {kind: deque() for kind in buffer.remembered}
@@ -79,7 +79,7 @@ class ChangeCollector:
         the record is deleted."""
         self._add_ends(RememberedIds.all_of(state))
         self._unwritten: dict[bytes, bytes | None] = dict.fromkeys(state.damaged)
-        """State records that could not be written, and that the next Delta would not contain otherwise."""
+        """State records that could not be written, or are damaged. The next Delta would not contain them otherwise."""
         self._written: dict[bytes, bytes] = {}
         """The state records that were last written."""
         for name, record in state.state_records.items():
@@ -113,7 +113,7 @@ class ChangeCollector:
     # ------------------------------------------------------------------------------------------------ collecting
 
     def slices(self) -> Iterator[Delta]:
-        """The records of some changed items at a time, while `collect` would have to take too many at once.
+        """The records of some changed items at a time, as long as too many have changed for one call of `collect`.
 
         Each slice has the state of the moment in which it is asked for. If an item of a slice changes again, `collect`
         has the item too. So all slices, and after them the Delta of `collect`, lead to the state of the moment of
@@ -163,7 +163,7 @@ class ChangeCollector:
         return delta
 
     def remembered_ids(self, kind: str, ids: Iterable[int]) -> RememberedIds:
-        """A new record with those of `ids` that are still remembered."""
+        """A new record with the `ids` that are still remembered."""
         remembered = self._buffer.remembered[kind]
         still_remembered = [id for id in ids if id in remembered]
         return RememberedIds(
@@ -196,7 +196,7 @@ class ChangeCollector:
         """Notes that `delta` could not be written, so that the next Delta contains its changes."""
         self.changed(delta.items.items["key"].astype(np.uint64))
         self.changed(delta.removed)
-        # The ids, and not their record: some of these inserts may be rolled back now.
+        # The next Delta makes a new record of the ids, because some of these inserts may be rolled back meanwhile.
         for entry in delta.remembered:
             self._remembered[entry.kind][:0] = entry.ids
         # The next Delta contains all other records anyway, because they differ from the records last written.
@@ -214,7 +214,7 @@ class ChangeCollector:
         assert table_owners.size == 0 or table_owners.max() < keys.size, "a row belongs to no item"
         in_a_table = np.zeros(keys.size, dtype=np.bool_)
         in_a_table[table_owners] = True
-        new_index = np.cumsum(in_a_table) - 1  # of each item, after the items in no table are left out
+        new_index = np.cumsum(in_a_table) - 1  # the index of each item when items in no table are left out
         keys = keys[in_a_table]
         found = list(map(buffer.items.__getitem__, keys.tolist()))
         forwarded_owners, forwarded_rows = self._forwarded_rows(found)
@@ -269,7 +269,7 @@ class ChangeCollector:
         return np.array(owners, dtype=np.int64), rows
 
     def _state_records(self) -> Iterator[tuple[bytes, bytes | None]]:
-        """The state records that differ from the records last written."""
+        """The state records that have changed. None in the place of a record: the record is deleted."""
         buffer = self._buffer
         policy = buffer.policy
         values: dict[bytes, Any] = {
@@ -281,7 +281,7 @@ class ChangeCollector:
         for extension in buffer.extensions:
             if extension.record:
                 values[extension.record] = extension.state_dict(self._offset)
-        for name in self._written.keys() - values.keys():  # of tables and extensions that are no longer configured
+        for name in self._written.keys() - values.keys():  # tables and extensions that are no longer configured
             yield name, None
         for name, value in values.items():
             record = pack(value)
@@ -299,7 +299,7 @@ class ChangeCollector:
         if seconds is None:
             return None
         table, batch = outstanding.by_id[batch_id]
-        # Batches from before a reset of their table change nothing any more.
+        # A batch from before a reset of its table has no items any more.
         keys = batch.keys if batch.epoch == table.epoch else batch.keys[:0]
         return pack([batch_id, table.name, batch.scope, seconds, keys.astype("<u8").tobytes()])
 
@@ -320,7 +320,7 @@ class ChangeCollector:
 
 
 def _first_free_number(state: State) -> int:
-    """The number after those of all scopes and remembered ids that have a record."""
+    """The number after the highest number in the names of recorded scopes and remembered ids."""
     names = state.values.keys() | state.damaged
     highest = 0
     for name in names:
@@ -340,8 +340,8 @@ def _numbers_of_tables(buffer: ReplayBuffer, state: State) -> dict[str, int]:
 def rows_in_table(buffer: ReplayBuffer, table: Table, keys: KeyArray) -> tuple[IntArray, npt.NDArray[np.void]]:
     """The rows (m,) that `table` has or retains of `keys` (n,), and the indexes in `keys` of their owners (m,).
 
-    The rows are as if outstanding batches were requeued. Times are seconds of the server's clock. The column `table` is
-    left for the caller.
+    The rows are as if outstanding batches were requeued. Times are seconds of the server's clock. The caller fills the
+    column `table`.
     """
     columns = table.columns
     retained = columns.retained
@@ -395,7 +395,7 @@ def restore(buffer: ReplayBuffer, state: State) -> None:
         else:
             for id, answer in zip(entry.ids, entry.answers, strict=True):
                 remembered.load([id], tuple(answer))
-    # Before the tables drop items that are stale or too many: the items of a lease are in the hands of their reader.
+    # Before the tables drop items that are stale or too many: the reader of a leased batch may use its items already.
     for batch_id, table_name, scope, seconds, keys in state.named(LEASE).values():
         leased = np.frombuffer(keys, dtype="<u8").astype(np.uint64)
         buffer.outstanding.restore_lease(batch_id, buffer.tables.get(table_name), leased, scope, seconds)
@@ -473,7 +473,7 @@ def _restore_items(buffer: ReplayBuffer, state: State, offset: float) -> None:
         if extension.mark:
             extension.load_marked(keys[items["permit"] == extension.mark].tolist())
     buffer.items.bytes += int(items["nbytes"].sum())
-    unheld = keys[holders == 0].tolist()  # they are in no table that is configured
+    unheld = keys[holders == 0].tolist()  # items that are in no table of the configuration
     buffer.items.hold(unheld)
     for watcher in buffer.watchers:
         watcher.changed(unheld)

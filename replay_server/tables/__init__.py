@@ -1,1 +1,1 @@
-"""The meaning of tables: which items they hold, which is drawn next, and who waits. Knows neither gRPC nor the disk."""
+"""Tables: the items that they hold, which item is drawn next, and which requests wait. Without gRPC and disk."""

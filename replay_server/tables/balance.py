@@ -45,7 +45,7 @@ class ValueRows:
 
 
 class Balanced(Selector):
-    """Chooses a value, then a slot by one selector for each value. O(values) for a draw, beside those selectors."""
+    """Chooses a value, and then a slot by the selector of that value. A draw is O(values), apart from the selectors."""
 
     def __init__(
         self, columns: Columns, tag: str, weights: Mapping[str, float], build: Callable[[RowFacts], Selector]
@@ -60,9 +60,9 @@ class Balanced(Selector):
         self._position = np.zeros(0, dtype=np.int64)
         """By slot: the position of its item in the part of its value."""
         self._left = np.zeros(16, dtype=np.int64)
-        """By code: the number of items that can be drawn; 0 where the weight is 0."""
+        """By code: the number of items that can be drawn; 0 if the weight is 0."""
         self._weights = np.zeros(16)
-        """By code: the weight of the value, where there is a part."""
+        """By code: the weight of the value, if the value has a part."""
 
     def insert(self, slots: IntArray) -> None:
         if slots.size:
@@ -159,9 +159,9 @@ class Balanced(Selector):
         assert not left_of_others.any(), "a value can be drawn that no item has"
 
     def weigh_values(self, excluded: IntArray = NONE) -> list[dict[str, Any]]:
-        """The weights of each value that has something to give; O(size).
+        """The weights of each value that has an item to give; O(size).
 
-        The fields of the message ValueWeight of replay.proto.
+        Each entry has the fields of the message ValueWeight of replay.proto.
         """
         left_out = self._positions_by_code(excluded)
         found = []
@@ -229,9 +229,9 @@ class Balanced(Selector):
         return slots, probabilities
 
     def values(self) -> list[dict[str, Any]]:
-        """The values by name, with all their items except items that wait for columns.
+        """The values, sorted by name, each with the number of its items. Items that wait for columns do not count.
 
-        The fields of the message ValueInfo of replay.proto.
+        Each entry has the fields of the message ValueInfo of replay.proto.
         """
         found = []
         for code, part in self._parts.items():
@@ -244,7 +244,7 @@ class Balanced(Selector):
         return sorted(found, key=itemgetter("name"))
 
     def one_too_many(self, labels: Sequence[Labels] | None) -> str | None:
-        """A value of new items (n,) that is one more than can be balanced; None: all values fit."""
+        """A value of the new items (n,) for which there is no room among MAX_BALANCED values; None: all values fit."""
         tag = self.tag
         if labels is None or len(tag) + len(labels) <= MAX_BALANCED:
             return None
@@ -257,7 +257,7 @@ class Balanced(Selector):
     def rows_of(
         self, wanted: Sequence[ValueRows], excluded: IntArray = NONE, *, distinct: bool
     ) -> tuple[IntArray, FloatArray]:
-        """The code (n,) of each wanted row that is there, one value after the other, and the shares by code.
+        """The code (n,) of each wanted row that can be drawn, one value after the other, and the shares by code.
 
         If a value has too few distinct rows, it gives all of them. The selector must hold all excluded slots.
         """
@@ -299,7 +299,7 @@ class _Part(RowFacts):
     def __init__(self, current_version: int, build: Callable[[RowFacts], Selector]) -> None:
         super().__init__(current_version)
         self.slots = np.zeros(0, dtype=np.int64)
-        """By position: the slot in the table; -1 where its item has left."""
+        """By position: the slot in the table; -1 if the item of the position has left."""
         self.size = 0
         self.selector = build(self)
 
@@ -337,8 +337,8 @@ class _Part(RowFacts):
 def choose(weights: FloatArray, left: IntArray, n: int, rng: np.random.Generator) -> IntArray:
     """The values (n,) of n draws, one after the other, as indices into `weights` (v,).
 
-    Each draw chooses a value in proportion to the weights of those that are not used up. `left` (v,) says how many
-    draws use up each value. It must have n draws together, in values whose weight is above 0.
+    Each draw chooses a value in proportion to the weights of the values that are not used up. `left` (v,) is the number
+    of draws that each value can still give. The values whose weight is above 0 must have n or more draws left together.
     """
     # Draw independently, and leave out each draw whose value is used up by then. The remaining draws are distributed as
     # draws from the values that are not used up. So draw all at once, leave out the draws that came too late, and draw
@@ -373,7 +373,7 @@ def _draw(weights: FloatArray, n: int, rng: np.random.Generator) -> IntArray:
 
 
 def _groups(values: IntArray) -> Iterator[tuple[int, IntArray]]:
-    """Each different value of `values` (n,), and the rows that have it, ascending."""
+    """Each different value in `values` (n,), and the ascending indexes of the rows that have the value."""
     if values.size == 0:
         return
     first = values.item(0)

@@ -56,7 +56,7 @@ from replay_server.tables.table import InsertBatch, Payload, SampleRequest, Tabl
 from replay_server.tables.waiting import Line
 
 QUIET_SECONDS = 10.0
-"""Seconds in which nobody inserted or sampled, after which a reason says so."""
+"""If nobody has inserted (or sampled) for so many seconds, the reason of a wait for inserts (or samples) says so."""
 
 
 class Lines:
@@ -76,9 +76,10 @@ def any_insert_waits(tables: Iterable[Table], lines: Mapping[str, Lines]) -> boo
 
 
 def insertable_at_once(batch: InsertBatch, tables: Sequence[Table], items: Items, lines: Mapping[str, Lines]) -> int:
-    """The number of first rows to insert together, at least 1. The outcome is the same as one after the other.
+    """The number of rows, from the first row on, to insert together; at least 1.
 
-    Only the effect of the rows on each other counts here. The insert rules decide which rows may enter.
+    The outcome must be the same as if the rows were inserted one after the other. So only the effect of the rows on
+    each other counts here. The insert rules decide which rows may enter.
     """
     n = len(batch)
     nbytes = batch.nbytes
@@ -102,10 +103,10 @@ def insertable_at_once(batch: InsertBatch, tables: Sequence[Table], items: Items
 
 
 def quiet_time(pending: PendingInsert | PendingSample, now: float, extensions: Iterable[Extension]) -> str:
-    """Words for a quiet other side; "": it is not quiet.
+    """Says that the other side of a wait does nothing, as in "; nobody sampled for 12 s"; "": the other side is active.
 
-    A sample waits for inserts, and an insert for samples. For example "; nobody sampled for 12 s". For a sample the
-    words also say which extensions generators wait for.
+    For a waiting insert, the other side are the clients that sample. For a waiting sample, the other side are the
+    clients that insert, and the words also say what generators wait for.
     """
     table = pending.tables[0]
     if not isinstance(pending, PendingSample):
@@ -169,7 +170,7 @@ class ReplayBuffer:
         copies = {table.config.copy_to for table in self.tables.values()}
         self.items.copies = {name: table for name, table in self.tables.items() if name in copies}
         self.trained = [table for name, table in self.tables.items() if name not in copies]
-        """The tables that trainers and generators use. The others are copies."""
+        """The tables that trainers and generators use: all tables except tables of copies."""
         self.lines = {name: Lines(clock) for name in self.tables}
         self.policy = Policy(set_at=clock())
         self.versions = StepTimes()
@@ -187,7 +188,7 @@ class ReplayBuffer:
         kinds = (self.known_keys, self.outstanding.acknowledged, self.outstanding.requeued, self.answers)
         self.remembered: dict[str, Remembered[Any]] = {kind.kind: kind for kind in kinds}
         self.damaged = 0
-        """Items lost because their bytes in the storage were not what was written."""
+        """The number of items that were lost because their bytes in the storage had changed."""
         self._rules = InsertRules(self.items, self.known_keys, self.outstanding.why_not_closed, max_payload_bytes)
         self._closed = False
         self.extensions = extensions
@@ -229,7 +230,7 @@ class ReplayBuffer:
     def insert(self, batch: InsertBatch, deadline_at: float = math.inf) -> tuple[int, PendingInsert | None]:
         """Inserts rows from the first one on. Returns how many are in their tables, and the next row if it has to wait.
 
-        To insert all rows, call it until none is left. Raises Refused if the first row is refused; then nothing has
+        To insert all rows, call it until no row is left. Raises Refused if the first row is refused. Then nothing has
         changed.
         """
         self.check_open()
@@ -248,7 +249,7 @@ class ReplayBuffer:
                 insert = batch[:n]
         self.items.clear_left(insert.nbytes)
         verdict = self._rules.verdict(insert, tables)
-        if n > 1 and verdict is not None:  # some row is special, so the first row is decided alone
+        if n > 1 and verdict is not None:  # the verdict may be true of only some rows, so the first is decided alone
             n = 1
             insert = batch[:1]
             verdict = self._rules.verdict(insert, tables)
@@ -308,9 +309,10 @@ class ReplayBuffer:
     def extend(self, key: int, names: Collection[str], segment: Payload) -> Sequence[str] | None:
         """Appends a segment, which has columns with these names, to the payload of an item.
 
-        The item's rows that waited for these columns can be drawn now. Returns an empty sequence. Returns the names
-        that the item had already, if there are any; then nothing was appended. Returns None if the item is gone.
-        Raises Refused; then nothing has changed.
+        The item's rows that waited for these columns can be drawn afterwards.
+
+        Returns an empty sequence if the segment was appended. Otherwise nothing has changed: returns the names that the
+        item had already, or None if the item is gone, or raises Refused.
         """
         self.check_open()
         if not names:
@@ -356,10 +358,11 @@ class ReplayBuffer:
         return pending
 
     def acknowledge(self, batch_id: int, *, sent: bool = False, lease: float = 0.0) -> bool:
-        """The reader acknowledges the batch for good. False: a row has become too stale, and the batch is requeued.
+        """The reader acknowledges the batch for good or, with `lease`, gets a lease of it.
 
-        `sent`: the reader has all bytes already, so rows are not checked for staleness any more. `lease`: the reader
-        has the batch only for this many seconds, unless it acknowledges the batch meanwhile.
+        Returns False if a row has become too stale, or its version was undone: then the batch is requeued. `sent`: the
+        reader has all bytes already, so that is not checked any more. `lease`: seconds for which the reader has the
+        batch, unless it acknowledges the batch meanwhile.
         """
         if not sent and self.outstanding.is_outdated(batch_id):
             self.requeue(batch_id)
@@ -404,6 +407,7 @@ class ReplayBuffer:
         if slots.size > items.leaving.rows_per_slice:
             items.leaving.add(columns, slots)
             items.freed = True  # an insert that waits for these bytes clears as many rows away as it needs
+            # `items.release` calls the hooks only when the rows are cleared away. Marked items are reported now.
             for hook in items.on_gone:
                 lost: list[int] = []
                 for extension in self.extensions:
@@ -415,7 +419,11 @@ class ReplayBuffer:
     # ------------------------------------------------------------------------------------------------ waiting
 
     def time_out(self, pending: PendingInsert | PendingSample) -> None:
-        """Ends `pending` at its deadline. A sample gets min_samples or more, if available; else the reason."""
+        """Ends `pending` at its deadline.
+
+        The first sample of a line gets its batch if at least min_samples rows are available. Every other request fails
+        with the reason of its wait.
+        """
         if pending.done:
             return
         if isinstance(pending, PendingSample):
@@ -492,7 +500,7 @@ class ReplayBuffer:
     def _serve_insert(self, pending: PendingInsert, dirty: dict[str, None]) -> bool:
         """Decides the first insert of a line. Returns False if it goes on waiting.
 
-        Adds the names of the tables that this changes to `dirty`.
+        Adds to `dirty` the names of the tables that have changed.
         """
         for table in pending.tables:
             if self.lines[table.name].inserts.head is not pending:
@@ -519,8 +527,9 @@ class ReplayBuffer:
     # ------------------------------------------------------------------------------------------------ invariants
 
     def check_totals(self) -> None:
-        """Asserts that all counts of items are of the same items: for a server that has just started."""
-        # Of 50,000 items in two tables that is about 1 % of their restore; `check` was 15 %, `check_each_item` 43 %.
+        """Asserts that all counts of items agree. A server calls this when it has started."""
+        # For 50,000 items in two tables, this takes about 1 % as long as the restore, `check` 15 %, and
+        # `check_each_item` 43 %.
         for table in self.tables.values():
             table.check_totals()
             assert table.columns.current_version == self.policy.version, (table.name, self.policy)
@@ -530,9 +539,9 @@ class ReplayBuffer:
             extension.check()
 
     def check(self) -> None:
-        """Asserts what the modules of this folder state, between two operations: for tests, after each step.
+        """Asserts what the modules of this folder state. Tests call it after each operation.
 
-        Some passes over arrays, and no loop over items.
+        It takes some passes over arrays, and no loop over items.
         """
         self.check_totals()
         for table in self.tables.values():
@@ -546,9 +555,9 @@ class ReplayBuffer:
             kind.check()
 
     def _check_waits(self, table: Table) -> None:
-        """Asserts that the first requests of the table's lines cannot go on. The change that let them would serve them.
+        """Asserts that the first requests of the table's lines cannot go on: otherwise they would have been served.
 
-        An insert that could only be refused may wait: the end of a batch that it closes is no change of its table.
+        An insert that could only be refused may still wait: when a batch that it closes ends, its tables do not change.
         """
         lines = self.lines[table.name]
         sample = lines.samples.head
@@ -561,9 +570,10 @@ class ReplayBuffer:
             assert not first or verdict is not None, (table.name, insert.insert)
 
     def check_each_item(self) -> None:
-        """Asserts the number of holders of each item, while no reader is sent any. A loop over items, rows and keys.
+        """Asserts the number of holders of each item, by a loop over items, rows and keys.
 
-        For tests: it takes as long as the start of a server does.
+        Only tests call it, because it takes as long as the start of a server. Call it while no bytes are sent to a
+        reader: the reader would hold the items too.
         """
         holders: Counter[int] = Counter(self.items.leaving.keys())
         for table in self.tables.values():
@@ -709,7 +719,7 @@ class ReplayBuffer:
             refusal = extension.why_no_policy(change)
             if refusal is not None:
                 raise refusal
-        # A trainer that names a state sends the version of the state again. That is no new step.
+        # A trainer that names a state after the version was set sends that version again. That is no new step.
         names_state = bool(state) and version == change.before
         if not names_state:
             self.versions.beat(self.clock())

@@ -37,7 +37,7 @@ KeyArray = npt.NDArray[np.uint64]
 
 
 FREE, LEAVING, RESERVED, WAITING, SELECTABLE = range(5)
-"""The state of a slot. Only rows in WAITING or SELECTABLE are here."""
+"""The states of a slot. Only rows in the states WAITING and SELECTABLE are "here"."""
 
 _HASH = 0x9E3779B97F4A7C15
 """The factor of Fibonacci hashing: consecutive keys, as clients choose them, spread evenly."""
@@ -60,9 +60,9 @@ def total(values: IntArray) -> int:
 
 
 def costs(sizes: IntArray, labels: Sequence[Labels] | None) -> IntArray:
-    """The bytes of items (n,) that count for bounds: of their payloads and labels (n,).
+    """The bytes of each item (n,) that count for bounds: `sizes` (n,) of the payloads, and the bytes of `labels` (n,).
 
-    `labels` None: no item has any.
+    `labels` None: no item has labels.
     """
     if labels is None:
         return sizes
@@ -151,12 +151,12 @@ class TagColumn:
 
     def set(self, slots: IntArray, labels: Sequence[Labels]) -> None:
         """Fills new slots (n,) from the labels (n,) of their items."""
-        # Most items share their labels with many others, so few of them are looked at.
+        # Many items share one Labels object. Each such object is looked at only once.
         different = {id(of_item): of_item for of_item in labels}
         code_of = {identity: self._add(of_item.text(self.name)) for identity, of_item in different.items()}
         if not any(code_of.values()):
             return  # a new slot has code 0 already
-        # Built-in functions alone: this runs for each of a million rows.
+        # Only built-in functions, because they run for each of a million rows.
         codes = np.fromiter(map(code_of.__getitem__, map(id, labels)), dtype=np.int32, count=slots.size)
         self.codes[slots] = codes
         counts = np.bincount(codes)
@@ -207,7 +207,7 @@ class TagColumn:
         self.codes = np.concatenate([self.codes, more])
 
     def check(self, state: npt.NDArray[np.uint8]) -> None:
-        """Asserts that the counts are those of the codes, and that all known values are in use. `state`: by slot."""
+        """Asserts that the counts fit the codes, and that all known values are in use. `state`: by slot."""
         assert self.codes.size == state.size, (self.codes.size, state.size)
         assert not self.codes[state < RESERVED].any(), "a slot that is free or leaving has a value"
         counts = np.bincount(self.codes, minlength=self._rows.size)
@@ -223,9 +223,9 @@ class Columns(RowFacts):
 
     A key has at most one row that is here, one row that a batch reserves, and one row that is retained.
 
-    Among a million items a lookup in `_slots` waits for main memory several times, one key after the other. `find`
-    therefore guesses the slots of many keys with arrays, which waits for many keys at once. It looks up in `_slots`
-    only the keys whose guess was wrong.
+    If there are a million items, each lookup in `_slots` waits for main memory several times. `find` therefore guesses
+    the slots of many keys with arrays, so that it waits for many keys at once. Then it looks up in `_slots` only the
+    keys whose guess was wrong.
     """
 
     def __init__(self, current_version: int = 0, indexed: Iterable[str] = ()) -> None:
@@ -256,7 +256,7 @@ class Columns(RowFacts):
         self._row = np.zeros(0, dtype=np.int64)
         """Working memory of `last_rows`."""
         self._guess = np.zeros(0, dtype=np.int32)
-        """By hash of a key: the slot of the key of this hash that was added last; -1: there was none."""
+        """By hash: the slot of the last added key that has this hash; -1: no key with this hash was added."""
         self._shift = _BITS
         """The bits of a hash that are dropped, so that the hash is an index of `_guess`."""
 
@@ -277,7 +277,7 @@ class Columns(RowFacts):
         """The `keys` that are not here."""
         if self._leaving:
             return [key for key in keys if key not in self]
-        return [key for key in keys if key not in self._slots]  # a quarter of the time
+        return [key for key in keys if key not in self._slots]  # takes a quarter of the time
 
     def leaving(self, key: int) -> int | None:
         """The slot of `key` if it is leaving."""
@@ -291,7 +291,7 @@ class Columns(RowFacts):
         if keys.size < _FEW or not self._guess.size:
             return self._look_up(keys)
         slots = self._guess[self._hashes(keys)].astype(np.int64)
-        # Where no key of this hash was ever added (-1), the key is not here.
+        # A guess of -1 means that no key of this hash was ever added, so the key is not here.
         other = (self.key[slots] != keys) | (self.state[slots] < WAITING)
         wrong = np.flatnonzero((slots >= 0) & other)
         slots[wrong] = self._look_up(keys[wrong])
@@ -320,7 +320,7 @@ class Columns(RowFacts):
         return np.asarray(keys * np.uint64(_HASH) >> np.uint64(self._shift))
 
     def last_rows(self, slots: IntArray) -> npt.NDArray[np.bool_]:
-        """A mask (n,) of the rows of `slots` (n,) after which the slot of the row does not come again."""
+        """A mask (n,) over `slots` (n,), in which slots may repeat: True at the last occurrence of each slot."""
         rows = np.arange(slots.size)
         self._row[slots] = rows  # numpy keeps the last value of a repeated index
         return np.asarray(self._row[slots] == rows)
@@ -382,7 +382,7 @@ class Columns(RowFacts):
         return slots
 
     def leave(self, slots: IntArray) -> None:
-        """Marks these rows, all of them here, as leaving: they count as gone. `free` has to follow for each of them."""
+        """Marks these rows, which are here, as leaving: they count as gone. The caller calls `free` for them later."""
         self._size -= slots.size
         self._leaving += slots.size
         assert self._size >= 0, "rows leave that were not here"
@@ -404,11 +404,11 @@ class Columns(RowFacts):
         return keys
 
     def retain(self, keys: Iterable[int]) -> None:
-        """Makes an extension the owner of these rows. The batch that has reserved them is acknowledged."""
+        """Makes an extension the owner of these rows, when the batch that has reserved them is acknowledged."""
         self.retained.update((key, self.reserved.pop(key)) for key in keys)
 
     def remove_reserved(self, keys: Iterable[int]) -> None:
-        """Frees the slots of these rows, except of retained rows. The batch that has reserved them is acknowledged."""
+        """Frees the slots of these rows, when the batch that has reserved them is acknowledged. Retained rows stay."""
         freed = [self.reserved.pop(key) for key in keys if key in self.reserved]
         slots = np.array(freed, dtype=np.int64)
         self.state[slots] = FREE
@@ -426,7 +426,7 @@ class Columns(RowFacts):
         return slots[np.argsort(self.order[slots], kind="stable")]
 
     def _grow(self, least: int) -> None:
-        # Made anew below. `_lengthen` must not copy it, because it is longer than the columns.
+        # `_lengthen` must not copy `_guess`, which is longer than the columns. It is made anew below.
         self._guess = np.zeros(0, dtype=np.int32)
         super()._grow(least)
         new = self.key.size
@@ -439,7 +439,7 @@ class Columns(RowFacts):
         self._guess[self._hashes(self.key[slots])] = slots
 
     def check_counts(self) -> None:
-        """Asserts that the counts are those of the states. One pass over an array."""
+        """Asserts that the counts fit the states of the slots. It takes one pass over an array."""
         counts = np.bincount(self.state, minlength=SELECTABLE + 1).tolist()
         assert self._size == counts[WAITING] + counts[SELECTABLE], (self._size, counts)
         assert self._leaving == counts[LEAVING], (self._leaving, counts)
@@ -483,13 +483,13 @@ class WaitingRows:
         """By required column: the number of rows that wait for it."""
 
     def add(self, slots: IntArray, labels: Sequence[Labels] | None) -> IntArray:
-        """Makes the rows (n,) wait whose items lack a required column. Returns the slots of the other rows.
+        """Makes those of the rows (n,) wait whose items lack a required column. Returns the slots of the other rows.
 
-        `labels` (n,) are those of the items; None: no item has any.
+        `labels` (n,) are the labels of the items; None: no item has labels.
         """
         if labels is None:
             labels = [NO_LABELS] * slots.size
-        # Most items have the same columns, so this has few entries.
+        # Most items have the same columns, so this dict has few entries.
         bits_of = {of_item.columns: self._lacks(of_item) for of_item in labels}
         lacks = np.array([bits_of[of_item.columns] for of_item in labels], dtype=np.uint16)
         waits = lacks > 0
@@ -500,7 +500,7 @@ class WaitingRows:
         return slots[~waits]
 
     def remove(self, slots: IntArray) -> IntArray:
-        """These rows (n,) leave. Returns the slots of those that did not wait."""
+        """Notes that these rows (n,) leave. Returns the slots of the rows that did not wait."""
         waits = self._columns.state[slots] == WAITING
         self._add(slots[waits], -1)
         return np.asarray(slots[~waits])
@@ -563,7 +563,7 @@ class WaitingRows:
         return np.asarray((lacks[:, None] >> self._bit_numbers) & 1 > 0)
 
     def check(self) -> None:
-        """Asserts that the counts are those of the rows that wait."""
+        """Asserts that the counts fit the rows that wait."""
         waiting = np.flatnonzero(self._columns.state == WAITING)
         assert self.count == waiting.size, (self.count, waiting.size)
         lacks = self._bits(self._columns.lacks[waiting])

@@ -18,10 +18,10 @@ from replay_server.tables.limiter import RateLimiter, sample_to_insert_ratio
 from replay_server.tables.selectors import Selector
 
 MAX_PRIORITY = 3.4e38
-"""The largest priority (about float32's). With the largest exponent, a sum of 10^9 weights stays finite in float64."""
+"""The largest priority, about the largest float32. With MAX_EXPONENT, a sum of 10^9 weights stays finite in float64."""
 MAX_EXPONENT = 7.0
 MIN_HALF_LIFE = 0.01
-"""Policy versions; below it nothing but the newest version would ever be drawn."""
+"""The shortest half-life, in policy versions. With a shorter one only the newest version would ever be drawn."""
 MAX_COUNT = 2**53
 """The largest count that a limiter's arithmetic in float64 keeps exact."""
 MAX_INDEXED = 4
@@ -29,9 +29,10 @@ MAX_INDEXED = 4
 ENVIRONMENT = "environment"
 """The tag that names the environment of a group. Every table has a column for it, and counts by it."""
 MAX_TAG_NAME = 64
-"""Bytes of the name of a tag. Settings are checked in characters: no item has a name with more characters."""
+"""Bytes of the name of a tag. Names in settings may have this many characters: no shorter bound is needed, because a
+name has at least as many bytes as characters."""
 MAX_TAG_TEXT = 256
-"""Bytes of the value of a tag. Settings are checked in characters, as names are."""
+"""Bytes of the value of a tag. Values in settings may have this many characters, as names may."""
 MAX_RETAINED_STATES = 1024
 """States of a trainer that a server remembers."""
 MOST_REQUIRED = 16
@@ -44,7 +45,7 @@ for _power, _letter in enumerate("KMGT", start=1):
 
 
 def parse_bytes(value: Any) -> Any:
-    """`"32GiB"`, `"1.5 GB"` or a plain number, as bytes."""
+    """The bytes in a text such as `"32GiB"`, `"1.5 GB"` or `"4096"`. Other values stay as they are."""
     if not isinstance(value, str):
         return value
     match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*", value)
@@ -89,7 +90,7 @@ class Model(BaseModel, metaclass=_OneLine):
 
 
 class _Tagged(Model):
-    """A variant named by `type`; its name alone is the short form."""
+    """A section whose `type` names a variant. The name alone is short for the variant with its default settings."""
 
     @model_validator(mode="before")
     @classmethod
@@ -101,13 +102,13 @@ class SelectorConfig(_Tagged):
     """The choice of the next item."""
 
     type: Literal["fifo", "lifo", "uniform", "prioritized", "min_heap", "max_heap"]
-    """The item that comes next, in this order: the oldest, the newest, any at random, one at random by priority, the
-    lowest priority, the highest priority. Ties go to the older item."""
+    """The item that comes next. For each type in turn: the oldest, the newest, any at random, one at random by
+    priority, the lowest priority, the highest priority. Ties go to the older item."""
     exponent: float = Field(1.0, ge=0.0, le=MAX_EXPONENT)
     """`prioritized` draws in proportion to priority ** exponent."""
     half_life: float | None = Field(None, ge=MIN_HALF_LIFE, le=MAX_COUNT)
-    """Policy versions after which a priority counts half (`prioritized`, after the exponent; `min_heap`, `max_heap`);
-    absent: priorities do not age."""
+    """Policy versions after which a priority counts half; absent: priorities do not age. For `prioritized` (there the
+    half-life applies after the exponent), `min_heap` and `max_heap`."""
 
     @model_validator(mode="after")
     def _only_where_used(self) -> Self:
@@ -134,8 +135,8 @@ class RateLimiterConfig(_Tagged):
     """The rule by which inserting and sampling wait for each other; formulas in limiter.py."""
 
     type: Literal["min_size", "sample_to_insert_ratio", "queue", "stack"]
-    """The rule, in this order: the table keeps a least size; it keeps a ratio of samples to inserts; each item is
-    sampled once, the oldest first; each item is sampled once, the newest first."""
+    """The rule. For each type in turn: the table keeps a least size; the table keeps a ratio of samples to inserts;
+    each item is sampled once, the oldest first; each item is sampled once, the newest first."""
     min_size: int = Field(1, ge=1, le=MAX_COUNT)
     """Sampling waits for this many items (`min_size`, `sample_to_insert_ratio`)."""
     max_size: int | None = Field(None, ge=1, le=MAX_COUNT)
@@ -143,7 +144,8 @@ class RateLimiterConfig(_Tagged):
     samples_per_insert: float | None = Field(None, gt=0)
     """The ratio to keep (`sample_to_insert_ratio`: needed)."""
     error_buffer: float | tuple[float, float] | None = None
-    """The deviation from the ratio that is allowed: e, or (min_diff, max_diff) (`sample_to_insert_ratio`)."""
+    """The deviation from the ratio that is allowed: a number e, or a pair of min_diff and max_diff
+    (`sample_to_insert_ratio`)."""
 
     @model_validator(mode="after")
     def _checked(self) -> Self:
@@ -203,26 +205,26 @@ class TableConfig(Model):
     max_bytes: Bytes | None = None
     """The most bytes of payloads and labels; absent: no bound but the server's."""
     max_times_sampled: int = Field(0, ge=0, le=MAX_COUNT)
-    """An item leaves after it has been sampled this often; 0: never."""
+    """An item leaves after it has been sampled this often; 0: items may be sampled without end."""
     rate_limiter: RateLimiterConfig = RateLimiterConfig(type="min_size")
     """The rule by which inserting and sampling wait for each other."""
     max_staleness: int | None = Field(None, ge=0, le=MAX_COUNT)
-    """An item whose policy version lags by more is dropped and never delivered; absent: no limit."""
+    """An item whose policy version lags by more versions is dropped and never delivered; absent: no limit."""
     when_full: Literal["evict", "block", "reject"] = "evict"
     """The effect of an insert into a full table: the remover makes room, the insert waits, or the insert fails."""
     forward_to: str | None = None
     """The table that an item joins when it has been sampled here for the first time, unless its priority is 0."""
     copy_to: str | None = None
-    """The table that an item joins when it is inserted here, for a reader such as `replay archive run`. The name alone
-    declares that table. No insert waits for that table, names it, or fails because of it."""
+    """The table that an item joins when it is inserted here, for a reader such as `replay archive run`. The name here
+    declares that table. An insert may not name that table, and never waits or fails because of it."""
     requires: tuple[ColumnName, ...] = Field((), max_length=MOST_REQUIRED)
-    """Columns without which no item is sampled here. An item that lacks one waits until `extend` has brought it.
-    Meanwhile the item counts for the size and for the bound of a queue, and not for `min_size`."""
+    """Columns without which no item is sampled here. An item that lacks a column waits until `extend` has brought the
+    column. Meanwhile the item counts for the size and for the bound of a queue, but not for `min_size`."""
     seed: int | None = Field(None, ge=0)
     """The seed of the random selectors; absent: a seed from the operating system."""
     retain_consumed: int = Field(0, ge=0, le=MAX_RETAINED_STATES)
-    """The number of states that a trainer can go back. Items consumed since the n-th last state that the trainer named
-    are retained. 0: no item is. For a queue or stack."""
+    """The number n of states that a trainer can go back. The table retains the items consumed since the n-th last state
+    that the trainer named. 0: the table retains no items. For a queue or stack."""
     index: tuple[TagName, ...] = Field((), max_length=MAX_INDEXED)
     """Names of tags by which items are found in one pass over an array, without looking at each item."""
     balance: BalanceConfig | None = None
@@ -274,7 +276,7 @@ class TableConfig(Model):
 
     @property
     def indexed(self) -> tuple[str, ...]:
-        """The tags that have a column: those of `index`, that of `balance`, and `environment`."""
+        """The tags that have a column: the tags in `index`, the tag of `balance`, and `environment`."""
         names = [*self.index, ENVIRONMENT]
         if self.balance is not None:
             names.append(self.balance.tag)
@@ -282,7 +284,7 @@ class TableConfig(Model):
 
 
 def _as_names(value: Any) -> Any:
-    """A name alone, or None, as a list of names."""
+    """One name as a tuple of names, and None as an empty tuple. Other values stay as they are."""
     if isinstance(value, str):
         return (value,)
     return value or ()
@@ -301,17 +303,17 @@ class AdmissionConfig(Model):
     permit_ttl: float = Field(600.0, gt=0)
     """Seconds until an unused permit goes back."""
     permit_tables: Annotated[tuple[str, ...], BeforeValidator(_as_names)] = ()
-    """The table of partial groups, or a list of one table for each stage, such as groups without rewards. A name alone
-    declares a table. An item that comes into such a table with a permit, or in the place of such an item, keeps that
-    permit until it leaves. Absent: there is no such table."""
+    """The table of partial groups, or a list with a table for each stage, such as the stage of groups without rewards.
+    The name here declares the table. An item that comes into such a table with a permit, or in the place of such an
+    item, keeps that permit until it leaves. Absent: there is no such table."""
 
 
 def with_named(admission: AdmissionConfig | None, tables: Sequence[TableConfig]) -> tuple[TableConfig, ...]:
-    """The tables, and the tables that a user need not declare: of partial groups, and of copies.
+    """Adds the tables that a user need not declare: of partial groups, and of copies.
 
-    Settings that the user leaves out follow from the use of the table. The oldest item comes first, and each item is
-    drawn once. A table of partial groups evicts nothing, and drops groups that the admitted table would refuse as too
-    old. Raises ValueError for settings that do not fit the use.
+    Settings of these tables that the user leaves out follow from the use of the table. The oldest item comes first, and
+    each item is drawn once. A table of partial groups evicts nothing, and drops groups that the admitted table would
+    refuse as too old. Raises ValueError for settings that do not fit the use.
     """
     for source in tables:
         name = source.copy_to
@@ -335,7 +337,10 @@ def with_named(admission: AdmissionConfig | None, tables: Sequence[TableConfig])
 
 
 def _with(tables: Sequence[TableConfig], name: str, use: str, defaults: dict[str, Any]) -> Sequence[TableConfig]:
-    """The tables with the table of this name, which is there for `use`. A table of this name is completed."""
+    """Adds the table of this name with `defaults`, or completes the declared table of this name by `defaults`.
+
+    `use` says in errors what the table is for.
+    """
     fields: dict[str, Any] = {"sampler": "fifo", "remover": "fifo", "max_times_sampled": 1}
     fields |= defaults
     declared = [table for table in tables if table.name == name]
@@ -344,7 +349,7 @@ def _with(tables: Sequence[TableConfig], name: str, use: str, defaults: dict[str
     else:
         fields["name"] = name
     completed = TableConfig.model_validate(fields)
-    # An item that its reader has must not come back.
+    # An item must not come back, or go on to another table, after its reader has acknowledged it.
     if completed.max_times_sampled != 1 or completed.forward_to or completed.copy_to or completed.retain_consumed:
         raise ValueError(
             f"table {name!r} is of {use}: leave out max_times_sampled, forward_to, copy_to and retain_consumed"
@@ -372,7 +377,11 @@ def admitted_table(admission: AdmissionConfig, tables: Sequence[TableConfig]) ->
 
 
 def _candidates(admission: AdmissionConfig, tables: Sequence[TableConfig]) -> Sequence[TableConfig]:
-    """The tables that may be the one that is trained on: queues and stacks first, of these those that forward."""
+    """The tables of which one may be the table that is trained on.
+
+    These are the queues and stacks that forward. If no queue or stack forwards: all queues and stacks. If there is no
+    queue or stack at all: all tables.
+    """
     not_trained_on = {*admission.permit_tables, *(table.copy_to for table in tables)}
     trained_on = [table for table in tables if table.name not in not_trained_on]
     if trained_on:

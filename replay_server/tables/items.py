@@ -1,6 +1,7 @@
 """Items: the facts of items that all tables share, and the payloads that the storage has to keep.
 
-* A table holds each of its items once. An outstanding batch holds each of its rows once, and so does a reader of bytes.
+* A table holds each of its items once. An outstanding batch holds the items of its rows, and a reader holds the items
+  whose bytes are being sent to it.
 * Rows that have left a table hold their items until they are cleared away (`Leaving`), or while they are retained.
 * As long as anything holds an item, its payload is in the storage and its bytes count. After that both are gone.
 * An item that only copies hold is gone for trainers.
@@ -114,9 +115,9 @@ class Items(dict[int, Item]):
         self.tagged = False
         """True if some item ever had tags."""
         self.copies: Mapping[str, Table] = {}
-        """The tables to which others copy their items."""
+        """The tables to which other tables copy their items, by name."""
         self.on_gone: tuple[Callable[[Sequence[int]], None], ...] = ()
-        """Hooks of extensions, as are those below: see `extension.py`."""
+        """The hooks `on_item_gone` of extensions. The next three attributes are hooks too: see `extension.py`."""
         self.spares: tuple[Callable[[int], int], ...] = ()
         self.spare_keys: tuple[Callable[[], Iterable[int]], ...] = ()
         self.frees: tuple[Callable[[float], bool], ...] = ()
@@ -143,7 +144,7 @@ class Items(dict[int, Item]):
             self.tagged = self.tagged or bool(of_item.pairs)
 
     def labels(self, keys: Sequence[int]) -> list[Labels] | None:
-        """The labels of each of `keys`; None: no item has any."""
+        """The labels of each of `keys`; None: no item has labels."""
         if not self.labelled:
             return None
         return [self[key].labels for key in keys]
@@ -187,7 +188,7 @@ class Items(dict[int, Item]):
                 lost.append(key)
                 self.freed = True  # an insert that waits for these bytes discards the item
             elif self.spares and item.holders == self.spare(key):
-                self.freed = True
+                self.freed = True  # extensions would discard all rows that still hold the item
         if gone:
             self.bytes -= nbytes
             assert self.bytes >= 0, self.bytes
@@ -216,7 +217,7 @@ class Items(dict[int, Item]):
     def why_full(self, nbytes: int, tables: Sequence[Table] = ()) -> str | None:
         """Why the server has no room for `nbytes` more; None: it has room, or `free` and `make_room` can make room.
 
-        They discard rows that extensions can spare, and evict items from the `tables` that may evict.
+        These two methods discard rows that extensions can spare, and evict items from the `tables` that may evict.
         """
         needed = self.bytes + nbytes - self.max_bytes
         if needed <= 0:
@@ -239,7 +240,7 @@ class Items(dict[int, Item]):
     def make_room(self, tables: Sequence[Table]) -> int:
         """Frees bytes, and evicts from `tables`, until the server is not full. Returns how many items are gone.
 
-        The caller has asked `why_full`.
+        The caller has checked with `why_full` that this is possible.
         """
         before = len(self)
         self.free(0)
@@ -252,7 +253,7 @@ class Items(dict[int, Item]):
     def spare(self, key: int) -> int:
         """The number of holders of the item that extensions would discard."""
         spare = 0
-        for spares in self.spares:  # a tenth of the time of sum() for one extension
+        for spares in self.spares:  # for one extension, this loop takes a tenth of the time of sum()
             spare += spares(key)
         return spare
 
@@ -330,7 +331,7 @@ class Leaving:
         self.rows_per_slice = rows_per_slice
         self._slices: deque[tuple[Columns, IntArray]] = deque()
         self._columns: Counter[Columns] = Counter()
-        """The number of slices of each columns."""
+        """The number of waiting slices of each Columns object."""
         self._more = asyncio.Event()
 
     def __len__(self) -> int:
@@ -377,7 +378,7 @@ class Leaving:
     async def run(self) -> None:
         """Clears away slice by slice until the task is cancelled. Other tasks run between two slices.
 
-        Nobody waits for these bytes: the first insert of a line clears away the slices that it needs by itself.
+        No request depends on this task: an insert that needs these bytes clears away the slices itself.
         """
         while True:
             await self._more.wait()

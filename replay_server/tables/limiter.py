@@ -5,7 +5,8 @@
 
 with size = inserts - deletes, and spi = samples_per_insert. These are Reverb's inequalities (google-deepmind/reverb,
 reverb/cc/rate_limiter.cc). Deletes and evictions change `size`, and never the difference inserts * spi - samples. In a
-queue or stack that difference is the number of places in use. There an item that leaves unsampled counts as sampled.
+queue or stack that difference is the number of places in use. An item that leaves a queue or stack unsampled counts as
+sampled.
 
 Items that wait for a column do not count as `size` in can_sample, but count everywhere else: they fill a queue, and
 cannot be sampled.
@@ -30,7 +31,10 @@ class RateLimiter:
     max_diff: float
     inserts: int = 0
     samples: float = 0
-    """Samples taken, and those that items which left could still have given (`Table._drop`). It may be a fraction."""
+    """The samples that were drawn, and the samples that items still owed when they left (`Table._drop`).
+
+    It may be a fraction.
+    """
     deletes: int = 0
 
     @property
@@ -39,7 +43,7 @@ class RateLimiter:
         return self.inserts - self.deletes
 
     def check(self, size: int) -> None:
-        """Asserts that the counters are those of a table with so many items."""
+        """Asserts that the counters fit a table with `size` items."""
         assert self.size == size, f"inserts {self.inserts} less deletes {self.deletes}, size of the table {size}"
         assert self.deletes >= 0, self.deletes
         assert self.samples >= 0, self.samples
@@ -106,8 +110,8 @@ class RateLimiter:
 def sample_to_insert_ratio(spi: float, min_size: int, error_buffer: float | tuple[float, float] | None) -> RateLimiter:
     """Keeps samples / inserts near `spi`, which is above 0.
 
-    error_buffer: a number e bounds the difference to spi * min_size ± e; a pair is (min_diff, max_diff). Raises
-    ValueError for constants with which inserts and samples block each other for ever.
+    error_buffer: a number e bounds the difference inserts * spi - samples to spi * min_size ± e. A pair is (min_diff,
+    max_diff). Raises ValueError for constants with which inserts and samples block each other for ever.
     """
     middle = spi * min_size
     if isinstance(error_buffer, tuple):

@@ -16,7 +16,7 @@ WINDOW = 60
 _PAUSES = 256
 """The most pauses between arrivals that are remembered."""
 _LONGEST = 3
-"""The pauses are measured against their third longest."""
+"""Pauses are compared with the third longest pause. An interval is known from three steps or pauses on."""
 _STEPS = 15
 """The most steps from which the usual length of a step is measured."""
 
@@ -60,7 +60,7 @@ class StepTimes:
 
     @property
     def interval(self) -> float:
-        """The usual seconds of a step; 0: unknown, for fewer than three steps."""
+        """The usual seconds of a step; 0: unknown, because fewer than three steps have ended."""
         if len(self._steps) < _LONGEST:
             return 0.0
         return median(self._steps)
@@ -74,7 +74,7 @@ class ArrivalTimes:
     """
 
     def __init__(self, apart: float = 0.0) -> None:
-        """An arrival less than `apart` seconds after another belongs to the other arrival."""
+        """An arrival less than `apart` seconds after the last counted arrival is not counted itself."""
         self._apart = apart
         self._pauses: deque[float] = deque(maxlen=_PAUSES)
         self._begun: float | None = None
@@ -90,11 +90,12 @@ class ArrivalTimes:
             self._begun = now
 
     def interval(self, step: float = 0.0) -> float:
-        """Seconds between two bursts; 0: unknown, for fewer than three pauses.
+        """Seconds between two bursts; 0: unknown, because there were fewer than three pauses.
 
-        A pause is long if it lasts half a `step` of the trainer or longer. Then stalls do not change the interval
-        unless most pauses are stalls. If a step is not known (0), or fewer than three pauses are as long as a step, a
-        pause is long from half of the third longest pause on. Then one or two stalls do not change the interval.
+        `step`: the usual seconds of a step of the trainer; 0: unknown. A pause is long if it lasts at least half a
+        step. Then stalls do not change the interval unless most long pauses are stalls. If the step is unknown, or
+        fewer than three pauses are as long as a step, a pause is long if it lasts at least half of the third longest
+        pause. Then one or two stalls do not change the interval.
         """
         if len(self._pauses) < _LONGEST:
             return 0.0
@@ -142,7 +143,7 @@ class BlockedTime:
     def __init__(self, now: float) -> None:
         self._meter = Meter(now)
         self.since: float | None = None
-        """The time until which blocked seconds are counted; None: nothing is blocked."""
+        """The time up to which blocked seconds have been counted; None: nothing is blocked."""
 
     def set(self, blocked: bool, now: float) -> None:
         self._settle(now)
@@ -168,7 +169,7 @@ class BlockedTime:
 class FlowMeter:
     """The number of items drawn from one policy version to the next, and their staleness, over the last versions.
 
-    Draws before the first version do not count, because nobody knows how many versions that was.
+    Draws before the first version do not count, because nobody knows over how many versions they were made.
     """
 
     def __init__(self, versions: int = 32) -> None:
@@ -186,8 +187,8 @@ class FlowMeter:
     def move(self, versions: int) -> None:
         """The policy version rises by `versions`.
 
-        Less than 0: the trainer has started again, and the count starts again too. 0: the trainer sent the same version
-        again, which changes nothing.
+        Below 0: the trainer went back to an older version, and the count begins anew. 0: the trainer sent the same
+        version again, which changes nothing.
         """
         if versions == 0 and self._began:
             return

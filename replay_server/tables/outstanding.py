@@ -2,7 +2,7 @@
 
 * An outstanding batch holds each of its rows, so their payloads stay in the storage while they are sent.
 * A table counts the rows of its outstanding batches, and reserves the rows that the batches have used up.
-* Exactly one call of `acknowledge` or `requeue` ends a batch. How readers ended their last batches is remembered.
+* Exactly one call of `acknowledge` or `requeue` ends a batch. The server remembers how readers ended the last batches.
 * A leased batch is in use by its reader. It stays outstanding when the server restarts.
 """
 
@@ -25,9 +25,9 @@ from replay_server.tables.waiting import Pending
 MOST_ID = (1 << 63) - 1
 """The largest id of a batch."""
 MAX_ACKNOWLEDGED = 1 << 18
-"""Batches whose readers acknowledged them last, and may ask again."""
+"""The number of acknowledged batches that are remembered, because their readers may repeat the acknowledgement."""
 MAX_REQUEUED = 1 << 16
-"""Batches whose readers requeued them last, and may ask again."""
+"""The number of batches requeued by their readers that are remembered, because the readers may repeat the request."""
 
 
 class PendingSample(Pending[tuple[int, SampleBatch]]):
@@ -50,7 +50,7 @@ class OutstandingBatches:
         self.leased: dict[int, float] = {}
         """By id of each leased batch: the seconds of its lease."""
         self.on_closed: Callable[[int], object] = lambda _: None
-        """Called with the id of each batch that an insert has closed. Not called when the reader acknowledges it."""
+        """Called with the id of each batch that an insert has closed, and not when the reader acknowledges a batch."""
         self.acknowledged: Remembered[None] = Remembered("acknowledged", MAX_ACKNOWLEDGED, watchers)
         self.requeued: Remembered[None] = Remembered("requeued", MAX_REQUEUED, watchers)
 
@@ -60,7 +60,7 @@ class OutstandingBatches:
         return self._begin(table, batch, request.id or new_id()), batch
 
     def draw_keys(self, table: Table, keys: KeyArray, batch_id: int = 0, scope: str = "") -> int:
-        """Draws the rows of these keys that are there. Returns the id of the batch; 0: no row is there."""
+        """Draws the rows of the `keys` that are here. Returns the id of the batch; 0: none of the keys is here."""
         slots = table.columns.find(keys)
         found = slots[slots >= 0]
         if not found.size:
@@ -69,7 +69,7 @@ class OutstandingBatches:
         return self._begin(table, batch, batch_id or new_id())
 
     def _begin(self, table: Table, batch: SampleBatch, batch_id: int) -> int:
-        # The table held each of its rows. If the draw has used up a row, the batch takes over that hold.
+        # The table held the item of each row. If the draw has used up a row, the batch takes over the table's hold.
         self._items.hold(batch.keys[~batch.consumed].tolist())
         assert batch_id not in self.by_id, f"batch {batch_id} is outstanding already"
         self.by_id[batch_id] = (table, batch)
@@ -113,7 +113,7 @@ class OutstandingBatches:
         return changed
 
     def close(self, batch_ids: Sequence[int]) -> list[Table]:
-        """The reader's new item takes the place of these batches. Returns the tables that have changed."""
+        """Acknowledges batches that a new item of their reader closes. Returns the tables that have changed."""
         changed = []
         for batch_id in batch_ids:
             changed += self.acknowledge(batch_id)
@@ -150,9 +150,9 @@ class OutstandingBatches:
         return changed
 
     def restore_lease(self, batch_id: int, table: Table | None, keys: KeyArray, scope: str, seconds: float) -> None:
-        """Draws a leased batch from before the restart again. All its items are in their tables.
+        """Draws a leased batch from before the restart again. Call it when the items are in their tables.
 
-        `table` None: the table is not there any more.
+        `table` None: the table is not configured any more.
         """
         if table is not None and self.draw_keys(table, keys, batch_id, scope):
             self.leased[batch_id] = seconds
@@ -188,7 +188,7 @@ class OutstandingBatches:
     def drawn(self, table: Table) -> tuple[KeyArray, IntArray]:
         """The keys of the outstanding rows of `table`, ascending, and how often each was drawn."""
         drawn = [batch.keys for batch in self._batches_of(table)]
-        if not drawn:  # np.unique takes 10 us for nothing, and a commit asks for each table
+        if not drawn:  # np.unique of an empty array takes 10 us, and each commit calls this for each table
             return np.zeros(0, np.uint64), np.zeros(0, np.int64)
         return np.unique(np.concatenate(drawn), return_counts=True)
 
@@ -206,12 +206,12 @@ class OutstandingBatches:
 
 
 def new_id() -> int:
-    """An id for a batch whose reader has chosen none. It is random: no batch from before a restart may have it."""
+    """An id for a batch whose reader has chosen no id. It is random, so that no batch from before a restart has it."""
     return secrets.randbits(63)
 
 
 def why_never(table: Table, request: SampleRequest) -> Refused | None:
-    """Why a request can never be served, in any state of the table; None: it can."""
+    """Why a request can never be served, whatever the table will hold; None: it can."""
     config = table.config
     if request.num_samples < 1:
         return invalid("a batch has at least 1 sample (num_samples, or batch_size of a sampler), not 0")
@@ -237,7 +237,7 @@ def why_never(table: Table, request: SampleRequest) -> Refused | None:
 
 
 def _why_never_values(table: Table, request: SampleRequest) -> Refused | None:
-    """Why the rows of each value can never be drawn; None: they can."""
+    """Why a request that names the rows of each value can never be served; None: it can."""
     rows = [value_rows.rows for value_rows in request.values]
     if min(rows) < 1 or sum(rows) != request.num_samples:
         return invalid(

@@ -84,10 +84,10 @@ class Remembered(Generic[A]):
     def load(self, ids: Collection[int], answer: A | None = None) -> None:
         """As `remember`, from a record on disk: watchers are not called."""
         if self.has_bytes:
-            for id in ids:  # a request that came twice at once is answered twice, and the last answer counts
+            for id in ids:  # a request that came twice at the same time has two answers, of which the last counts
                 self._bytes += _bytes_of(answer) - _bytes_of(self._answers.get(id))
         self._answers.update(dict.fromkeys(ids, answer))
-        # A dict that has lost its first entries takes long to find the next entry, so many entries go at once.
+        # A dict that has lost its first entries takes long to find its first entry. So many ids are forgotten at once.
         while self._has_too_many():
             some = 1 + (len(self._answers) >> 8)
             for oldest in list(islice(self._answers, some)):
@@ -107,7 +107,7 @@ class Remembered(Generic[A]):
             assert self._bytes >= 0, self._bytes
 
     def check(self) -> None:
-        """Asserts its bounds, and that the bytes are those of the answers."""
+        """Asserts the bounds, and that `_bytes` is the sum of the bytes of the answers."""
         assert len(self) <= self._most, (len(self), self._most)
         if self.has_bytes:
             nbytes = sum(map(_bytes_of, self._answers.values()))

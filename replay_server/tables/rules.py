@@ -1,7 +1,9 @@
 """Insert rules decide which items enter their tables, wait, or are refused, and which items may grow.
 
-* Each rule is stated once, for several rows together. It looks at their sums and extremes. One row is its own extreme.
-* Rows that break no rule together break none one by one. If they break a rule, the caller decides the first row alone.
+* Each rule is stated once, for several rows together: it looks at the sums and extremes of the rows. The sums and
+  extremes of a single row are its own values.
+* If rows break no rule together, no single row breaks a rule. If they break a rule together, perhaps only some of them
+  do. The caller then decides the first row alone.
 * Rules change nothing. The caller counts, refuses, waits, or inserts.
 """
 
@@ -20,7 +22,9 @@ from replay_server.tables.table import InsertBatch, Table
 from replay_server.tables.waiting import Pending
 
 MAX_VERSION = 1 << 62
+"""The largest policy version."""
 WhyNot = Callable[[Sequence[int]], Refused | None]
+"""The type of OutstandingBatches.why_not_closed."""
 
 
 class PendingInsert(Pending[None]):
@@ -114,7 +118,8 @@ class InsertRules:
         return None
 
     def _why_no_retry(self, batch: InsertBatch) -> Refused | None:
-        """Why the first row, whose key is known, is refused: it names other tables than the first insert did.
+        """Why the first row, whose key is known, is refused: it names other tables than the first insert did; None: it
+        is a retry.
 
         If it were acknowledged as a retry, it would be in none of the tables that it names.
         """
@@ -129,7 +134,7 @@ class InsertRules:
         )
 
     def why_invalid(self, batch: InsertBatch, tables: Sequence[Table]) -> Refused | None:
-        """Why the rows are refused in any state of the server."""
+        """Why the rows are refused, whatever the server holds; None: they are valid."""
         if batch.oldest < 0 or batch.newest > MAX_VERSION:
             return invalid(f"policy version {batch.newest} of item {batch.keys[0]}: must be from 0 to {MAX_VERSION}")
         for table in tables:
@@ -146,7 +151,7 @@ class InsertRules:
         return None
 
     def why_refused(self, batch: InsertBatch, tables: Sequence[Table]) -> Refused | None:
-        """Why the rows are refused in the current state of the server."""
+        """Why the rows are refused in the current state of the server; None: they are not refused."""
         why = self._items.storage.why_full(batch.nbytes)
         if why:
             return storage_failed(why)
@@ -155,7 +160,8 @@ class InsertRules:
             if refusal is not None:
                 return refusal
             if len(batch) > 1:
-                # The newest row may be beyond all versions that were undone. Then the rows are decided one by one.
+                # If the newest row is beyond all undone versions, rows before it may still be of an undone version.
+                # Then `undone` is refused in the place of the newest row, and the rows are decided one by one.
                 refusal = why_outdated(table, min(batch.newest, table.undone))
                 if refusal is not None:
                     return refusal
@@ -166,7 +172,7 @@ class InsertRules:
         return None
 
     def why_blocked(self, batch: InsertBatch, tables: Sequence[Table]) -> str | None:
-        """Why the rows have to wait, apart from other inserts that came first."""
+        """Why the rows have to wait; None: no rule holds them back. Inserts that came first do not count here."""
         for table in tables:
             why = table.why_no_insert(len(batch), batch.nbytes)
             if why:
@@ -178,7 +184,7 @@ class InsertRules:
         return None
 
     def why_cannot_grow(self, key: int, nbytes: int, tables: Sequence[Table]) -> Refused | None:
-        """Why a segment of `nbytes` cannot be appended to an item, which is in these tables; None: it can.
+        """Why a segment of `nbytes` cannot be appended to an item, which is in `tables`; None: it can.
 
         Nothing is evicted for a segment: that could cost items which other clients wait for.
         """

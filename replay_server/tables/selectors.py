@@ -2,7 +2,10 @@
 
 A selector keeps an order or a distribution over the slots of one table's Columns. `select(n)` returns n distinct slots
 in their order, and the probability of each slot to come first. The slots stay in the selector. Ties go to the older
-item. A SumTree draws positions in proportion to numbers. A MinTree finds the positions with the smallest pairs.
+item.
+
+Selectors by priority use a tree: a SumTree draws positions in proportion to numbers, and a MinTree finds the positions
+with the smallest pairs of a rank and an order.
 
 Freshness (after arXiv 2604.16918): with a half-life of h policy versions, the weight of an item halves for each h
 versions that the item lags by.
@@ -35,11 +38,11 @@ _LOG_OF_ZERO = -1e300
 
 
 class Selector(ABC):
-    """An order or a distribution over slots. The methods with a body here are those of an order."""
+    """An order or a distribution over slots. The methods that are implemented here suit an order."""
 
     @abstractmethod
     def insert(self, slots: IntArray) -> None:
-        """Adds slots. Their columns are filled, and no slot is there twice."""
+        """Adds slots, which the selector does not have yet. Their columns are filled."""
 
     @abstractmethod
     def delete(self, slots: IntArray) -> None:
@@ -123,8 +126,8 @@ class Placed(Selector):
 class Fifo(Placed):
     """Selects by age, oldest first (or newest first). An operation is O(1) amortised for each slot.
 
-    The array has the slots by ascending order. The first and the last entry in use are slots that were not deleted. To
-    requeue an item is O(size) if older and newer items are there.
+    The array has the slots by ascending `order`. The first and the last entry in use are slots that were not deleted.
+    Requeueing an item that lies between older and newer items is O(size).
     """
 
     def __init__(self, columns: RowFacts, newest_first: bool = False) -> None:
@@ -137,17 +140,18 @@ class Fifo(Placed):
 
     def insert(self, slots: IntArray) -> None:
         order = self._columns.order
-        if slots.size > 1 and (np.diff(order[slots]) < 0).any():  # items that are requeued
+        if slots.size > 1 and (np.diff(order[slots]) < 0).any():  # requeued items come in any order
             slots = slots[np.argsort(order[slots])]
         if not self._count:
             self._start = self._stop = 0
         elif order.item(slots[0]) < order.item(self._slots[self._stop - 1]):
             all_older = order.item(slots[-1]) < order.item(self._slots[self._start])
-            if all_older and self._start >= slots.size:
+            if all_older and self._start >= slots.size:  # the slots go in front of all others, and there is room
                 self._start -= slots.size
                 self._count += slots.size
                 self._put(slots, self._start)
                 return
+            # The slots go between the others: sort all slots, and write them anew.
             held = self._held()
             slots = np.concatenate([held, slots])
             slots = slots[np.argsort(order[slots], kind="stable")]
@@ -302,7 +306,7 @@ class Uniform(Placed):
         self._position[slots] = -1
         last = self._slots[self._count : self._count + slots.size]
         last = last[self._position[last] >= 0]
-        gaps = gaps[gaps < self._count]  # the remaining last slots fill these gaps, and are as many
+        gaps = gaps[gaps < self._count]  # the slots in `last` fill these gaps: there are as many slots as gaps
         assert gaps.size == last.size, (gaps.size, last.size)
         self._slots[gaps] = last
         self._position[last] = gaps
@@ -340,7 +344,7 @@ def half_lives(columns: RowFacts, slots: IntArray, half_life: float) -> FloatArr
 
 
 def recounted(columns: RowFacts, slots: IntArray, before: int) -> IntArray:
-    """The `slots` whose version counts differently since the current version was `before`."""
+    """The slots, among `slots`, whose items count as another version than when the current version was `before`."""
     return slots[columns.policy_version[slots] > min(before, columns.current_version)]
 
 
@@ -393,7 +397,7 @@ class Prioritized(Selector):
             self.update(recounted(self._columns, self._tree.positions(), before))
 
     def _rebase(self, reference: float, new: IntArray = NONE) -> None:
-        """Computes the weights of all items anew, with those of `new` (n,), relative to `reference`; O(size)."""
+        """Computes the weights of all items anew, and of the new slots `new` (n,), relative to `reference`; O(size)."""
         self._reference = reference
         self.update(np.union1d(self._tree.positions(), new))
 
@@ -423,11 +427,11 @@ class Prioritized(Selector):
         """
         self._lift()
         slots = self._tree.positions()
-        if excluded.size:  # a difference of sums would lose all light items beside a heavy one
+        if excluded.size:  # not the sum less the excluded weights: beside a heavy weight, rounding loses light weights
             slots = slots[~np.isin(slots, excluded)]
         weights = self._tree.get(slots)
         total = float(weights.sum())
-        squares = float(np.square(weights).sum())  # for a dot product, BLAS would start threads
+        squares = float(np.square(weights).sum())  # not np.dot, for which BLAS would start threads
         if self._half_life is None:
             return total, squares
         scale = float(np.exp2(self._reference - self._columns.current_version / self._half_life))
@@ -435,7 +439,8 @@ class Prioritized(Selector):
 
     def select(self, n: int, rng: np.random.Generator, excluded: IntArray = NONE) -> tuple[IntArray, FloatArray]:
         # Independent draws, without repetitions, are distributed as successive draws without replacement. So draw
-        # several slots, drop the repetitions, set the weights of the drawn slots to 0, and draw again until done.
+        # several slots, drop the repetitions, set the weights of the drawn slots to 0, and draw again the number of
+        # slots that are missing, until none is.
         n = min(n, self._tree.positive - excluded.size)
         self._lift()
         tree = self._tree
@@ -469,7 +474,7 @@ class Prioritized(Selector):
     def _lift(self) -> None:
         """Moves the reference back to the newest item if only old items are left.
 
-        Their weights would be so small that rounding changes their proportions.
+        Relative to a newer reference, their weights would be so small that rounding changes their proportions.
         """
         if self._half_life is None or not 0 < self._tree.total < _LOW_TOTAL:
             return
@@ -494,7 +499,8 @@ S = TypeVar("S", np.float64, np.complex128)
 _LOOP_BELOW = 16
 """Below this many leaves, a plain loop over one path after the other is faster than numpy calls for each level."""
 _DENSE = 4
-"""A level with at most this many nodes for each leaf that is set is computed as a whole. That reads memory in order."""
+"""If a level has at most this many nodes for each leaf that is set, the whole level is computed anew: that reads memory
+in order."""
 
 
 class Tree(Generic[S]):
@@ -630,15 +636,15 @@ class SumTree(Tree[np.float64]):
             right = (rest >= left) & (self._nodes[node + 1] > 0)
             rest -= np.where(right, left, 0.0)
             node += right
-        return node - self.capacity  # no assert that these leaves are above 0: it took a tenth of a draw
+        return node - self.capacity  # no assert that these leaves are above 0: it took a tenth of the time of a draw
 
 
 class MinTree(Tree[np.complex128]):
     """Each leaf is a pair of a rank and an order. Each node is the smaller of its children.
 
-    No order is there twice, so no two pairs are equal. Pairs are complex numbers, because numpy compares these by the
-    real part and then by the imaginary part. Orders stay below 2**53. Finding the n smallest pairs is one pass over
-    log2(capacity) levels.
+    All orders differ, so no two pairs are equal. A pair is stored as a complex number, rank + order * i, because numpy
+    compares complex numbers by the real part and then by the imaginary part. Orders stay below 2**53. Finding the n
+    smallest pairs is one pass over log2(capacity) levels.
     """
 
     _combine = np.minimum
@@ -702,6 +708,6 @@ class MinTree(Tree[np.complex128]):
                     rank = right_rank
                     order = nodes[left + 3]
                 if nodes[2 * node] == rank and nodes[2 * node + 1] == order:
-                    break  # then no node above this one changes either
+                    break  # this node has not changed, so no node above it changes either
                 nodes[2 * node] = rank
                 nodes[2 * node + 1] = order

@@ -57,8 +57,8 @@ from replay_server.tables.remembered import Scopes
 from replay_server.tables.tag_counts import Event, TagCounts
 
 Payload = tuple[bytes | memoryview, ...]
-"""The bytes of one item, in the chunks in which they came. A view keeps its whole message in memory, so the chunk must
-be most of it."""
+"""The bytes of one item, in the chunks in which they came. A chunk that is a view keeps its whole message in memory, so
+the chunk must be most of that message."""
 
 
 @dataclass(slots=True)  # not frozen: that would make it four times as slow to create
@@ -70,7 +70,7 @@ class InsertBatch:
 
     keys: Sequence[int]
     priorities: Mapping[str, FloatArray]
-    """By table; at least one."""
+    """By name of the table, of which there is at least one: the priority (n,) of each row."""
     policy_versions: IntArray
     sizes: IntArray
     """Bytes."""
@@ -78,9 +78,9 @@ class InsertBatch:
     permits: int = 0
     """Id of the grant from which each row uses one permit; 0: none."""
     labels: Sequence[Labels] | None = None
-    """None: no row has any."""
+    """The labels of each row; None: no row has labels."""
     closes: Sequence[int] = ()
-    """Ids of batches that are acknowledged when the row enters its tables. Only an insert of one row has any."""
+    """Ids of batches that are acknowledged when the row enters its tables. Empty if there are several rows."""
     moved: bool = False
     """True if another server has granted `permits`."""
     completions: Sequence[int] = ()
@@ -96,6 +96,7 @@ class InsertBatch:
     oldest: int = field(init=False)
     """Policy version of the oldest row."""
     newest: int = field(init=False)
+    """Policy version of the newest row."""
 
     def __post_init__(self) -> None:
         sizes = costs(self.sizes, self.labels)
@@ -128,7 +129,7 @@ class InsertBatch:
 
 @dataclass
 class SampleRequest:
-    """The properties that a reader asks of one batch."""
+    """The properties of the batch that a reader asks for."""
 
     num_samples: int
     min_samples: int
@@ -136,7 +137,7 @@ class SampleRequest:
     scope: str = ""
     exclude: frozenset[int] = frozenset()
     id: int = 0
-    """Names the batch; 0: it gets an id of its own."""
+    """The id of the batch; 0: the server chooses one."""
     values: tuple[ValueRows, ...] = ()
     """The rows of each value, for a table that balances. They sum to num_samples. Empty: the table chooses."""
 
@@ -154,7 +155,7 @@ class SampleBatch:
     """Including this draw."""
     sizes: IntArray
     consumed: npt.NDArray[np.bool_]
-    """Rows whose last draw this was. The table reserves them until the batch ends."""
+    """True for each row whose last draw this was. The table reserves these rows until the batch ends."""
     table_size: int
     scope: str
     epoch: int
@@ -169,19 +170,20 @@ class Table:
 
     config: TableConfig
     clock: Callable[[], float]
-    """Seconds; never goes back."""
+    """The server's clock, in seconds, which never goes back."""
     on_leave: Callable[[Columns, IntArray], None]
-    """Called with the slots of items that leave the table, except rows that are reserved for a batch. It has to end the
-    rows in these columns with `leave`, and then or later `free`."""
+    """Called with the slots of items that leave the table, except rows that are reserved for a batch. The function has
+    to call `leave` of these columns, and `free` at once or later."""
     labels_of: Callable[[Sequence[int]], Sequence[Labels] | None]
-    """The labels of items, by key; None: no item has any. Asked where columns are required or tags indexed."""
+    """Returns the labels of the items with these keys; None: no item has labels."""
     on_acknowledge: Sequence[Callable[[Table, SampleBatch], Iterable[Table]]] = ()
     """Hooks of extensions, called when a reader acknowledges a batch."""
     on_lease: Sequence[Callable[[Table, SampleBatch], Iterable[Table]]] = ()
     """Hooks of extensions, called when a reader gets a lease of a batch: it uses the batch, and may still lose it."""
     counters: Counters = field(default_factory=Counters)
     undone: int = 0
-    """The newest policy version that was undone. Versions after the current one, up to it, are gone."""
+    """The newest policy version that was undone. The versions from the one after the current version up to this version
+    are undone."""
 
     def __post_init__(self) -> None:
         self.name = self.config.name
@@ -193,7 +195,7 @@ class Table:
         self.flow = FlowMeter()
         """Counts draws of a table whose items are drawn once. Other tables count nothing here."""
         self.waits_since = self.clock()
-        """The time since which rows wait and none of them was extended. It means nothing while no row waits."""
+        """The time since which rows wait and no waiting row was extended. It means nothing while no row waits."""
         self._order = 0
         self.epoch = 0
         self._clear(current_version=0)
@@ -215,12 +217,12 @@ class Table:
         columns = self.columns
         self.waiting = WaitingRows(columns, config.requires)
         self.balanced: Balanced | None = None
-        """The sampler, where the table balances."""
+        """The sampler, if the table balances its draws; else None."""
         if config.balance is not None:
             self.balanced = Balanced(columns, config.balance.tag, config.balance.weights, config.sampler.build)
         self.sampler = self.remover = self.balanced or config.sampler.build(columns)
-        # A queue removes in the order in which it samples: then one selector does both. But only the remover holds rows
-        # that wait, and only the sampler balances.
+        # A queue removes in the order in which it samples, so one selector does both. This is not possible if rows may
+        # wait, which only the remover holds, or if the table balances, which only the sampler does.
         if config.remover != config.sampler or config.requires or self.balanced is not None:
             self.remover = config.remover.build(columns)
 
@@ -322,14 +324,14 @@ class Table:
                 counts.count_labels("generated", batch.labels)
 
     def _count_tags(self, event: Event, slots: IntArray, sign: int = 1) -> None:
-        """Counts these rows (n,) by each tag that has a column. `sign` -1: they were counted, and that is undone."""
+        """Counts these rows (n,) by each tag that has a column. `sign` -1: undoes an earlier count of these rows."""
         for name, counts in self.tag_counts.items():
             counts.count_rows(event, self.columns.tags[name], slots, sign)
 
     def evict(self, n: int = 1) -> None:
         """Removes n items that the remover chooses."""
         slots, _ = self.remover.select(n, self.rng)
-        if slots.size < n:  # `prioritized` never chooses an item of priority 0: the oldest of these go
+        if slots.size < n:  # `prioritized` never chooses an item of priority 0: add the oldest of those items
             oldest_first = self.columns.used()
             others = oldest_first[~np.isin(oldest_first, slots)]
             slots = np.concatenate([slots, others])[:n]
@@ -361,9 +363,9 @@ class Table:
         times_sampled: IntArray | int,
         labels: Sequence[Labels] | None = None,
     ) -> None:
-        """Adds items (n,), at least one, in the order of their insertion. The caller counts them.
+        """Adds items (n,), at least one, in the order of their insertion. The caller counts the items.
 
-        `labels` None: no item has any.
+        `labels` None: no item has labels.
         """
         columns = self.columns
         slots = columns.add(keys)
@@ -386,7 +388,7 @@ class Table:
         self._offer(slots, labels)
 
     def _offer(self, slots: IntArray, labels: Sequence[Labels] | None) -> None:
-        """Adds rows to the selectors. `labels` are those of their items, where columns are required."""
+        """Adds rows to the selectors. `labels`: of their items, if the table requires columns."""
         ready = slots
         if self.config.requires:
             if not self.waiting.count:
@@ -412,9 +414,10 @@ class Table:
     # ------------------------------------------------------------------------------------------------ extend
 
     def extend(self, key: int, nbytes: int, cost: int, labels: Labels) -> bool:
-        """The payload of an item got so many more bytes, and has these labels now. Returns whether it waits no more.
+        """Notes that a segment of `nbytes` was appended to an item, which has these labels now.
 
-        `cost`: the bytes with those of its new labels. Its place in the order stays.
+        `cost`: `nbytes` and the bytes of the new labels. Returns True if the row has waited and can be drawn now. The
+        item keeps its place in the order.
         """
         columns = self.columns
         columns.grow(key, nbytes, cost)
@@ -459,7 +462,7 @@ class Table:
         available = self.available(request)
         if available < n:
             return f"{available} of {n} samples available (size {self.size}{self._left_out(request)})"
-        # While rows wait, the limiter is asked last: that rows wait for columns is the better reason.
+        # While rows wait, the limiter is asked last: the columns that rows wait for are the better reason.
         if waiting and not self.limiter.can_sample(n, waiting):
             return self.limiter.why_no_sample(n, waiting, self.waiting.words())
         return None
@@ -480,7 +483,7 @@ class Table:
         return words
 
     def most_available(self, request: SampleRequest) -> int:
-        """The largest batch that could be drawn for `request` now, at most what it asks for."""
+        """The number of rows of the largest batch that could be drawn for `request` now, at most num_samples."""
         allowed = self.limiter.most_samples(self.waiting.count)
         most = min(request.num_samples, allowed, self.available(request))
         return int(max(0, most))
@@ -519,7 +522,7 @@ class Table:
             slots, probabilities = self.balanced.select_values(
                 request.values, self.rng, excluded, distinct=request.distinct
             )
-            # The rate limiter may allow fewer rows than are there.
+            # The rate limiter may allow fewer rows than were selected.
             slots = slots[:n]
             probabilities = probabilities[:n]
         elif request.distinct:
@@ -597,7 +600,7 @@ class Table:
         return consumed
 
     def retain(self, keys: KeyArray) -> None:
-        """These rows, which are here, were consumed and retained before a restart."""
+        """Retains these rows, which were just loaded: they were consumed and retained before a restart."""
         slots = self.columns.find(keys)
         assert (slots >= 0).all(), "a row to retain is not here"
         self._hide(slots)
@@ -605,7 +608,7 @@ class Table:
         self.columns.retain(keys.tolist())
 
     def discard(self, keys: Sequence[int]) -> None:
-        """These rows, which were retained, leave."""
+        """Removes these rows, which were retained."""
         if keys:
             self.on_leave(self.columns, self.columns.return_rows(keys))
 
@@ -621,7 +624,7 @@ class Table:
         assert self.limiter.size == self.size, (self.limiter, self.size)
 
     def _labels_where_required(self, keys: Sequence[int]) -> Sequence[Labels] | None:
-        """The labels of each of `keys` if the table requires columns, else None: then nobody looks at labels."""
+        """The labels of each of `keys`; None if the table requires no columns, because then no caller needs labels."""
         if not self.config.requires:
             return None
         return self.labels_of(keys)
@@ -645,7 +648,7 @@ class Table:
         return back
 
     def excluded(self, request: SampleRequest) -> set[int]:
-        """The slots that `request` must not get, as far as the sampler could choose them."""
+        """The slots that the sampler could choose, but that `request` must not get."""
         keys: Iterable[int] = request.exclude
         if request.scope:
             scope_keys = self.scopes.keys_under(request.scope)
@@ -684,7 +687,8 @@ class Table:
     def roll_back(self, keys: Sequence[int]) -> None:
         """Undoes the insert of items that were never drawn.
 
-        Their completions and tokens stay counted, which nobody knows any more. That hardly changes their mean length.
+        The completions and tokens of the items stay counted, because their numbers are not stored. This hardly changes
+        the mean length of a completion.
         """
         self.limiter.inserts -= len(keys)
         self.counters.inserts -= len(keys)
@@ -710,7 +714,7 @@ class Table:
         return there, slots[there], missing
 
     def set_policy_version(self, current: int) -> None:
-        """From now on priorities age against `current`, where a selector has a half-life."""
+        """Sets the current policy version. With a half-life, selectors let priorities age relative to this version."""
         before = self.columns.current_version
         self.columns.current_version = current
         self.sampler.version_moved(before)
@@ -737,7 +741,7 @@ class Table:
         self._drop(slots[undone], "undone")
 
     def _drop(self, slots: IntArray, reason: str) -> None:
-        """These items leave without a reader. `reason`: the name of the counter."""
+        """Removes items for another reason than an acknowledgement. `reason`: the name of the counter to raise."""
         if not slots.size:
             return
         setattr(self.counters, reason, getattr(self.counters, reason) + slots.size)
@@ -745,8 +749,8 @@ class Table:
             never_sampled = slots[self.columns.times_sampled[slots] == 0]
             self._count_tags("stale", never_sampled)
         self.limiter.deletes += slots.size
-        # An item that left can give no more samples. Unless the limiter counts the samples that the item still owed,
-        # the difference between inserts and samples would never come down again: a queue would lose a place.
+        # An item that left can give no more samples. If the limiter did not count the samples that the item still owed,
+        # the difference between inserts and samples would never fall again: a queue would lose a place.
         if self.config.rate_limiter.type in ("queue", "stack") or reason in ("stale", "undone"):
             owed = np.maximum(0.0, self.limiter.samples_per_insert - self.columns.times_sampled[slots])
             self.limiter.samples += float(owed.sum())
@@ -765,7 +769,7 @@ class Table:
     # ------------------------------------------------------------------------------------- configuration and state
 
     def tags_for(self, config: TableConfig) -> dict[str, TagColumn]:
-        """The tag columns for another configuration. A tag that is new in it costs one look at each item."""
+        """The tag columns for another configuration. A tag without a column until now costs one look at each item."""
         columns = self.columns
         tags: dict[str, TagColumn] = {}
         new: list[TagColumn] = []
@@ -780,7 +784,7 @@ class Table:
         return tags
 
     def _fill(self, tags: Iterable[TagColumn]) -> None:
-        """Fills new tag columns from the labels of all items, those of reserved and retained rows included."""
+        """Fills new tag columns from the labels of all items, including the items of reserved and retained rows."""
         columns = self.columns
         away = [*columns.reserved.values(), *columns.retained.values()]
         slots = np.concatenate([columns.occupied(), np.array(away, dtype=np.int64)])
@@ -840,7 +844,10 @@ class Table:
         assert self.sampler.selectable() <= self.size - self.waiting.count, (self.size, self.waiting.count)
 
     def check(self) -> None:
-        """Asserts what the module states, between two changes. Some passes over arrays, and no loop over the items."""
+        """Asserts what the text of the module states. Called between two changes.
+
+        It takes some passes over arrays, and no loop over the items.
+        """
         self.check_totals()
         columns = self.columns
         columns.check()
@@ -894,7 +901,7 @@ class Table:
     def reconcile(self) -> int:
         """Makes the counters fit the loaded items, and the items fit the configuration.
 
-        Returns how many items that the counters count were missing.
+        Returns the number of missing items: the counters count them, but they were not loaded.
         """
         lost = self.limiter.size - self.size
         self.limiter.deletes += lost

@@ -1,4 +1,4 @@
-"""TagCounts: the numbers of groups of each value of a tag that came to a table, went stale there, and were sampled.
+"""TagCounts: for each value of a tag, the numbers of groups that came to a table, went stale there, and were sampled.
 
 **Why.** A bound on staleness drops slow groups first. If one environment takes ten times as long as another, all its
 groups may be dropped while the totals of the table look harmless. Nobody would notice that this environment is starved.
@@ -49,7 +49,7 @@ class TagCounts:
         self.name = name
         self.values: dict[str, ValueCounts] = {}
         self.too_many = False
-        """True if the tag has more than MAX_COUNTED values. Then none of them is counted."""
+        """True if the tag had more than MAX_COUNTED values. Then no value of the tag is counted any more."""
 
     @property
     def has_values(self) -> bool:
@@ -58,14 +58,14 @@ class TagCounts:
 
     def count_labels(self, event: Event, labels: Sequence[Labels]) -> None:
         """Counts items with these labels."""
-        # Most items share their labels with many others, so few of them are looked at.
+        # Many items share one Labels object. Each such object is looked at only once.
         different = {id(of_item): of_item for of_item in labels}
         items_with = Counter(map(id, labels))
         for identity, items in items_with.items():
             self._count(event, different[identity].text(self.name), items)
 
     def count_rows(self, event: Event, column: TagColumn, slots: IntArray, sign: int = 1) -> None:
-        """Counts rows (n,) of the tag's column. `sign` -1: the rows were counted, and that is undone."""
+        """Counts the rows at `slots` (n,) by the tag's column. `sign` -1: undoes an earlier count of these rows."""
         if len(column) == 1:  # no item has the tag
             return
         if not slots.size:
@@ -86,7 +86,7 @@ class TagCounts:
                 return
             counts = ValueCounts()
             self.values[value] = counts
-        # An event from before the table counted by this tag cannot be undone, so counts stop at 0.
+        # The event to undo may be older than the counts of this tag, so that it was never counted. Counts stop at 0.
         setattr(counts, event, max(0, getattr(counts, event) + items))
 
     def state(self) -> dict[str, tuple[int, ...]] | None:

@@ -14,7 +14,8 @@ from replay_server.tables.meters import BlockedTime
 T = TypeVar("T")
 
 ASKS_AGAIN = 10.0
-"""A request within so many seconds after another wait ended continues that wait: usually a client asks again."""
+"""A request that comes within so many seconds after a wait has ended continues that wait: usually its client asks
+again."""
 
 
 class Pending(Generic[T]):
@@ -30,6 +31,7 @@ class Pending(Generic[T]):
         self.ahead = False
         """True while the request has its place in the line, but nobody waits for it yet."""
         self.on_done: Callable[[], None] | None = None
+        """Called when the request ends with a value or an error."""
         self.lines: list[Line[Any]] = []
         """The lines in which it waits."""
         self.value: T | None = None
@@ -117,7 +119,7 @@ class Line(Generic[P]):
     """Pending requests, first come first served. A request that ends leaves its lines.
 
     A client whose request ends at its deadline usually asks again. `standstill` therefore counts from the first such
-    request, and not from the request that waits now. Requests that are made ahead count for no wait.
+    request, and not from the request that waits now. Requests that are `ahead` do not count as waits.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
@@ -126,7 +128,7 @@ class Line(Generic[P]):
         self.moved_at = -math.inf
         """The time at which a request was served last."""
         self._still_since = -math.inf
-        """The time since which requests wait and none was served."""
+        """The time since which requests wait and no request was served."""
         self._left_at = -math.inf
         """The time at which the last awaited request left without having been served."""
         self.awaited = 0
@@ -179,9 +181,9 @@ class Line(Generic[P]):
 
     @property
     def still_since(self) -> float | None:
-        """The time since which requests wait and none was served.
+        """The time since which requests wait and no request was served.
 
-        None: no request waits, and none has ended so shortly ago that its client may ask again.
+        None: no request waits, and no wait has ended in vain within the last ASKS_AGAIN seconds.
         """
         if self.awaited or self._clock() - self._left_at <= ASKS_AGAIN:
             return self._still_since
@@ -189,7 +191,7 @@ class Line(Generic[P]):
 
     @property
     def standstill(self) -> float:
-        """Seconds for which requests have waited and none was served; 0.0: nothing waits."""
+        """Seconds for which requests have waited and no request was served; 0.0: no request waits."""
         since = self.still_since
         if since is None:
             return 0.0

@@ -40,7 +40,7 @@ class BlockedLog:
                 log.info("%s %s after %.0f s", name, change, now - logged)
                 del self._logged[name]
                 logged = None
-            # A line that stands still without a first request waits for the next attempt of its client.
+            # A line may stand still while it is empty, because its client may ask again. Then nothing is logged.
             if since is not None and logged is None and reason is not None and now - since >= LOG_AFTER:
                 log.warning("blocked for %.0f s: %s", now - since, reason)
                 self._logged[name] = since

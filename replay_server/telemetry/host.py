@@ -1,4 +1,6 @@
-"""Host: the memory and disk that this process uses and has left. Linux only. On other systems 0, which means unknown.
+"""Host: the memory and disk that this process uses and has left.
+
+The memory is known on Linux only. On other systems it is 0, which means unknown.
 
 `MemoryGuard` notices that too little memory is left for more items, before the system kills the server.
 """
@@ -211,8 +213,8 @@ class MemoryGuard:
 def return_freed_memory() -> None:
     """Gives memory that the process has freed back to the system.
 
-    Otherwise the process keeps the memory of items that have left for later items, and the guard would not see it as
-    free.
+    Otherwise the process would keep the memory of removed items for later use, and the guard would not see this memory
+    as free.
     """
     give_back_idle()
     if sys.platform == "linux":

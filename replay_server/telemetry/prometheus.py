@@ -3,7 +3,7 @@
 * A field of ServerInfo declares its metric in replay.proto. This module adds the few metrics that combine several
   fields.
 * A scrape asks the event loop once, for the server info. It formats the metrics on a thread of its own.
-* /health is "ok" if the event loop responds. It needs neither token nor TLS, because it tells nothing else.
+* /health is "ok" if the event loop responds. It needs neither token nor TLS, because it tells nothing more than that.
 * A connection that sends or reads nothing for ten seconds is cut, so that its thread ends.
 """
 
@@ -106,7 +106,7 @@ class MetricsEndpoint:
     def _on_loop(self, function: Callable[[], T]) -> T:
         """Calls `function` on the event loop, and returns its result.
 
-        Raises TimeoutError if the event loop is busy, and RuntimeError if there is none.
+        Raises TimeoutError if the event loop is busy, and RuntimeError if there is no event loop.
         """
         if self._loop is None:
             raise RuntimeError("the server is not started")
@@ -163,7 +163,7 @@ def server_metrics(info: pb.ServerInfo) -> Iterator[Metric]:
 
 @cache
 def _with_metrics(message: Descriptor) -> tuple[tuple[FieldDescriptor, pb.Field], ...]:
-    """The fields of a message that have a metric, or whose own fields have one; each with its declaration."""
+    """The fields of a message that have a metric, or that contain fields with a metric; each with its declaration."""
     fields = []
     for field, option in declared(message):
         if option.no_metric:
@@ -177,7 +177,7 @@ def _with_metrics(message: Descriptor) -> tuple[tuple[FieldDescriptor, pb.Field]
 
 
 def _add_fields(families: Families, message: Message, name: str, text: str, labels: dict[str, str]) -> None:
-    """Adds the samples of a message. `name`, `text` and `labels` are those that the fields around it declare."""
+    """Adds the samples of a message. The fields that contain the message declare `name`, `text` and `labels`."""
     for field, option in _with_metrics(message.DESCRIPTOR):
         metric = name + option.metric
         value = getattr(message, field.name)
@@ -203,7 +203,7 @@ def _add_fields(families: Families, message: Message, name: str, text: str, labe
 
 
 def _bound(info: pb.ServerInfo, name: str, text: str, setting: str) -> Metric:
-    """A bound of each table whose configuration has it under the name `setting`."""
+    """The metric of the bound `setting` in the configurations of the tables. Tables without this bound are left out."""
     gauge = GaugeMetricFamily(name, text, labels=["table"])
     for table in info.tables:
         bound = json.loads(table.config)[setting]
@@ -253,7 +253,7 @@ class Latencies:
         )
 
     def expect(self, method: str) -> None:
-        """Adds the series of a method that is timed, so that it is there before the first call."""
+        """Adds the series of a method that is timed, so that Prometheus sees the series before the first call."""
         self._seconds.labels(method)
 
     def ended(self, method: str, code: str, seconds: float | None) -> None:
@@ -265,8 +265,8 @@ class Latencies:
     def responded(self, method: str, response: Any, seconds: float | None) -> None:
         """Notes that a response is sent, `seconds` after the last message of the client.
 
-        `seconds` is None if that message had a response before. A refused draw counts as a call that failed, because
-        its stream goes on.
+        `seconds` is None if that message has had a response already. A refused draw counts as a call that failed:
+        nothing else would count it, because its stream goes on.
         """
         if seconds is not None:
             self._seconds.labels(method).observe(seconds)

@@ -25,7 +25,7 @@ def available() -> bool:
 
 
 def traced(name: str, method: Method) -> Method:
-    """Wraps `method`, a coroutine with one request, in a span. A call without a span of the client gets no span."""
+    """Wraps `method`, a coroutine with one request, in a span. If the client sends no span, the call gets none."""
     from opentelemetry import trace
     from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 

@@ -15,7 +15,7 @@ from replay_server.tables.extensions.permit_tables import PermitTables
 def configured(
     tables: Sequence[TableConfig], clock: Callable[[], float], admission: AdmissionConfig | None = None
 ) -> list[Extension]:
-    """The extensions that a configuration needs, in their order (`table.py`).
+    """The extensions that a configuration needs, in the order that `table.py` states.
 
     Raises ValueError if it is not clear which table [admission] is about.
     """

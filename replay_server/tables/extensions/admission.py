@@ -3,7 +3,7 @@
 Permits are granted while accepted + running + n <= (max_staleness + version + 1) * fresh_groups_per_step, the rule of
 AReaL (arXiv 2505.24298). `running` counts granted permits, and `accepted` the groups that were inserted with a permit.
 A permit ends by the insert (running -> accepted), by release, or by expiry of its grant (both lower running only). A
-grant without a permit left is forgotten. A request waits only while its permits are more than the capacity.
+grant that has no permit left is forgotten. A request waits only while it asks for more permits than the capacity.
 
 An insert needs no permit, but uses one up if it names a grant. Its group counts as accepted only in the table whose
 groups are trained on. A permit that comes with an insert into other tables goes back, because no step will ever use
@@ -48,7 +48,7 @@ _MOST_GROUPS = 1 << 50
 
 @dataclass
 class Grant:
-    """Permits that one request got together."""
+    """Permits that were granted to one request together."""
 
     id: int
     count: int
@@ -56,7 +56,7 @@ class Grant:
     expires: float
     """Seconds of the server's clock."""
     attempt: PendingPermits | None = None
-    """The request that got the grant; if the client has asked again, the last retry."""
+    """The request that received the grant, or its last retry if the client has asked again; None after a restart."""
 
 
 def share_of(groups: int, shard_index: ShardIndex) -> int:
@@ -71,7 +71,7 @@ class PendingPermits(Pending[Grant]):
     """A request for permits, which waits for capacity."""
 
     def __init__(self, count: int, since: float, deadline: float, request: int) -> None:
-        """`request`: the client's id of the request, which a retry has too; 0: none."""
+        """`request`: the id that the client gives the request and its retries; 0: no id."""
         super().__init__(since, deadline)
         self.count = count
         self.request = request
@@ -97,13 +97,13 @@ class Admission(Extension):
         self.config = config
         self.table = table
         self.marked = set()
-        """Accepted groups that nobody has sampled yet."""
+        """The keys of accepted groups that no reader has acknowledged yet."""
         self.partial_groups = partial_groups
         self._clock = clock
         self._version: int | None = None
         """None: no version was ever set. The count of accepted groups begins at the first version."""
         self._shard_index: ShardIndex | None = None
-        """None: no client has sent it."""
+        """None: no client has sent the index."""
         self._earlier = 0
         """The sum of this server's shares over all finished versions, in groups."""
         self.accepted = 0
@@ -154,7 +154,8 @@ class Admission(Extension):
         """Asks for `count` permits at once; the result is done when they are granted.
 
         `request` becomes the id of the grant, so that a retry finds the grant even after a restart. `shard_index` is
-        the index that a generator gives this server. It counts until a trainer has sent one: generators may come first.
+        the index that a generator gives this server. It counts until a trainer sends an index: generators may start
+        before the trainer.
         """
         if count < 1:
             raise invalid(f"count must be at least 1, not {count}")
@@ -172,7 +173,7 @@ class Admission(Extension):
         return pending
 
     def release(self, grant_id: int, count: int = 0, moved: bool = False) -> int:
-        """Releases permits (0: all that are left). Returns how many.
+        """Releases `count` permits (0: all that are left). Returns how many were released.
 
         `moved`: another server has accepted `count` groups with permits of this one, perhaps after their grant expired.
         """
@@ -197,7 +198,7 @@ class Admission(Extension):
         return None
 
     def on_insert(self, insert: InsertBatch) -> Iterable[Table]:
-        """Accepts groups also if their grant has expired in the meantime."""
+        """Counts groups as accepted even if their grant has expired in the meantime."""
         if insert.moved:
             self._earlier += len(insert)
         else:
@@ -226,10 +227,10 @@ class Admission(Extension):
         assert self.accepted >= len(self.marked), (self.accepted, len(self.marked))
 
     def on_policy(self, change: PolicyChange) -> None:
-        """The trainer has finished `version` updates, or starts again there.
+        """The trainer has finished `version` updates, or goes back to that version.
 
-        A server that starts empty in the middle of a run knows nothing of the groups that were used before. Without
-        them in `accepted`, the first version would admit a group for every one of them again.
+        A server that starts empty in the middle of a run knows nothing of the groups that were used before. If
+        `accepted` did not count these groups, the first version would grant a permit for each of them again.
         """
         self._shard_index = change.shard_index or self._shard_index
         used = change.version * self._share
@@ -287,7 +288,7 @@ class Admission(Extension):
             self.progress()
 
     def abandon(self, pending: PendingPermits) -> None:
-        """The client of `pending` went away. A grant that no client heard of goes back, unless a retry has it."""
+        """The client of `pending` went away. Releases its grant, unless a retry of the client has that grant."""
         if not pending.done:
             pending.abandon()
             self.progress()
@@ -297,7 +298,10 @@ class Admission(Extension):
             self.release(grant.id)
 
     def progress(self) -> None:
-        """Grants permits, first come first served. A request for more than `_most` does not hold up the others."""
+        """Grants permits, first come first served.
+
+        A request for more than `_most` permits does not hold up the requests behind it.
+        """
         if not len(self.line):  # the most frequent case
             return
         for pending in self.line:
@@ -363,7 +367,7 @@ class Admission(Extension):
         self.expire()
 
     def reconcile(self) -> None:
-        # Items keep their marks while a server runs without [admission], and the count does not outlive that.
+        # While a server runs without [admission], items keep their marks, but the count of accepted groups is lost.
         self.accepted = max(self.accepted, len(self.marked))
 
     def expiries(self) -> list[float]:

@@ -30,18 +30,19 @@ class ShardIndex(NamedTuple):
     number: int = 0
     """From 0."""
     shards: int = 1
-    """0: other shards grant the share of this one."""
+    """The number of shards; 0: this shard grants nothing, because other shards grant its share."""
 
 
 @dataclass(frozen=True)
 class PolicyChange:
-    """The trainer sets the version, and perhaps names the state of its own that it saves or goes back to."""
+    """The trainer sets the version. It may also name its own state, which it has saved or goes back to."""
 
     before: int
+    """The version until now."""
     version: int
     rollback: bool
     shard_index: ShardIndex | None = None
-    """None: as before."""
+    """None: the index stays as it was."""
     state: str = ""
     """The id of the trainer's state; empty: the trainer names none."""
 
@@ -56,7 +57,7 @@ class Kernel(Protocol):
     watchers: list[Watcher]
     extensions: Sequence[Extension]
     trained: list[Table]
-    """The tables that are no copies of others."""
+    """All tables except tables of copies."""
 
 
 class Extension:
@@ -69,7 +70,7 @@ class Extension:
     marked: set[int] = set()  # noqa: RUF012  # an extension without marks never changes it
     """Keys of the marked items."""
     lines: Mapping[str, Line[Any]] = {}
-    """Requests that wait for the extension itself, by what they wait for."""
+    """The lines of requests that wait for the extension itself, by the name of what they wait for."""
 
     @classmethod
     def of(cls, kernel: Kernel) -> Self | None:
@@ -80,7 +81,7 @@ class Extension:
         return None
 
     def attach(self, kernel: Kernel) -> None:
-        """Called once, when the tables are there and empty."""
+        """Called once, when the tables exist and are still empty."""
         self.kernel = kernel
 
     def concerns(self, table: TableConfig) -> bool:
@@ -93,10 +94,10 @@ class Extension:
         """The reason to refuse an insert, whatever the tables hold; None: this extension does not refuse it."""
 
     def why_no_policy(self, change: PolicyChange) -> Refused | None:
-        """Why a change of the policy is refused."""
+        """The reason to refuse a change of the policy; None: this extension does not refuse it."""
 
     def on_insert(self, insert: InsertBatch) -> Iterable[Table]:
-        """The items are there, and enter their tables next. Returns other tables that changed."""
+        """The items of an insert are stored, and enter their tables next. Returns other tables that changed."""
         return ()
 
     def on_acknowledge(self, table: Table, batch: SampleBatch) -> Iterable[Table]:
@@ -107,7 +108,10 @@ class Extension:
         return ()
 
     def on_lease(self, table: Table, batch: SampleBatch) -> Iterable[Table]:
-        """A reader uses a batch, and may still lose it. Returns other tables that changed."""
+        """A reader gets a lease of a batch. It uses the batch, but may still lose it.
+
+        Returns other tables that changed.
+        """
         return ()
 
     def on_item_gone(self, keys: Sequence[int]) -> None:
@@ -123,7 +127,7 @@ class Extension:
         """The table is emptied next."""
 
     def progress(self) -> None:
-        """An operation that changed something ends. Serves requests that wait for the extension."""
+        """Called at the end of an operation that changed something. Serves requests that wait for the extension."""
 
     # ------------------------------------------------------------------------------------------------ room
 
@@ -156,12 +160,12 @@ class Extension:
         self.marked.update(keys)
 
     def reconcile(self) -> None:
-        """Everything is loaded: makes the state fit the configuration."""
+        """Called when everything is loaded. Makes the state fit the configuration."""
 
     # ------------------------------------------------------------------------------------------------ invariants
 
     def check(self) -> None:
-        """Asserts what the extension states of itself, between two operations."""
+        """Asserts what the extension's texts say must always hold. Called between two operations."""
         assert self.marked <= self.kernel.items.keys(), self.marked - self.kernel.items.keys()
 
 

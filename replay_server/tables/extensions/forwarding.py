@@ -1,7 +1,8 @@
 """Forwarding and copying: an item of one table joins another table too, with the same priority. No bytes move.
 
 * A table forwards an item when a reader uses the item for the first time. The limiter of the target counts the item.
-  The target refuses the item for the reasons for which it would refuse an insert. The table that forwards counts this.
+  The target refuses the item for the reasons for which it would refuse an insert. The table that forwards counts these
+  refusals.
 * A table copies an item when the item enters. A copy never waits, and is never refused. A table of copies that exceeds
   its bounds evicts items, and counts them. An item that only copies hold is gone for everything else: its permit is
   released, and its bytes are freed first.
@@ -49,6 +50,7 @@ class Forwarding(Extension):
                 table.counters.forward_refused += 1
         return (target,)
 
+    # A lease is a first use too. A later acknowledgement finds the table in `item.forwarded`.
     on_lease = on_acknowledge
 
     def _join(self, target: Table, key: int, item: Item, priority: float) -> bool:
@@ -92,7 +94,10 @@ class Copying(Extension):
             if table.config.copy_to is not None:
                 self._copies[table.name] = kernel.items.copies[table.config.copy_to]
         self._alone: dict[int, None] = {}
-        """Keys that only copies held when they were last released, in this order."""
+        """The keys of items that only copies held when the items were last released, in the order of these releases.
+
+        A dict is a set that has an order: the values mean nothing.
+        """
 
     def why_not(self, insert: InsertBatch) -> Refused | None:
         for source, copies in self._copies.items():
@@ -125,7 +130,7 @@ class Copying(Extension):
         return self._alone
 
     def free(self, needed: float) -> bool:
-        """Evicts items that only copies hold. Items that became so first go first."""
+        """Evicts items that only copies hold, in the order in which the items lost their other holders."""
         items = self.kernel.items
         before = items.bytes
         while self._alone and items.bytes > before - needed:

@@ -1,10 +1,10 @@
-"""History: the states that a trainer can go back to, and what tables have consumed since.
+"""History: the states that a trainer can go back to, and the rows that tables have consumed since then.
 
 A trainer that goes back to an older state has to train again on the rows that it consumed after that state. But a
 consumed row is gone. So a table with `retain_consumed = n` retains its consumed rows for a while. The trainer names
-each of its full states to the server, when everything that the state contains is consumed. Rows consumed since the
-n-th last named state are retained. Older rows are discarded. Going back to a state returns the rows that were consumed
-after it.
+each of its full states to the server, as soon as all rows that the state was trained on are consumed. Rows consumed
+since the n-th last named state are retained. Older rows are discarded. Going back to a state returns the rows that were
+consumed after the state.
 
         state 1 ──consumes a, b──▶ state 2 ──consumes c──▶ now                  retained with n = 2: a, b, c
                                       ◀──── back to 2: c returns ────┘            retained then: a, b; states 1, 2
@@ -12,15 +12,16 @@ after it.
 A retained row is a reserved row whose batch was acknowledged. The history is its owner now (columns.py). The row keeps
 its slot, its facts and its item. So returning the row changes only its state, as requeueing a batch does. A selector
 that follows the order of insertion then gives the row before all newer rows. Consumed rows are numbered: each gets the
-next number, and the moment of a state is the number of the last row before it. So "after the state" is one comparison,
-which is the same after a restart.
+next number, and the moment of a state is the number of the last row before the state. So one comparison tells whether a
+row was consumed after a state, also after a restart.
 
-* Where no table retains, and before the first state is named, nothing is retained and nothing is remembered.
-* A row returns once. A state stays known when the trainer has gone back to it. Later states are forgotten.
+* If no table has `retain_consumed`, or before the first state is named, nothing is retained and nothing is remembered.
+* A row that has returned is retained no longer, so it does not return twice.
+* When the trainer has gone back to a state, this state stays known. Later states are forgotten.
 * The bytes of retained rows count for the server. When the server needs room, it discards retained rows first.
-* Going back undoes versions. Items that these versions generated leave all tables. New ones are refused until the
-  trainer comes to these versions again: from then on old and new items cannot be told apart. Nothing else is rolled
-  back: priorities stay as they are, and items that left in other ways stay gone.
+* Going back undoes versions. Items that these versions generated leave all tables. Further items of an undone version
+  are refused until the trainer comes to that version again: from then on old and new items cannot be told apart.
+* Nothing else is rolled back: priorities stay as they are, and items that left in other ways stay gone.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ class SavedState:
     id: str
     version: int
     moment: int
-    """The number of the last row that was consumed before."""
+    """The number of the last row that was consumed before the trainer named the state."""
 
 
 class Consumed(NamedTuple):
@@ -60,8 +61,10 @@ class History(Extension):
     record = b"history"
 
     def __init__(self, most: int, permits: Mapping[str, set[int]]) -> None:
-        """`most`: the most states that are known at a time. `permits`: by name of each table that uses permits, the
-        keys of its items whose permits it has not used."""
+        """`most`: the most states that are known at a time.
+
+        `permits`: for each table that uses permits, by name, the keys of its items whose permits are not used yet.
+        """
         self._most = most
         self._permits = permits
         self.states: list[SavedState] = []
@@ -71,14 +74,15 @@ class History(Extension):
         self.rows: dict[tuple[str, int], Consumed] = {}
         """The retained rows by name of the table and key, in the order of their consumption."""
         self.undone = 0
-        """The newest policy version that was undone. Versions after the current one, up to it, are gone."""
+        """The newest policy version that was undone. The versions from the one after the current version up to this
+        version are undone."""
 
     def concerns(self, table: TableConfig) -> bool:
         return bool(table.retain_consumed)
 
     @property
     def last_state(self) -> str:
-        """The id of the state that was named last, or gone back to; "": there is none."""
+        """The id of the state that the trainer named last, or went back to last; "": there is no state."""
         return self.states[-1].id if self.states else ""
 
     # ------------------------------------------------------------------------------------------------ retaining
@@ -106,7 +110,7 @@ class History(Extension):
         self.discard(table, list(table.columns.retained))
 
     def _trim(self) -> None:
-        """Forgets the oldest states beyond `most`, and discards rows that no known state could bring back."""
+        """Forgets the oldest states if there are too many, and discards rows that no known state could bring back."""
         self.states = _last(self.states, self._most)
         for table in self.kernel.tables.values():
             if not table.columns.retained:
@@ -176,7 +180,7 @@ class History(Extension):
         return None
 
     def _why_unknown(self) -> str:
-        """Why a state is not known: the known states, or why there are none."""
+        """Says why a state is not known: lists the known states, or says why there are no states."""
         if not self._most:
             return "no table of this server has retain_consumed"
         if not self.states:
@@ -212,7 +216,8 @@ class History(Extension):
             if after:
                 self._restore(table, after)
         self._undo(max(self.undone, change.before))
-        for table in self.kernel.trained:  # now that it is known whose permits are unused again
+        # After `_restore`: a drop releases unused permits, and `_restore` has noted which permits are unused again.
+        for table in self.kernel.trained:
             table.drop_stale()
             table.drop_undone()
 
@@ -228,7 +233,7 @@ class History(Extension):
             self._permits[table.name].update(key for key, row in consumed.items() if row.permit)
 
     def _undo(self, version: int) -> None:
-        """The versions after the current one, up to this version, do not exist any more."""
+        """Notes that the versions after the current one, up to `version`, do not exist any more."""
         self.undone = version
         for table in self.kernel.trained:
             table.undone = version
@@ -236,7 +241,7 @@ class History(Extension):
     # ------------------------------------------------------------------------------------------------ state on disk
 
     def state_dict(self, offset: float) -> dict[str, Any]:
-        """Everything but the rows."""
+        """The states and numbers. The rows are in the records of their items."""
         states = [[state.id, state.version, state.moment] for state in self.states]
         return {"states": states, "consumed": self._consumed, "undone": self.undone}
 
@@ -247,7 +252,7 @@ class History(Extension):
             self._undo(state["undone"])
 
     def retain_again(self, table: Table, keys: Sequence[int], numbers: Sequence[int], permits: Sequence[bool]) -> None:
-        """These rows, which `table` has just got, were consumed and retained before the restart."""
+        """Notes that these rows, which were just added to `table`, were consumed and retained before the restart."""
         for key, number, permit in zip(keys, numbers, permits, strict=True):
             self.rows[table.name, key] = Consumed(number, permit)
 

@@ -1,10 +1,11 @@
 """PermitTables: tables of partial groups. Each partial group keeps its permit until it is closed.
 
 The tables `permit_tables` of [admission] hold partial groups. An item that comes into one of them with a permit is a
-unit from then on. The unit ends when its reader acknowledges the item, usually by the insert of the finished group that
-closes it, or when the item leaves in any other way. If an insert into one of these tables closes a unit, the new item
-is the unit from then on: so a group goes from stage to stage with its permit. A server knows the units from the items
-alone, so units outlive a restart and a rollback as items do.
+unit from then on. The unit ends when its reader acknowledges the item, or when the item leaves in any other way. The
+reader usually acknowledges the item by inserting the finished group, which closes the batch of the item. If an insert
+into one of these tables closes a unit, the new item is the unit from then on. In this way a group goes from stage to
+stage with its permit. The record of an item says whether the item is a unit, so units outlive a restart and a rollback
+as items do.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ class PermitTables(Extension):
 
     def load_marked(self, keys: Sequence[int]) -> None:
         loaded = np.array(keys, dtype=np.uint64)
-        # An item of a table that is no table of partial groups any more is no unit.
+        # The configuration may have changed. An item is a unit only if its table is still a table of partial groups.
         for table in self.tables:
             there = self.kernel.tables[table].columns.find(loaded) >= 0
             self.marked.update(loaded[there].tolist())
