@@ -81,7 +81,7 @@ def reset(
 
 
 def _losses(info: TableInfo, wanted: Document) -> str:
-    """Says in words what the table holds beyond a new limit; empty: nothing.
+    """Says in words which new limit the table exceeds; empty: none of them.
 
     Raises ValueError for a text that is no size.
     """

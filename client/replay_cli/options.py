@@ -89,7 +89,7 @@ def _shown(value: Any) -> str:
 
 
 def _form_of(annotation: Any) -> str | None:
-    """What the help shows in the place of a value: its choices, or PATH. None: the help shows the type."""
+    """The word for a value in the help: its choices, or PATH. None: the help shows the type."""
     if get_origin(annotation) is Annotated:
         return _form_of(get_args(annotation)[0])
     if get_origin(annotation) is Literal:

@@ -20,7 +20,7 @@ OUTCOMES = ("trained", "left-out", "unusable", "unknown")
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one step of the trainer did with a group, by the trainer's steps.jsonl."""
+    """The outcome of a group in one step of the trainer, by the trainer's steps.jsonl."""
 
     step: int
     what: str
