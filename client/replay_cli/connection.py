@@ -42,7 +42,7 @@ CONNECTION = (
     _reaching("name", "Name of a generator, trainer or archiver. [env: REPLAY_NAME; default: host:pid]"),
     _reaching("client_config", "TOML file with the settings above. [env: REPLAY_CLIENT_CONFIG]", metavar="FILE"),
 )
-"""Options that say how to reach the server. No option is a token: other users of a machine can read command lines."""
+"""Options that say how to reach the server. None takes the token itself: other users can read command lines."""
 ROOT = (
     *CONNECTION,
     _reaching("timeout", "Seconds to wait for the server. [default: as the command needs]", float, min=0),

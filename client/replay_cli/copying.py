@@ -28,8 +28,8 @@ _FINISHED = re.compile(r"[\w.\-]+\.checkpoint|groups-[\w\-]+\.parquet")
 _PACKAGES = {"s3": ("s3fs",), "gs": ("gcsfs",)}
 """The packages that fsspec needs for a kind of store, by the scheme of its addresses."""
 _SEAL = 64
-"""The last bytes of a checkpoint that are compared. They differ between any two checkpoints, because they belong to its
-seal, with the checksum and the time."""
+"""The number of bytes at the end of a checkpoint that are compared. They belong to the seal, which has the checksum and
+the time, so they differ between any two checkpoints."""
 
 
 class Store:

@@ -22,7 +22,7 @@ _ROUND_TRIPS = 5
 _SLOW = 0.1
 """A round trip that takes more seconds gives a warning."""
 _LEVELS = {"ok": "ok", "idle": "ok", "warning": "warning", "blocked": "warning", "failure": "failure"}
-"""The level of a finding that is as bad as the level of a verdict, by the level of the verdict."""
+"""For each level of a verdict: the level of a finding that is equally bad."""
 
 
 def doctor(
@@ -67,7 +67,7 @@ def doctor(
 
 
 def _access(options: dict[str, Any]) -> Finding:
-    """The finding about the access: a warning if tokens and data reach another machine without encryption."""
+    """The finding about the connection's security: a warning if token and data reach another machine unencrypted."""
     from replay_client.access import Access, split_addresses
     from replay_dashboard.diagnosis import Finding, Level, found
     from replay_protos.transport import is_loopback

@@ -137,7 +137,7 @@ def _check(config: Config) -> None:
 
 
 def _load(path: Path | None, recipe: Mapping[str, Any] | None = None) -> Config:
-    """The configuration in a file. A recipe gives settings that the file lacks. Without both: the two usual tables.
+    """The configuration in a file. A recipe gives settings that the file lacks. Without either: the two usual tables.
 
     Raises ValueError.
     """

@@ -135,7 +135,7 @@ class Keyboard:
         return self
 
     def read(self, seconds: float) -> str | list[str]:
-        """Waits up to `seconds` for keys, and returns one key an element. Returns `[""]` if the terminal is gone."""
+        """Waits up to `seconds` for keys. A loop over the result yields the keys: `[""]` if the terminal is gone."""
         ready, _, _ = select.select([self._file], [], [], seconds)
         if not ready:
             return ""

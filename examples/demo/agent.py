@@ -28,7 +28,7 @@ client = AsyncOpenAI(base_url="http://nobody", api_key="none")
 
 
 async def play(task: Task, address: Address) -> dict[str, Any]:
-    """Answers one question, in two turns at most. The metric `called` counts calls, and does not change the reward."""
+    """Answers one question, in two turns at most. The metric `called` is 1 if it used the calculator."""
     model = client.with_options(**address.openai)
     called = False
     messages: list[Any] = [{"role": "user", "content": task.row["prompt"]}]

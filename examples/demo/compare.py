@@ -22,7 +22,7 @@ from examples.demo.variants import GROUP_SIZE, GROUPS_PER_STEP, SUMS, Variant, c
 from replay_trainer.metrics import read_metrics
 
 Curve = tuple[Sequence[float], Sequence[float]]
-"""Numbers of generated tokens, ascending, and for each number the mean reward of the groups generated up to there."""
+"""Numbers of generated tokens, ascending, and for each number the mean reward of the groups generated last."""
 
 _PLAIN = {"generate": {"max_tokens": 9}, "train": {"zero_variance": "none", "learning_rate": 1e-4}}
 _QUEUE, _POOL = SUMS["serve"]["tables"]

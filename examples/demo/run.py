@@ -35,8 +35,8 @@ RUN_FILE = "run.toml"
 CALLED_AS = ("reward/called", "reward/rollout/called")
 """The generator's names of the share of rollouts that called the tool: for a reward function, and for an agent."""
 SETTINGS = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-"""Environment of all processes. One thread each: busy processes on two cores would wait for each other's threads.
-Offline: nothing is looked up on the hub."""
+"""Environment of all processes. Each has one thread, because busy processes on two cores would wait for each other's
+threads. Nothing is looked up on the hub."""
 
 
 class DemoError(Exception):
@@ -142,7 +142,7 @@ def show_results(out: Path, plan: RunPlan, variant: Variant) -> None:
 
 
 def _link(source: str, target: str) -> None:
-    """Copies a file, as a hard link if the file system has them."""
+    """Copies a file, as a hard link if the file system supports hard links."""
     try:
         os.link(source, target)
     except OSError:

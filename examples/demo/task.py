@@ -99,7 +99,7 @@ def a_sum(rng: random.Random) -> tuple[str, str]:
 
 
 def _number(rng: random.Random, digits: int) -> int:
-    """A random number with so many digits; 0 has one digit."""
+    """A random number with this many digits; 0 has one digit."""
     least = 10 ** (digits - 1) if digits > 1 else 0
     return rng.randrange(least, 10**digits)
 

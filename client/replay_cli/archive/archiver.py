@@ -61,7 +61,10 @@ class OpenSegment:
 
 
 class Archiver:
-    """Archives one table of copies. Raises ValueError if the table holds no copies, OSError if there is no folder."""
+    """Archives one table of copies.
+
+    Raises ValueError if the table holds no copies, and OSError if the folder cannot be made.
+    """
 
     def __init__(
         self,
@@ -101,7 +104,7 @@ class Archiver:
             log.warning("removed %s that a killed archiver left unfinished; the items come again", segments)
 
     def _find_copies(self, info: ServerInfo, table: str) -> tuple[str, str]:
-        """The table of copies, and the table whose items it copies. Raises ValueError unless there is exactly one."""
+        """The table of copies, and the table whose items are copied. Raises ValueError unless exactly one pair fits."""
         sources: dict[str, str] = {}
         for name, source in info.tables.items():
             copy_to = json.loads(source.config)["copy_to"]

@@ -20,7 +20,7 @@ _ROWS_PER_READ = 32
 
 
 def write_rows(path: Path, columns: Mapping[str, str], rows: Iterable[Row]) -> int:
-    """Writes the rows into a file beside `path`, and renames it at the end. Returns the number of rows."""
+    """Writes the rows into a file beside `path`, which gets the name `path` at the end. Returns the number of rows."""
     unfinished = path.with_name(path.name + ".tmp")
     write = _write_parquet if path.suffix == ".parquet" else _write_jsonl
     try:

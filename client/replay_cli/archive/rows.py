@@ -211,5 +211,5 @@ def counts_of(group: RolloutGroup) -> list[int]:
 
 
 def _mean_logprobs(group: RolloutGroup) -> list[float | None]:
-    """The mean of the known log-probabilities of each sequence; None if the sequence has none that is known."""
+    """The mean of the known log-probabilities of each sequence; None if all of them are unknown."""
     return [facts["mean_logprob"] for facts in completion_facts(group)]

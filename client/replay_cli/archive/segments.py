@@ -1,10 +1,11 @@
 """Segments: writes the Parquet files of an archive. A reader sees the whole file, or no file.
 
-A segment is written under a name that ends with `.tmp`, forced to the disk, and renamed. No reader sees it before that.
-The writer holds a lock on the file. After a kill, the next archiver finds the file without a lock, and removes it.
+A segment is written under a name that ends with `.tmp`, forced to the disk, and renamed. Readers ignore files with the
+first name. The writer holds a lock on the file. After a kill, the next archiver finds the file without a lock, and
+removes it.
 
-A segment has the rows of `replay table export`, with the time of the insert. The names of segments sort by the time at
-which they were begun.
+A segment has the rows of `replay table export`, and a column with the time of the insert. The names of segments sort by
+the time at which they were begun.
 """
 
 from __future__ import annotations

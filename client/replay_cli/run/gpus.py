@@ -15,7 +15,7 @@ _ORDER = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
 """Makes CUDA number the GPUs as nvidia-smi does. Otherwise the fastest GPU comes first."""
 _QUERY = ("nvidia-smi", "--query-gpu=index,uuid", "--format=csv,noheader")
 _SECONDS = 60.0
-"""Seconds that nvidia-smi may take, at most. The driver of a machine that has just started takes long."""
+"""The most seconds that nvidia-smi may take. The driver of a machine that has just started takes long."""
 _UUID = re.compile(r"(GPU|MIG)-[\w/-]+")
 _RANGE = re.compile(r"(\d+)(?:-(\d+))?")
 _MOST = 1024

@@ -360,7 +360,7 @@ def _check_apart(
 def check_deeply(plan: RunPlan) -> None:
     """Lets each part check its settings on this machine: `replay generate --check` and the like, all at once.
 
-    The first generator checks the settings of all generators. No process stays, and nothing is written into output_dir.
+    The first generator checks for all generators. No process stays, and nothing is written into output_dir.
     Raises a ValueError with the message of the first part whose check fails.
     """
     with TemporaryDirectory(prefix="replay-run-") as folder:

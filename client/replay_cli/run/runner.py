@@ -215,7 +215,7 @@ class Runner:
         """Start a part that has died. A start that fails counts as a death."""
         try:
             self._start(part)
-        except OSError as error:  # memory, processes or room for the log are used up, perhaps only now
+        except OSError as error:  # memory, processes or room for the log are used up, perhaps only for a while
             deaths = self._deaths[part.name]
             deaths.add(self.status.step)
             if deaths.count >= MOST_DEATHS:

@@ -18,9 +18,9 @@ WATCH_SECONDS = 5.0
 EXAMINE_SECONDS = 30.0
 """Seconds between two examinations by the doctor."""
 QUIET_SECONDS = 15.0
-"""The run ends because all generators have ended only after at least this many seconds without a new step."""
+"""If all generators have ended, the run ends after at least this many seconds without a new step."""
 _QUIET_STEPS = 3
-"""The run then also waits this many times the last step's duration, as the trainer may be in the middle of a step."""
+"""The run also waits for this many durations of the last step: the trainer may be in the middle of a step."""
 _ANSWER_SECONDS = 10.0
 """Seconds in which the server must answer a request."""
 
@@ -34,7 +34,7 @@ class ServerWatch:
         self._plan = plan
         self._address = ""
         self._deserted = ""
-        """The reason why no more groups come; empty: some may come."""
+        """The reason why no more groups come; empty: groups may still come."""
         self._waited = 0.0
         """Seconds for which the trainer has waited for groups, as the server reports it."""
         self._step = 0
