@@ -1,7 +1,7 @@
 """The command `replay`: runs the server and the other processes of a run, and looks into tables.
 
-Each topic of subcommands has a module or a package. These may import any part of the project except the adapters. Each
-command imports what it needs when it runs.
+Each topic of subcommands has a module or a package, which may import any part of the project except the adapters. A
+command imports what it needs only when it runs.
 """
 
 import os
@@ -13,8 +13,8 @@ from replay_cli.quiet import quiet_libraries
 
 def main() -> None:
     """The entry point. Never returns: it exits with the status of the command."""
-    # Ctrl-C while the modules load must end with a status too, and not with a traceback. There is nothing to clean up
-    # yet, and an import may turn a KeyboardInterrupt into another exception.
+    # Ctrl-C while the modules load must end the process with a status, and without a traceback. Python's handler would
+    # raise KeyboardInterrupt, which an import may turn into another exception. There is nothing to clean up yet.
     is_handled = signal.getsignal(signal.SIGINT) is signal.default_int_handler  # a shell ignores SIGINT for some jobs
     if is_handled:
         signal.signal(signal.SIGINT, _leave)

@@ -1,4 +1,4 @@
-"""The command `replay`: lists its subcommands in the order of its help, and sets its exit status."""
+"""The command `replay`: lists its subcommands in the order in which its help shows them, and sets its exit status."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ app = Commands(
 )
 _INTERRUPTED = 128 + signal.SIGINT
 _UsageError: Any = typer.BadParameter.__bases__[0]
-"""The class `UsageError` of the click that typer uses: typer's copy or the package. typer does not export it."""
+"""The class `UsageError` of click. typer uses a copy of click or the package click, and does not export the class."""
 table = Commands("Change a table, or its items.\n\nExample: replay table update replay max_size=8192")
 table.add(update, delete, reset, export)
 table.add(import_items, name="import")
@@ -71,14 +71,15 @@ def options(
 def run() -> NoReturn:
     """Runs the command of the command line, and exits with its status.
 
-    SIGTERM, SIGHUP and SIGUSR1 end a command as Ctrl-C does: what it holds is requeued. `serve`, `generate`, `score`
-    and `copy` handle these signals themselves: they finish their work and end with status 0. `train` finishes its step.
+    SIGTERM, SIGHUP and SIGUSR1 end a command as Ctrl-C does: the items that it holds are requeued. `serve`, `generate`,
+    `score` and `copy` handle these signals themselves: they finish their work and end with status 0. `train` and `run`
+    finish their step.
     """
     ended_by = _INTERRUPTED
     numbers = stop_signals()
 
     def terminate(number: int, frame: FrameType | None) -> None:
-        # click and typer do not keep the cause of an interrupt: to typer, each interrupt is a Ctrl-C.
+        # typer takes every KeyboardInterrupt for a Ctrl-C, so the signal is noted here.
         nonlocal ended_by
         ended_by = 128 + number
         raise KeyboardInterrupt
@@ -92,7 +93,7 @@ def run() -> NoReturn:
         _complain_of_usage(error)
         status = 2
     except typer.Abort as error:
-        # click raises Abort after a question that was answered with no, and after some interrupts.
+        # click raises Abort if a question gets no answer, and after some interrupts.
         cause = error.__cause__ or error.__context__
         if isinstance(cause, KeyboardInterrupt):
             status = _INTERRUPTED

@@ -81,7 +81,7 @@ def reset(
 
 
 def _losses(info: TableInfo, wanted: Document) -> str:
-    """The contents of the table beyond a new bound, in words; empty: there are none.
+    """Says in words which new limit the table exceeds; empty: none of them.
 
     Raises ValueError for a text that is no size.
     """
@@ -95,7 +95,7 @@ def _losses(info: TableInfo, wanted: Document) -> str:
     }
     for name, (amount, unit) in amounts.items():
         limit = parse_bytes(wanted.get(name))
-        # The server refuses a limit that is no number, or negative.
+        # A limit that is negative or no number is skipped here, because the server refuses it.
         if isinstance(limit, int | float) and 0 <= limit < amount:
             return f"holds {amount:.0f} {unit}, more than {name} {limit:.0f}"
     uses = wanted.get("max_times_sampled")  # 0: without a limit

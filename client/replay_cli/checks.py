@@ -1,6 +1,6 @@
-"""Checks: `--check` of `serve`, `generate` and `train` calls them for folders, ports, models, prompts and rewards.
+"""Checks folders, ports, models, prompts and rewards, for `--check` of `serve`, `generate` and `train`.
 
-Nothing is written, and no engine and no model is loaded. Each check raises an error in one line.
+The checks write nothing, and load no engine and no model. A check that fails raises an error of one line.
 """
 
 from __future__ import annotations
@@ -27,11 +27,14 @@ if TYPE_CHECKING:
 
 Check = Annotated[bool, typer.Option("--check", help="Check all of this, and end before anything starts.")]
 _MOST_TRIED = 100
-"""Prompts that are tried, at most, until one can be completed."""
+"""The most prompts that are tried to find one that can be completed."""
 
 
 def check_folder(name: str, folder: Path) -> None:
-    """Raises ValueError unless files can be written into `folder`, the setting `name`, or it can be made."""
+    """Raises ValueError unless `folder` exists or can be made, and files can be written into it.
+
+    `name`: the setting that names the folder.
+    """
     for ancestor in (folder, *folder.parents):
         if ancestor.exists():
             if not ancestor.is_dir():
@@ -42,7 +45,7 @@ def check_folder(name: str, folder: Path) -> None:
 
 
 def check_listen(name: str, address: str) -> None:
-    """Raises ValueError unless a server can listen on `address`, the setting `name`."""
+    """Raises ValueError unless a server can listen on `address`, the value of the setting `name`."""
     host, _, port = address.rpartition(":")
     try:
         found = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)
@@ -60,12 +63,13 @@ def check_listen(name: str, address: str) -> None:
 
 @dataclass(frozen=True)
 class ModelFiles:
-    """The tokenizer and the limits of a model, against which prompts are checked in the place of an engine."""
+    """The tokenizer and the limits of a model. Prompts are checked with them, because no engine is loaded."""
 
     tokenizer: Any
     max_length: int
-    """Tokens of prompt and completion."""
+    """The most tokens of a prompt and its completion together."""
     vocabulary: int | None
+    """The number of tokens of the model; None: unknown."""
 
 
 def model_files(model: str, max_length: int | None = None) -> ModelFiles:
@@ -81,7 +85,7 @@ def model_files(model: str, max_length: int | None = None) -> ModelFiles:
         try:
             config = AutoConfig.from_pretrained(model).get_text_config()
             tokenizer = AutoTokenizer.from_pretrained(model)
-        except Exception as error:  # a damaged file raises anything
+        except Exception as error:  # a damaged file may raise any error
             raise ValueError(why_not_loaded(model, error)) from error
     positions = None
     if not _stretches_positions(config):
@@ -91,13 +95,13 @@ def model_files(model: str, max_length: int | None = None) -> ModelFiles:
 
 
 def _stretches_positions(config: Any) -> bool:
-    """True if the model scales its rotary positions. Engines then take more tokens than it has positions.
+    """True if the model scales its rotary positions.
 
-    How many tokens that is, each engine decides for itself.
+    Engines then accept more tokens than `max_position_embeddings`. Each engine decides for itself how many.
     """
     rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
     sections = [rope]
-    sections += [value for value in rope.values() if isinstance(value, dict)]  # some models: one per kind of layer
+    sections += [value for value in rope.values() if isinstance(value, dict)]  # some models have one per kind of layer
     for section in sections:
         kind = section.get("rope_type", section.get("type", "default"))
         if kind != "default":
@@ -107,10 +111,10 @@ def _stretches_positions(config: Any) -> bool:
 
 @contextmanager
 def _without_torch() -> Iterator[None]:
-    """Hides torch inside the block: transformers imports it if it finds it. That takes ten seconds, and no tokenizer
-    needs it.
+    """Hides torch inside the block. Otherwise transformers would import torch, which takes ten seconds and which no
+    tokenizer needs.
 
-    Users' code that needs both has been imported before. Then torch is not hidden.
+    If code of the user has already imported torch, torch is not hidden.
     """
     if "torch" in sys.modules:
         yield
@@ -141,8 +145,8 @@ def first_prompt(
 ) -> tuple[Prompt, list[int]]:
     """The first prompt that a generator would complete, and its token ids (P,).
 
-    Raises ValueError if there is none, and PromptError if it cannot be completed. If a run skips such prompts, it
-    raises only if none of the first hundred can be completed.
+    Raises ValueError if there is none, and PromptError if it cannot be completed. If a run skips such prompts,
+    raises PromptError only if none of the first hundred prompts can be completed.
     """
     from replay_generator import PromptError
     from replay_generator.prompts.prompt import prompt_for
@@ -169,11 +173,11 @@ def first_prompt(
 def rewards_of_nothing(
     rewards: Sequence[Reward], prompt: Prompt, settings: GeneratorConfig, *, has_rollouts: bool
 ) -> dict[str, float]:
-    """Calls each reward function on an empty answer. Returns its reward by its name; NaN: it abstains.
+    """Calls each reward function on an empty answer. Returns the reward of each by its name. NaN: it abstains.
 
-    `has_rollouts`: True if a rollout is one completion of its prompt. Other rollouts cannot be made up here, so
-    functions that ask for a rollout are not called then. Raises RewardError if a function fails, unless the run would
-    skip its group.
+    `has_rollouts`: True if each rollout of the run is one completion of its prompt. Other rollouts cannot be made up
+    here, so functions with a parameter for rollouts are then not called. Raises RewardError if a function fails, unless
+    the run would skip the group.
     """
     from replay_generator.engines import Completion
     from replay_generator.rewards.functions import RewardError, Scorer
@@ -199,6 +203,6 @@ def _asks_for_rollouts(reward: Reward) -> bool:
     """True if the reward function has a parameter for the rollout of an answer, or for all rollouts."""
     try:
         named = inspect.signature(reward.function).parameters
-    except (TypeError, ValueError):  # some functions written in C
+    except (TypeError, ValueError):  # some functions written in C have no signature
         return False
     return "rollout" in named or "rollouts" in named

@@ -1,7 +1,7 @@
 """Connects commands to the server: options of the connection, answers and errors, names of tables, keys and tags.
 
-The options of the connection stand before or behind the command (`replay --address X tables`), in the environment or
-in a file: see replay_client.access.
+The options of the connection stand before or behind the command (`replay --address X tables`). Environment variables
+or a file may give the same settings: see replay_client.access.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ CONNECTION = (
     _reaching("name", "Name of a generator, trainer or archiver. [env: REPLAY_NAME; default: host:pid]"),
     _reaching("client_config", "TOML file with the settings above. [env: REPLAY_CLIENT_CONFIG]", metavar="FILE"),
 )
-"""Options that say how to reach the server. None is for a token: other users of a machine can read command lines."""
+"""Options that say how to reach the server. None takes the token itself: other users can read command lines."""
 ROOT = (
     *CONNECTION,
     _reaching("timeout", "Seconds to wait for the server. [default: as the command needs]", float, min=0),
@@ -51,7 +51,7 @@ ROOT = (
 
 
 def access_of(context: typer.Context) -> dict[str, Any]:
-    """The options of the connection, as arguments of `ReplayClient.from_env`; None: not given."""
+    """The options of the connection, as arguments of `ReplayClient.from_env`. An option that is not given is None."""
     options = context.find_root().params
     return {parameter.name: options.get(parameter.name) for parameter in CONNECTION}
 
@@ -65,7 +65,8 @@ def timeout_of(context: typer.Context, usual: float | None) -> float | None:
 def connect(context: typer.Context, usual: float = 5.0, *, named: bool = False) -> ReplayClient:
     """A client that waits for --timeout or `usual` seconds.
 
-    `named`: the client works for the run. The server reports such a client as overdue when it goes away.
+    `named`: the client works for the run, and has a name. The server reports such a client as overdue if it goes away.
+    Other clients have no name.
     """
     from replay_client import ReplayClient
 
@@ -109,14 +110,14 @@ def parse_key(text: str) -> int:
 
 
 def parse_tags(texts: Sequence[str] | None) -> dict[str, str]:
-    """The tags in texts NAME=VALUE, by name. An item has one value of each."""
+    """The values of tags by name, from texts NAME=VALUE. A name that comes twice ends the command with an error."""
     return pairs("--tag", texts)
 
 
 def complete_table(context: typer.Context, incomplete: str) -> list[str]:
     """The tables whose names begin with `incomplete`, for completion in a shell.
 
-    There are none if the server does not answer at once.
+    The list is empty if the server does not answer within a second.
     """
     from replay_client import ReplayClient
 

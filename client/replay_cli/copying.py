@@ -1,8 +1,8 @@
 """`replay copy`: copies the finished files of a folder to an object store, and brings a checkpoint back.
 
-A file under its final name is finished: checkpoints and files of an archive get it when they are whole on the disk. So
-this process asks neither a server nor an archiver, and neither waits for it. It removes nothing, in the folder or in
-the store.
+A file under its final name is finished: checkpoints and files of an archive get that name when they are whole on the
+disk. So this process does not ask the server or the archiver, and neither waits for this process. It removes nothing
+from the folder or the store.
 
 fsspec reaches the stores. Credentials come from the environment, where the stores' own tools look for them.
 """
@@ -24,13 +24,16 @@ from replay_protos.words import counted
 LOOK_SECONDS = 5.0
 """Seconds between two looks at the folder."""
 _FINISHED = re.compile(r"[\w.\-]+\.checkpoint|groups-[\w\-]+\.parquet")
+"""The names of finished files."""
 _PACKAGES = {"s3": ("s3fs",), "gs": ("gcsfs",)}
+"""The packages that fsspec needs for a kind of store, by the scheme of its addresses."""
 _SEAL = 64
-"""Bytes of the seal at the end of a checkpoint: its checksum and its time. No two checkpoints have the same."""
+"""The number of bytes at the end of a checkpoint that are compared. They belong to the seal, which has the checksum and
+the time, so they differ between any two checkpoints."""
 
 
 class Store:
-    """The finished files at an address of fsspec. Raises what the store raises, of any type."""
+    """The finished files at an address of fsspec. Methods raise the errors of the store, which may be of any type."""
 
     def __init__(self, address: str) -> None:
         need(address, "objects", "fsspec", *_PACKAGES.get(address.partition("://")[0], ()))
@@ -53,7 +56,7 @@ class Store:
         return entries
 
     def has(self, path: Path, entry: Any) -> bool:
-        """True if the store holds this file already. `entry`: the store's entry of its name, or None."""
+        """True if the store holds this file already. `entry`: the store's entry with the name of the file, or None."""
         with path.open("rb") as file:
             size = file.seek(0, os.SEEK_END)
             file.seek(max(0, size - _SEAL))
@@ -71,7 +74,7 @@ class Store:
 
         target = f"{self._root}/{path.name}"
         if not getattr(self._fs, "local_file", False):
-            # An object store shows an object when it is whole, so it needs no second name.
+            # An object store shows an object only when it is whole, so no temporary name is needed.
             progress = Callback(hooks={"beat": lambda *_, **__: beat()})
             self._fs.put_file(str(path), target, callback=progress)
             return
@@ -80,9 +83,10 @@ class Store:
         self._fs.mv(target + ".tmp", target)
 
     def checkpoints(self) -> list[tuple[float, Any, str]]:
-        """The checkpoints, the newest first: when each was made, its entry, and why it cannot be restored, or "".
+        """The checkpoints, the newest first. For each: its time, its entry, and why it cannot be restored, or "".
 
-        The time is that of the seal: a checkpoint that was copied late, or again, is no newer for that.
+        The time is that of the seal, so a checkpoint does not become newer if it is copied late or again. If the seal
+        is damaged, the time is that of the file in the store.
         """
         from replay_server.storage.checkpoints import SEAL_BYTES, DamagedCheckpoint, sealed_by
 
@@ -101,7 +105,7 @@ class Store:
         return sorted(found, key=_time_and_name, reverse=True)
 
     def bring(self, entry: Any, path: Path) -> None:
-        """Copies a file of the store to `path`. The name appears when the copy is whole."""
+        """Copies a file of the store to `path`. The file appears there when the copy is whole."""
         unfinished = path.with_name(path.name + ".tmp")
         try:
             self._fs.get_file(entry["name"], str(unfinished))
@@ -152,7 +156,7 @@ def copy(
         last_problem = problem
         if is_last:
             break
-        is_last = ended.wait(LOOK_SECONDS)  # what is finished at the end is copied, too
+        is_last = ended.wait(LOOK_SECONDS)  # the last round copies what was finished before the signal
     if last_problem:
         raise typer.Exit(1)
 
@@ -160,7 +164,7 @@ def copy(
 def copy_finished(folder: Path, store: Store, done: dict[str, tuple[int, int]]) -> str:
     """Copies the files that `store` lacks, the oldest first. Returns why a file could not be copied, or "".
 
-    `done`: time and size of each file of the folder that the store is known to have.
+    `done`: the time and size of each file that the store is known to have, by name. Files that are copied are added.
     """
     problem = ""
     try:
@@ -184,7 +188,7 @@ def copy_finished(folder: Path, store: Store, done: dict[str, tuple[int, int]]) 
 
 
 def _versions(folder: Path) -> dict[Path, tuple[int, int]]:
-    """Time (ns) and size (bytes) of each finished file of a folder."""
+    """The time (ns) and size (bytes) of each finished file of a folder, by its path."""
     versions = {}
     for path in folder.iterdir():
         if _FINISHED.fullmatch(path.name) and path.is_file():
@@ -196,7 +200,8 @@ def _versions(folder: Path) -> dict[Path, tuple[int, int]]:
 def fetch(address: str, folder: Path) -> str:
     """Copies the newest whole checkpoint at an address into a folder. Returns its name.
 
-    The address may name the checkpoint itself. Prints which newer ones are damaged. Raises ValueError.
+    The address may name the checkpoint itself. Prints which newer checkpoints are damaged. Raises ValueError if no
+    checkpoint can be restored.
     """
     store = Store(address)
     problems: list[str] = []

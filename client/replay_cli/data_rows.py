@@ -3,11 +3,11 @@
     prompt_ids  completion_ids  reward                a row is one sequence
     [3, 4]      [5, 6]          1.0   \\
     [3, 4]      [7]             0.0   /  one group    rows of one prompt, one after the other, are one group
-    [8]         [5]             1.0      the next
+    [8]         [5]             1.0      the next group
 
-`prompt_ids`, `completion_ids` and `reward` are needed. A data set has no bytes of groups. A column that it lacks gets
-the default of RolloutGroup: log-probabilities are unknown, and every token of a completion is trained on. Advantages
-follow from the rewards.
+`prompt_ids`, `completion_ids` and `reward` are needed. For any other column that the data set lacks, the groups get the
+default of RolloutGroup: log-probabilities are unknown, and every token of a completion is trained on. Without a column
+of advantages, they follow from the rewards. A data set has no column with the encoded bytes of groups.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ from replay_client.scoring import group_advantages, group_priority
 
 Row = Mapping[str, Any]
 Numbered = tuple[int, Row]
-"""A row, after its number in the file."""
+"""The number of a row in its file, and the row."""
 
 NEEDED = ("prompt_ids", "completion_ids", "reward")
-"""Columns without which a row is no sequence."""
+"""The columns that every row of a data set needs."""
 
 
 def items_of(rows: Iterable[Numbered], table: str | None) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Rows of items as `replay table import` takes them, each with the number of its last row.
+    """Rows of items as `replay table import` takes them, each with the number of the last row that it was made from.
 
     Rows of a data set become groups, and rows of items stay as they are. The key of a group follows from its bytes and
-    its position, so a second import of the same rows inserts nothing. `table`: the table of groups whose rows name
-    none. Raises ValueError that names the row.
+    its position among the groups, so a second import of the same rows inserts nothing. `table`: the table of groups
+    whose rows name no table. Raises a ValueError that names the rows.
     """
     count = 0
     for identity, run in groupby(rows, key=_identity):
@@ -62,7 +62,10 @@ def items_of(rows: Iterable[Numbered], table: str | None) -> Iterator[tuple[int,
 
 
 def _item_row(group: RolloutGroup, index: int, table: str, first: Row) -> dict[str, Any]:
-    """The row of an item that holds this group: number `index` of the import, from 0. `first`: its first row."""
+    """The row of an item that holds this group.
+
+    `index`: the position of the group among the groups of its file, from 0. `first`: the first row of the group.
+    """
     payload = group.encode()
     digest = blake2b(index.to_bytes(8, "little") + payload, digest_size=8).digest()
     priority = first.get("priority")
@@ -79,9 +82,9 @@ def _item_row(group: RolloutGroup, index: int, table: str, first: Row) -> dict[s
 
 
 def group_of(rows: Sequence[Row]) -> RolloutGroup:
-    """The group of these rows. Those with the same `rollout` make one rollout; without the column, each row is one.
+    """The group of these rows. Consecutive rows with the same `rollout` are one rollout.
 
-    Raises ValueError, and TypeError for a value that is no number.
+    Without the column `rollout`, each row is a rollout. Raises ValueError, and TypeError for a value that is no number.
     """
     for row in rows:
         missing = [name for name in NEEDED if row.get(name) is None]
@@ -115,7 +118,7 @@ def group_of(rows: Sequence[Row]) -> RolloutGroup:
 
 
 def _rollouts_of(rows: Sequence[Row]) -> list[list[Row]]:
-    """The rows of each rollout: consecutive rows with the same `rollout`. A row without the column is a rollout."""
+    """The rows of each rollout: consecutive rows with the same `rollout`. A row without it is a rollout of its own."""
     numbers = []
     for index, row in enumerate(rows):
         number = row.get("rollout")
@@ -127,13 +130,13 @@ def _rollouts_of(rows: Sequence[Row]) -> list[list[Row]]:
 
 
 def _column(rows: Sequence[Row], name: str) -> list[Any] | None:
-    """The values of a column; None if a row lacks one."""
+    """The values of a column; None if a row lacks a value."""
     values = [row.get(name) for row in rows]
     return None if None in values else values
 
 
 def _logprobs_of(row: Row) -> npt.NDArray[np.float32]:
-    """The log-probabilities (T,) of a row; NaN where one is unknown. Without the column, all of them are unknown."""
+    """The log-probabilities (T,) of a row. NaN: unknown. Without the column, all of them are unknown."""
     logprobs = row.get("logprobs")
     if logprobs is None:
         return np.full(len(row["completion_ids"]), np.nan, np.float32)
@@ -141,7 +144,7 @@ def _logprobs_of(row: Row) -> npt.NDArray[np.float32]:
 
 
 def _advantages_of(firsts: Sequence[Row], rewards_G: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
-    """The advantages (G,) of the first rows of the rollouts, or those that follow from the rewards."""
+    """The advantages (G,) in the first row of each rollout. Without the column, they follow from the rewards."""
     advantages = _column(firsts, "advantage")
     if advantages is None:
         return group_advantages(rewards_G)
@@ -163,7 +166,7 @@ def _counts_of(rollouts: Sequence[Sequence[Row]]) -> npt.NDArray[np.int32] | Non
 
 
 def _finish_reasons_of(firsts: Sequence[Row]) -> tuple[str, ...] | None:
-    """The finish reason of each rollout; None if one is unknown."""
+    """The finish reason of each rollout; None if a rollout has no known reason."""
     reasons = _column(firsts, "finish_reason")
     return None if reasons is None else tuple(map(str, reasons))
 
@@ -185,7 +188,7 @@ def _identity(numbered: Numbered) -> tuple[Any, ...] | None:
 
 
 def _object(value: Any) -> dict[str, Any]:
-    """The object of a row, which Parquet stores as JSON. Null is an empty object."""
+    """An object in a row. Parquet stores it as JSON text. Null is an empty object."""
     try:
         if isinstance(value, str):
             return dict(json.loads(value))

@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 
 _ROUND_TRIPS = 5
 _SLOW = 0.1
-"""A round trip of more seconds gives a warning."""
+"""A round trip that takes more seconds gives a warning."""
 _LEVELS = {"ok": "ok", "idle": "ok", "warning": "warning", "blocked": "warning", "failure": "failure"}
-"""The level of a finding that is as bad as a level of a verdict, by the latter."""
+"""For each level of a verdict: the level of a finding that is equally bad."""
 
 
 def doctor(
@@ -67,7 +67,7 @@ def doctor(
 
 
 def _access(options: dict[str, Any]) -> Finding:
-    """The finding about the access: a warning if tokens and data reach another machine without encryption."""
+    """The finding about the connection's security: a warning if token and data reach another machine unencrypted."""
     from replay_client.access import Access, split_addresses
     from replay_dashboard.diagnosis import Finding, Level, found
     from replay_protos.transport import is_loopback
@@ -114,7 +114,7 @@ def look(client: ReplayClient, max_staleness: float | None = None) -> tuple[Serv
 
 
 def _of_shards(info: ServerInfo, max_staleness: float | None) -> Iterator[Finding]:
-    """The findings about each server of several."""
+    """The findings about each of several servers, as far as they answer."""
     from replay_client.records import shards_of
     from replay_dashboard.diagnosis import diagnose
 
@@ -125,7 +125,7 @@ def _of_shards(info: ServerInfo, max_staleness: float | None) -> Iterator[Findin
 
 
 def _print(verdict: dict[str, str] | None, findings: list[Finding]) -> None:
-    """Prints the verdict and the findings. `verdict` is None if the server does not answer: a finding says so."""
+    """Prints the verdict and the findings. `verdict` is None if the server does not answer. A finding then says so."""
     from rich.text import Text
 
     styles = {"ok": "green", "warning": "yellow", "failure": "red"}

@@ -49,7 +49,7 @@ ENGINES = {
     "transformers": ("trainer", ("torch", "transformers"), "transformers:TransformersEngine"),
     "vllm-server": ("vllm-server", ("aiohttp", "transformers"), "vllm_server:VLLMServerEngine"),
 }
-"""The extra that installs an engine, the modules that it needs, and its class, by its name."""
+"""For each engine, by its name: the extra that installs it, the modules that it needs, and its class (module:class)."""
 OF_ONE = "a group of one has no variance, so its advantage is 0 and it teaches nothing"
 _data = partial(in_panel, "Data")
 _of_engine = partial(in_panel, "Engine")
@@ -154,14 +154,14 @@ def generate(
     except (OSError, ImportError, TypeError) as error:
         fail(in_flags(in_words(error), as_typed))
     try:
-        beat()  # now and not in the middle of the run: its file may be impossible to write
+        beat()  # if its file cannot be written, the command fails now, and not in the middle of the run
         if environment:
             need("--environment", "verifiers", "verifiers")
             played = load_environment(environment, environment_args, settings)
             hook = played
             rows: Iterable[PromptSource] | PromptRows = played.prompts(seed)
         else:
-            # Generators that share a table of prompts share one order: the table's.
+            # The table of prompts decides the order for all generators that share it, so the rows are not shuffled.
             order_seed = seed if settings.prompts_table is None else None
             rows = load_rows(
                 str(prompts),
@@ -268,10 +268,10 @@ def score(
 
 
 def check_options(options: dict[str, Any], named: Mapping[str, Any]) -> GeneratorConfig:
-    """The settings of a generator, checked as far as that needs no file, no package and no server.
+    """The settings of a generator, after all checks that are possible without files, packages and a server.
 
     `options`: settings by name, as `SETTINGS.resolve` returns them. `named`: the values of the command's own options.
-    Raises ValueError with the names of options: `--prompts`.
+    Raises a ValueError that names options as a person types them: `--prompts`.
     """
     environment = named["environment"]
     reward = named["reward"]
@@ -334,13 +334,13 @@ def engine_args(texts: list[str] | None) -> dict[str, Any]:
 
 
 def _settings_of(options: dict[str, Any], seed: int, environment: str | None) -> GeneratorConfig:
-    """The settings of a generator, checked. `options` has those of sampling beside the others, as the file has."""
+    """The settings of a generator, checked. `options` has sampling's settings beside the others, as a file has them."""
     sampling_names = {field.name for field in fields(SamplingConfig)}
     sampling_options = {name: value for name, value in options.items() if name in sampling_names}
     sampling = SamplingConfig(**sampling_options, seed=seed)
     others = {name: value for name, value in options.items() if name not in sampling_names}
     if others.get("max_concurrent_groups") == 0:
-        others["max_concurrent_groups"] = None
+        others["max_concurrent_groups"] = None  # as many as permits
     if environment:
         _, _, name = environment.partition(":")
         others["tags"] = {"environment": name, **others.get("tags", {})}
@@ -350,9 +350,10 @@ def _settings_of(options: dict[str, Any], seed: int, environment: str | None) ->
 def check_source(
     *, prompts: str | None, players: Mapping[str, str | None], args: str | None, chat: bool, system: str | None
 ) -> None:
-    """Raises ValueError unless prompts have one source and rollouts at most one player, without options of another.
+    """Raises ValueError unless there is one source of prompts and at most one player of rollouts.
 
-    `players`: the values of the options that say who plays the rollouts, by the option.
+    Also raises it for an option that belongs to another source or player. `players`: the values of the options that say
+    who plays the rollouts, by flag.
     """
     environment = players["--environment"]
     if not prompts and not environment:
@@ -417,7 +418,7 @@ def load_rows(
 ) -> Iterable[PromptSource] | PromptRows:
     """An endless iterator over the prompts, shuffled anew for each epoch. Without a seed: the rows as they are.
 
-    `check`: a bad row of a file raises at once. Raises ValueError, OSError or ImportError.
+    `check`: a bad row raises at once, if the rows are in memory. Raises ValueError, OSError or ImportError.
     """
     from replay_generator.prompts.prompt import PreparedRows, cycle_prompts, load_prompts
 
@@ -429,13 +430,13 @@ def load_rows(
 
 
 def _check_engine(name: str) -> None:
-    """Raises ValueError for a name of no engine."""
+    """Raises ValueError if no engine has this name."""
     if name not in ENGINES:
         raise ValueError(f"--engine must be vllm, vllm-server or transformers, not {name!r}")
 
 
 def _need_engine(name: str) -> None:
-    """Ends the command unless the packages of this engine are installed. Raises ValueError for a name of no engine."""
+    """Ends the command unless the packages of this engine are installed. Raises ValueError for an unknown name."""
     _check_engine(name)
     extra, needed, _ = ENGINES[name]
     need(f"--engine {name}", extra, *needed)

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 _ITEMS_PER_PAGE = 1000
 _KEYS_PER_CALL = 10_000
 _FEW = 16
-"""Tokens that are shown of a text without a tokenizer."""
+"""Without a tokenizer, the output shows at most this many token ids of a text."""
 _MOST_TURNS = 64
 """Turns of a sequence that are printed for people. JSON has them all."""
 
@@ -105,7 +105,7 @@ def _items_table(rows: Sequence[ItemInfo]) -> Table:
         "sampled": lambda item: str(item.times_sampled),
         "bytes": lambda item: byte_size(item.nbytes),
     }
-    # Most items lack no columns and have no tags: a column for that would be empty.
+    # Few items lack columns or have tags. The table has a column for these facts only if it would not be empty.
     if any(item.missing_columns for item in rows):
         columns["missing columns"] = lambda item: ", ".join(item.missing_columns)
     if any(item.tags for item in rows):
@@ -146,7 +146,7 @@ def delete(
             results.append(ask(partial(client.delete, table, part)))
     deleted = sum(result.applied for result in results)
     missing: list[int] = []
-    if not tags:  # nobody misses an item that was listed by its tags and has left the table meanwhile
+    if not tags:  # an item found by its tags may leave the table meanwhile, which is no error
         for result in results:
             missing += result.missing
     document = {"deleted": deleted, "missing": [str(key) for key in missing]}
@@ -167,7 +167,7 @@ def all_items(client: ReplayClient, table: str, tags: Mapping[str, str]) -> Iter
 
 
 def info_document(item: ItemInfo) -> Document:
-    """The facts about an item as JSON. The key is a string, as in every document."""
+    """The facts about an item as JSON. The key is a string, as in all JSON output."""
     labels = {"tags": item.tags, "columns": sorted(item.labels.columns)}
     facts = vars(item) | {"key": str(item.key), "bytes": item.nbytes} | labels
     return {name: fact for name, fact in facts.items() if name not in ("nbytes", "labels")}
@@ -227,7 +227,7 @@ def show(
 
 
 def load_tokenizer(path: Path | None) -> TokenText:
-    """The tokenizer of a folder; None: one without text."""
+    """The tokenizer in a folder. If `path` is None, the result decodes no text."""
     from replay_dashboard.group import TokenText
 
     if path is not None:
@@ -236,7 +236,7 @@ def load_tokenizer(path: Path | None) -> TokenText:
 
 
 def _membership_words(table: str, membership: Membership) -> str:
-    """A table of an item: `replay (priority 1, effective 0.5, sampled 2 times)`."""
+    """A table that holds an item, in words: `replay (priority 1, effective 0.5, sampled 2 times)`."""
     words = f"priority {membership.priority:.4g}"
     if membership.effective_priority != membership.priority:
         words += f", effective {membership.effective_priority:.4g}"
@@ -306,10 +306,10 @@ def _group_headline(group: Document) -> str:
 
 
 def _group_facts(group: Document) -> list[str]:
-    """The lines of `sampling` and `meta`, the rollouts that failed, and the extra arrays."""
+    """The lines about `sampling` and `meta`, the rollouts that failed, and the extra arrays."""
     from replay_dashboard.units import byte_size
 
-    # The texts below the facts show the roles of the turns. So `turns` would say them twice.
+    # The lines of the turns, below the facts, show the roles. So `turns` would show them twice.
     shown_below = {"turns"} if _has_roles(group) else set()
     failures = group["meta"].pop("failures", [])
     lines = []
@@ -396,7 +396,7 @@ def _trained_words(trained: int, tokens: int) -> str:
 
 
 def _words(ids: Sequence[int], text: TokenText) -> str | Text:
-    """The text of these tokens or, without a tokenizer, the first ones."""
+    """The text of these tokens or, without a tokenizer, the first token ids."""
     from rich.text import Text
 
     if text.source:

@@ -1,4 +1,4 @@
-"""Makes the options of commands, also from fields of classes of settings, and reads settings of TOML files and recipes.
+"""Makes the options of commands, some from fields of settings classes, and reads settings of TOML files and recipes.
 
 An option is declared once. If a command passes an option on to a class of settings, the class declares it:
 `options_of` makes an option of a field, with its name and type. The first clause of the field's docstring is the help
@@ -29,9 +29,9 @@ from replay_protos.settings import parse_toml, unknown_name
 R = TypeVar("R")
 Options = Sequence[inspect.Parameter]
 HELP_WIDTH = 100
-"""Columns of the help, where the terminal has them."""
+"""Columns of the help, if the terminal has as many."""
 _FILE = "replay.file"
-"""The key of a context's `meta` under which the settings of the file are."""
+"""The key in a context's `meta` of the settings that stand in the file of --config."""
 _NOT_IN_FILES = {"config", "set", "recipe", "check"}
 """Options of a command that cannot stand in a file."""
 
@@ -44,7 +44,8 @@ def option(name: str, text: str, kind: Any = str, default: Any = None, *flags: s
     if kind == list[str]:
         typers = {"metavar": "TEXT"} | typers
     is_switch_with_default = kind is bool and default is not None
-    # Without explicit flags, typer adds `--no-name` to a switch. A switch whose default means "not given" has none.
+    # Without explicit flags, typer adds `--no-name` to a switch. A switch whose default means "not given" needs no such
+    # flag, so its flag is given here.
     if not flags and not is_switch_with_default:
         flags = (f"--{name.replace('_', '-')}",)
     shown = typer.Option(*flags, help=text, **typers)
@@ -78,7 +79,7 @@ def _first_clause(text: str) -> str:
 
 
 def in_panel(panel: str, text: str, *flags: str, **typers: Any) -> Any:
-    """An option in this group of the help, for a parameter of a command."""
+    """An option for a parameter of a command. The help shows it in the group `panel`."""
     return typer.Option(*flags, help=text, rich_help_panel=panel, **typers)
 
 
@@ -88,7 +89,7 @@ def _shown(value: Any) -> str:
 
 
 def _form_of(annotation: Any) -> str | None:
-    """The help shows this in the place of a value: its choices, or PATH. None: the help shows the type."""
+    """The word for a value in the help: its choices, or PATH. None: the help shows the type."""
     if get_origin(annotation) is Annotated:
         return _form_of(get_args(annotation)[0])
     if get_origin(annotation) is Literal:
@@ -103,7 +104,10 @@ def _form_of(annotation: Any) -> str | None:
 
 
 def _type_of(annotation: Any) -> Any:
-    """The type to which the command line converts a value. Names and functions are texts, which the class checks."""
+    """The type to which the command line converts a value.
+
+    All but switches and numbers are texts, which the class of settings checks.
+    """
     origin = get_origin(annotation)
     if origin is Annotated:
         return _type_of(get_args(annotation)[0])
@@ -118,7 +122,7 @@ def _type_of(annotation: Any) -> Any:
 def taking(*groups: Options) -> Callable[[Callable[..., R]], Callable[..., R]]:
     """Decorator that adds options to a command.
 
-    The first arguments of the command are dicts: for each group, the values of its options by name.
+    The command gets a dict for each group as its first arguments: the values of the group's options by name.
     """
 
     def decorate(command: Callable[..., R]) -> Callable[..., R]:
@@ -165,7 +169,7 @@ RECIPE_CHOICES = "|".join(RECIPES)
 
 
 class CommandSettings:
-    """The settings of a command, which come from --config, --set, --recipe, and options of their own."""
+    """The settings of a command: from --config, from --set, from --recipe, and from options for single settings."""
 
     def __init__(self, *kinds: type, also: Collection[str] = (), without: Collection[str] = ()) -> None:
         """A file may have the fields of `kinds` except `without`, the sections `also`, and the command's options."""
@@ -182,11 +186,12 @@ class CommandSettings:
             option("set", more, list[str], metavar="NAME=VALUE"),
             option("recipe", ABOUT_RECIPE, metavar=RECIPE_CHOICES),
         )
+        """The options --config, --set and --recipe of the command."""
 
     def resolve(self, context: typer.Context, source: Mapping[str, Any], chosen: Mapping[str, Any]) -> dict[str, Any]:
-        """The settings by name: of the recipe, of the file in their place, and of the command line.
+        """The settings by name. The command line overrides the file, and the file overrides the recipe.
 
-        `source` has the values of `options`, and `chosen` those of settings that have an option of their own.
+        `source` has the values of `options` by name. `chosen` has the values of the options for single settings.
         """
         from replay_server.config import changed
 
@@ -202,21 +207,21 @@ class CommandSettings:
         return changed(recipe, context.meta.get(_FILE, {})) | typed_settings
 
     def _read_file(self, context: typer.Context, path: Path | None) -> Path | None:
-        """Stores what the file has (see `keep`). Raises BadParameter."""
+        """Stores the values of the file of --config (see `keep`). Raises BadParameter."""
         if path is None:
             return None
         try:
             self.keep(context, parse_toml(path.read_text()))
         except OSError as error:
             raise typer.BadParameter(in_words(error)) from error
-        except ValueError as error:  # it is no text, no TOML, or has a wrong name
+        except ValueError as error:  # the file is no text or no TOML, or has an unknown name
             raise typer.BadParameter(f"{path}: {error}") from error
         return path
 
     def keep(self, context: typer.Context, found: Mapping[str, Any]) -> None:
-        """Stores the settings among the values of a file, and makes the others the defaults of the command's options.
+        """Stores the settings in a file, and makes the other values of the file the defaults of the command's options.
 
-        Raises ValueError for a name of neither.
+        Raises ValueError for a name that is neither a setting nor an option.
         """
         own = {str(parameter.name): parameter for parameter in context.command.params}
         known = (own.keys() | self._fields) - _NOT_IN_FILES
@@ -241,7 +246,7 @@ def with_underscores(found: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def pairs(what: str, texts: Sequence[str] | None, known: Collection[str] = ()) -> dict[str, str]:
-    """The values of texts NAME=VALUE by name. Ends the command where `named_values` raises ValueError."""
+    """The values of texts NAME=VALUE by name. Ends the command if `named_values` raises ValueError."""
     try:
         return named_values(what, texts, known)
     except ValueError as error:
@@ -278,7 +283,7 @@ def json_or_word(text: str) -> Any:
 def _as_option(value: Any, *, multiple: bool) -> Any:
     """A value of a file as the command line takes it.
 
-    A TOML table becomes JSON or, where the option is `multiple`, a text `name=value` for each of its fields.
+    A TOML table becomes JSON. If the option is repeatable (`multiple`), it becomes a text `name=value` for each field.
     """
     if not multiple:
         return json.dumps(value) if isinstance(value, dict) else value
@@ -295,7 +300,9 @@ _FORMS = {"str": "TEXT", "int": "INTEGER", "float": "NUMBER", "Path": "PATH", "p
 _WIDEST = 40
 """The widest column of names of options. The help of a longer name begins on a line of its own."""
 _TYPE = re.compile(r"<(?:list\[)?(.+?)(?: range)?\]?>")
+"""The type of an option, as typer shows it: `<int>`, `<int range>` or `<list[str]>`."""
 _NOTES = re.compile(r"\s*\[([^][]+)\]$")
+"""The notes in brackets at the end of an option's help, as typer writes them: `[default: 20; x>=1]`."""
 
 
 class _InGroups:

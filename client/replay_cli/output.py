@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 _WIDTH_WITHOUT_TERMINAL = 240
 """Columns of output that goes into a file or another program, so that nothing is cut off."""
 _claimed: list[TextIO] = []
-"""The copy of standard output that `claim_stdout` has made; empty: it has not been called."""
+"""The copy of standard output that `claim_stdout` makes. The list is empty until then."""
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask for confirmation.")]
 
@@ -40,7 +40,7 @@ def complain(message: object) -> None:
 
 
 def in_words(error: object) -> str:
-    """The message of an error, in one line. For an OSError it names the file and the reason."""
+    """The message of an error. For an OSError about a file, the message names the file and the reason."""
     if isinstance(error, OSError) and error.filename is not None and error.strerror is not None:
         return f"{error.filename}: {error.strerror}"
     return str(error)
@@ -59,7 +59,10 @@ def misuse(message: object) -> NoReturn:
 
 
 def need(what: str, extra: str, *modules: str) -> None:
-    """Ends the command with one line that names the extra, unless all `modules` are installed. Imports none of them."""
+    """Ends the command unless all `modules` are installed. Imports no module.
+
+    The error says that `what` needs the modules, and that the package's `extra` installs them.
+    """
     missing = [name for name in modules if find_spec(name) is None]
     if missing:
         verb = "is" if len(missing) == 1 else "are"
@@ -70,7 +73,7 @@ def need(what: str, extra: str, *modules: str) -> None:
 
 
 def printable(text: str) -> str:
-    """`text` with control characters written out, which could move the cursor or worse. Newlines and tabs stay."""
+    """`text` with its control characters as escapes: they could move the cursor or worse. Newlines and tabs stay."""
     characters = []
     for character in text:
         if character.isprintable() or character in "\n\t":
@@ -81,14 +84,14 @@ def printable(text: str) -> str:
 
 
 def one_line(text: str) -> str:
-    """`text` with all control characters written out, so that a name of a user cannot begin a line of its own."""
+    """`text` with all its control characters as escapes, so that a name chosen by a user cannot start a new line."""
     return printable(text).replace("\n", "\\n").replace("\t", "\\t")
 
 
 def console() -> Console:
     """Standard output for tables and colours. There are colours only on a terminal, and not if NO_COLOR is set.
 
-    Only rich itself can send commands to the terminal: texts of servers and groups are made `printable`.
+    Only rich itself can send control characters to the terminal. Texts of servers and groups are made `printable`.
     """
     from rich.console import Console
     from rich.segment import Segment
@@ -106,7 +109,7 @@ def console() -> Console:
 
 
 def plain_table(columns: Sequence[str], rows: Iterable[Sequence[str]], left: Collection[str] = ()) -> Table:
-    """A table without rules, with one line for each row.
+    """A table without borders, with one line for each row.
 
     `left`: the columns that are aligned to the left. The others are aligned to the right, as numbers are.
     """
@@ -124,8 +127,8 @@ def plain_table(columns: Sequence[str], rows: Iterable[Sequence[str]], left: Col
 def claim_stdout() -> None:
     """Makes `print_json` the only function that writes to standard output.
 
-    All other output of this process, and of the processes that it starts, goes to standard error from now on: functions
-    of users must not break the JSON.
+    All other output of this process, and of the processes that it starts, goes to standard error from now on. Otherwise
+    a user's function that prints something would break the JSON.
     """
     sys.stdout.flush()
     _claimed.append(open(os.dup(sys.stdout.fileno()), "w", encoding="utf-8"))  # noqa: SIM115  for the whole command
@@ -145,7 +148,8 @@ def print_json(value: object, *, indent: int | None = 2) -> None:
     """Prints a JSON document; with `indent=None` in one line. NaN and infinities become null."""
     text = json.dumps(plain(value), indent=indent, ensure_ascii=False, allow_nan=False)
     output = _claimed[-1] if _claimed else sys.stdout
-    # `json` escapes only the control characters below a space. A lone surrogate cannot be written.
+    # `json` escapes only control characters below U+0020. The others could control the terminal, and a lone surrogate
+    # cannot be encoded as UTF-8.
     text = re.sub("[\x7f-\x9f\ud800-\udfff]", _escape, text)
     print(text, file=output, flush=True)
 

@@ -1,4 +1,4 @@
-"""Helps the commands that run for long: their logs, traces and signals, and the check of a model."""
+"""Sets up logs, traces and signals for the commands that run for long, and checks the name of a model."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ class TextFormatter(logging.Formatter):
     def formatMessage(self, record: logging.LogRecord) -> str:
         line = super().formatMessage(record)
         is_ours = record.name.startswith("replay_")
-        has_lines = getattr(record, "has_lines", False)  # a recipe
+        has_lines = getattr(record, "has_lines", False)  # only `show_recipe` logs several lines
         if is_ours and not has_lines:
             return one_line(line)
-        return line  # other packages write lists and boxes
+        return line  # other packages log lists and boxes, which have several lines
 
 
 class JsonFormatter(logging.Formatter):
@@ -70,10 +70,10 @@ def log_to_stderr(level: str, form: str = "text") -> None:
 
 
 def set_up_tracing(service: str) -> bool:
-    """Sets up the export of spans. Returns False if the environment asks for none.
+    """Sets up the export of spans. Returns False if the environment asks for no export.
 
-    OTEL_TRACES_EXPORTER is otlp (over HTTP to OTEL_EXPORTER_OTLP_ENDPOINT), console (to standard error) or none. With
-    an endpoint alone it is otlp. OTEL_TRACES_SAMPLER sets the sampling.
+    OTEL_TRACES_EXPORTER is otlp (over HTTP to OTEL_EXPORTER_OTLP_ENDPOINT), console (to standard error) or none. If
+    it is not set, an endpoint makes it otlp. OTEL_TRACES_SAMPLER sets the sampling.
     """
     endpoint = os.environ.get("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT") or os.environ.get("OTEL_EXPORTER_OTLP_ENDPOINT")
     exporter = os.environ.get("OTEL_TRACES_EXPORTER") or ("otlp" if endpoint else "none")
@@ -132,14 +132,14 @@ def loading(model: str) -> Iterator[None]:
 
 
 def why_not_loaded(model: str, error: Exception) -> str:
-    """The error of transformers in one line, with the model."""
+    """The error of transformers in one line, which names the model."""
     missing = "" if Path(model).exists() else "; there is no folder of this name here"
     reason = " ".join(str(error).split())
     return f"--model {model} cannot be loaded{missing}: {reason}"
 
 
 IN_A_RUN = "REPLAY_RUN"
-"""Environment variable of the parts of `replay run`: the id of the process that stops them."""
+"""Environment variable that `replay run` sets for its parts. The value is the id of the process that stops them."""
 SAME_REQUEST = 2.0
 """Seconds after the first signal in which further signals belong to the same request."""
 
@@ -147,21 +147,22 @@ SAME_REQUEST = 2.0
 class FirstSignal:
     """Inside the block, the first signal calls `act` instead of ending the command. A later signal ends the command.
 
-    Signals within SAME_REQUEST after the first one belong to the same request: a rank may get one Ctrl-C from the
-    terminal and from torchrun, and a scheduler may send two signals at once. A person who wants to hurry waits that
-    long.
+    Signals within SAME_REQUEST after the first one belong to the same request: a rank may get one Ctrl-C twice, from
+    the terminal and from torchrun, and a scheduler may send two signals at once. A person who wants to end the command
+    at once has to wait that long before the second Ctrl-C.
 
-    A part of `replay run` may get the signal of one stop from a scheduler, which signals all processes, and later from
-    the run. In a part, only SIGINT hurries.
+    A part of `replay run` may get two signals for one stop: first from a scheduler, which signals all processes, and
+    later from the run. Therefore only a later SIGINT ends a part.
     """
 
     def __init__(self, act: Callable[[], None]) -> None:
         self.number = 0
-        """The number of the first signal; 0: none has come."""
+        """The number of the first signal; 0: no signal has come."""
         self._act = act
         self._at = 0.0
         """The time of the first signal, by the monotonic clock."""
         self._before: dict[int, Callable[[int, FrameType | None], Any]] = {}
+        """The handler that each signal had before the block, by the number of the signal."""
 
     def __enter__(self) -> FirstSignal:
         for number in stop_signals():
@@ -191,5 +192,5 @@ class FirstSignal:
 
 
 def say_later(function: Callable[[str], None], message: str) -> None:
-    """Calls `function` on a thread. A signal handler cannot print: it may interrupt a line that is being printed."""
+    """Calls `function` on a new thread. A signal handler cannot print: it may interrupt the printing of a line."""
     threading.Thread(target=function, args=(message,)).start()

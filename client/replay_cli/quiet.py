@@ -1,4 +1,4 @@
-"""Quiets libraries: they write lines to standard error that repeat the reason of an error of ours."""
+"""Quiets libraries that write to standard error: their lines only repeat what our own error messages say."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import os
 import sys
 
 QUIETED: set[str] = set()
-"""The variables that this process has set, and not the person. The parts of a run do not inherit them."""
+"""The environment variables that this process, and not the person, has set. The parts of a run do not inherit them."""
 
 
 def quiet_libraries() -> None:
-    """Sets variables that the libraries read when they are imported. A variable that the person has set wins.
+    """Sets environment variables that libraries read at their import. A variable that the person has set wins.
 
-    `serve` does not quiet gRPC, because only gRPC reports failed connections to a server. Progress bars are for
-    terminals.
+    `serve` does not quiet gRPC, because only gRPC reports failed connections to a server. Progress bars are shown only
+    if standard error is a terminal.
     """
     quiet = {"HF_HUB_VERBOSITY": "error"}
     if "serve" not in sys.argv:

@@ -2,7 +2,7 @@
 
 A file of items is JSON lines or, with the package pyarrow, Parquet. Its columns are plain values, for a notebook. The
 bytes of the items are a column too, so that an import restores exactly the same items. With `--rows sequences` a row
-is one sequence of a group, as data sets have them, and has no bytes.
+is one sequence of a group, as in a data set, and has no bytes.
 
 `import` also takes rows of data sets, which have neither keys nor bytes (replay_cli/data_rows.py).
 """
@@ -45,7 +45,7 @@ FileNames = Annotated[
 
 
 _LONG = 600.0
-"""Seconds that the server has to write or read a checkpoint."""
+"""Seconds that the server may take to write or read a checkpoint."""
 _PAYLOADS_PER_CALL = 32
 _ITEM_COLUMNS = ("key", "table", "priority", "policy_version", "payload")
 """The columns that a row of an item needs."""
@@ -203,7 +203,10 @@ class Imported:
 def _insert_all(
     client: ReplayClient, files: Sequence[Path], table: str | None, done: Imported, *, new_keys: bool
 ) -> None:
-    """Inserts the items of the files. An item that is in several files goes into all their tables at once."""
+    """Inserts the items of the files into `table`, or each into the tables that its rows name.
+
+    An item that is in several files is inserted once, into all of its tables.
+    """
     several = len(files) > 1
     priorities: dict[str, dict[str, float]] = {}
     if several and table is None:
@@ -213,7 +216,7 @@ def _insert_all(
         rows = _items_of(file, table)
         while batch := list(islice(rows, _PAYLOADS_PER_CALL)):
             if several:
-                # An item of an earlier file is in all its tables already.
+                # An item of an earlier file has been inserted into all of its tables already.
                 batch = [(number, row) for number, row in batch if str(row.get("key")) not in known_keys]
                 known_keys.update(str(row.get("key")) for _, row in batch)
             keys = [] if new_keys else [int(row["key"]) for _, row in batch]
@@ -248,7 +251,7 @@ def _refuse_other_tables(item: StoredItem | None, wanted: Mapping[str, float]) -
 
 
 def _priorities_of_all(files: Sequence[Path]) -> dict[str, dict[str, float]]:
-    """The priority of each item in each of its tables, by its key."""
+    """For each item, by its key: its priority in each of its tables, by the name of the table."""
     from replay_cli.archive.files import read_rows
 
     columns = ("key", "table", "priority")
@@ -266,7 +269,7 @@ def _priorities_of_all(files: Sequence[Path]) -> dict[str, dict[str, float]]:
 
 
 def _rows(client: ReplayClient, items: Iterator[ItemInfo], table: str, form: Form) -> Iterator[Row]:
-    """The rows of `items`. Leaves out items that go away meanwhile."""
+    """The rows of `items`. Leaves out items that leave the server before their payloads are read."""
     while infos := list(islice(items, _PAYLOADS_PER_CALL)):
         stored = {item.key: item for item in client.get([info.key for info in infos])}
         for info in infos:
@@ -276,9 +279,9 @@ def _rows(client: ReplayClient, items: Iterator[ItemInfo], table: str, form: For
 
 
 def _items_of(path: Path, table: str | None) -> Iterator[tuple[int, Row]]:
-    """The rows of a file, each an item, with their numbers. Rows of a data set become groups.
+    """The items of a file as rows, each after its row number. Rows of a data set become groups.
 
-    `table`: the table of groups whose rows name none. Raises ValueError that names file and row.
+    `table`: the table of groups whose rows name no table. Raises a ValueError that names file and row.
     """
     from replay_cli.archive.files import read_rows
     from replay_cli.data_rows import items_of
@@ -295,7 +298,7 @@ def _items_of(path: Path, table: str | None) -> Iterator[tuple[int, Row]]:
 
 
 def _check(number: int, row: Row) -> None:
-    """Raises ValueError for a row that `export` did not write, or did not write for `import`."""
+    """Raises ValueError for a row that is not an item with its payload, as `export` writes it for `import`."""
     missing = [name for name in _ITEM_COLUMNS if row.get(name) is None]
     if missing:
         raise ValueError(f"row {number}: there is no {', '.join(missing)}{_remedy(row, missing)}")
@@ -333,7 +336,7 @@ def _remedy(row: Row, missing: Sequence[str]) -> str:
 
 
 def _tags_of(row: Row) -> Mapping[str, Any] | None:
-    """The tags of a row, which has them as an object or as JSON; None: it has none. Raises ValueError."""
+    """The tags of a row, which may be an object or JSON text; None: the row has no tags. Raises ValueError."""
     tags = row.get("tags")
     if not tags:
         return None
@@ -361,8 +364,8 @@ def _item_of(row: Row) -> RolloutGroup | bytes:
             raise ValueError(f"payload is no base64, as `export` writes it: {row['payload']!r:.80}") from None
     if not isinstance(payload, bytes):
         raise ValueError(f"payload is {payload!r:.80}, not base64 or bytes")
-    # As a group, the item tells the server the names of its columns, which tables may require. Bytes of another kind
-    # have no columns, and are inserted as they are.
+    # The insert of a RolloutGroup tells the server the names of the group's columns, which tables may require. Bytes of
+    # another kind have no columns, and are inserted as they are.
     try:
         return RolloutGroup.decode(payload)
     except ValueError as error:
@@ -374,7 +377,7 @@ def _item_of(row: Row) -> RolloutGroup | bytes:
 
 
 def _insert(client: ReplayClient, row: Row, priorities: Mapping[str, float], *, key: int | None) -> int:
-    """Inserts the item of a row into the tables of `priorities`. Returns its key: `key`, or a new one for None."""
+    """Inserts the item of a row into the tables of `priorities`. Returns `key`, or a new key if `key` is None."""
     return client.insert(
         _item_of(row),
         priorities,

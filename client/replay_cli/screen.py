@@ -30,9 +30,9 @@ if TYPE_CHECKING:
 _BARS = "▁▂▃▄▅▆▇█"
 _HELP = "q quit   space pause"
 _BELOW = 8
-"""Most lines below the tables of a terminal: permits and waits come first."""
+"""The most lines that `top` shows below the tables. Permits and waits come first."""
 _VALUES = 6
-"""Values of a tag that a line shows."""
+"""The most values of a tag that a line shows."""
 _SPARE = 2
 """Lines for the heading of the tables, and for the last line of the terminal, which stays empty."""
 _HISTORY = 24
@@ -52,9 +52,10 @@ def headline(address: str, info: ServerInfo) -> Text:
 
 
 def _shard_parts(name: str, shard: ServerInfo | None, by_shard: bool, live: bool) -> Iterator[Text | TableView]:
-    """The line of one server of several; with `by_shard` only, unless the server does not answer.
+    """The line of one of several servers. `shard`: its state, or None if it does not answer.
 
-    Its tables follow, unless the screen is `live`: a terminal has no room for them.
+    A server that answers has a line only with `by_shard`. The line is followed by the server's tables, unless the
+    screen is `live`: a terminal has no room for them.
     """
     if shard is None:
         yield Text(one_line(f"{name}  does not answer"), style="red")
@@ -74,7 +75,7 @@ class TableColumn:
     name: str
     cell: Callable[[TableInfo], Cell]
     goes: int = 0
-    """A narrow terminal leaves out the column with the highest number first; 0 always stays."""
+    """A narrow terminal leaves out the column with the highest number first. A column with 0 always stays."""
 
 
 def _staleness(table: TableInfo) -> str:
@@ -134,7 +135,7 @@ class TableView:
 
     tables: Sequence[TableInfo]
     sparks: Mapping[str, tuple[Sequence[float], Sequence[float]]] | None = None
-    """The past rates in and out, by table, which are shown as sparklines; None: no sparklines."""
+    """The past rates (in, out) of each table, by its name. They are shown as sparklines. None: no sparklines."""
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Table]:
         rows = [{column.name: column.cell(table) for column in COLUMNS} for table in self.tables]
@@ -144,7 +145,8 @@ class TableView:
             side: Literal["left", "right"] = "left" if column == "table" else "right"
             view.add_column(column, justify=side, no_wrap=True)
         if self.sparks is not None:
-            # Columns that may wrap are made narrower first; without a space in them they are cut instead.
+            # On a narrow terminal, rich first narrows the columns that may wrap. A sparkline has no space at which it
+            # could wrap, so rich cuts it.
             view.add_column("in", overflow="crop", style="green")
             view.add_column("out", overflow="crop", style="cyan")
         for table, row in zip(self.tables, rows, strict=True):
@@ -158,7 +160,7 @@ class TableView:
 
 
 def _fitting(rows: Sequence[Mapping[str, Cell]], width: int) -> list[str]:
-    """The columns that fit as a whole into `width`: half a number would be a wrong number."""
+    """The names of the columns that fit into `width` without a cut: half a number would be a wrong number."""
     widths = {}
     for column in COLUMNS:
         cells = [column.name, *(row[column.name] for row in rows)]
@@ -189,7 +191,7 @@ def waits(info: ServerInfo) -> list[Text]:
 
 
 def clients(info: ServerInfo) -> Iterator[Text]:
-    """A line for each client that inserts, samples or publishes, with its last sign of life."""
+    """A line for each client that inserts, samples or publishes: its state, and when the server last heard of it."""
     for client in info.clients:
         style = ""
         if client.ended:
@@ -204,7 +206,7 @@ def clients(info: ServerInfo) -> Iterator[Text]:
 
 
 def balances(info: ServerInfo) -> Iterator[Text]:
-    """A line for each table that balances its draws, with the share of each value."""
+    """A line for each table that balances its draws by a tag, with the share of each value of the tag."""
     for table in info.tables.values():
         if table.values:
             tag = json.loads(table.config)["balance"]["tag"]
@@ -212,7 +214,7 @@ def balances(info: ServerInfo) -> Iterator[Text]:
 
 
 def tags(info: ServerInfo) -> Iterator[Text]:
-    """A line for each tag by which a table counts: what became of the groups of each value."""
+    """A line for each tag by which a table counts groups: what became of the groups with each value of the tag."""
     for table in info.tables.values():
         for counts in tag_counts(info, table):
             ordered = sorted(counts.values.items(), key=lambda item: -item[1].generated)
@@ -226,7 +228,7 @@ def tags(info: ServerInfo) -> Iterator[Text]:
 
 
 def permits(info: ServerInfo) -> Iterator[Text]:
-    """The line of the permits, if the server gives any."""
+    """The line about permits, if the server gives out permits."""
     admission = info.admission
     if admission is None:
         return
@@ -254,7 +256,7 @@ def capacity(table: TableInfo) -> int:
 
 
 Rates = tuple[deque[float], deque[float]]
-"""The past rates of a table: in and out, the newest last."""
+"""The past rates of a table: (in, out), each with the newest last."""
 
 
 def _no_rates() -> Rates:
@@ -273,12 +275,13 @@ class Screen:
     info: ServerInfo | None = None
     """None: the server has not answered yet."""
     problem: str = ""
-    """The reason why `info` is old; empty: it is not."""
+    """The reason why the server did not answer the last request, so that `info` is old. Empty: it did answer."""
     by_shard: bool = False
-    """True if each server of several has a line. A server that does not answer has a line in any case."""
+    """True if each of several servers has a line. A server that does not answer has a line in any case."""
     paused: bool = False
     ended: bool = False
     _rates: defaultdict[str, Rates] = field(default_factory=_rates_by_table)
+    """The past rates of each table, by its name."""
 
     def record(self, info: ServerInfo) -> None:
         """Stores an answer of the server, and the rates since the answer before it."""
@@ -297,9 +300,10 @@ class Screen:
                 self.paused = not self.paused
 
     def render(self, height: int | None = None) -> Group:
-        """The whole state of the server (`tables`). With `height`, what fits into so many lines, and the keys (`top`).
+        """The state of the server: all of it for `tables`, or as much as fits into `height` lines for `top`.
 
-        With `height`, tables give way to the lines below them, and a line says how many are hidden.
+        With `height`, the last line names the keys. If there is no room for all tables, the lines below them stay, and
+        a further line says how many tables are hidden.
         """
         live = height is not None
         problem = [Text(one_line(self.problem), style="red")] if self.problem else []

@@ -111,7 +111,9 @@ def serve(
         # Each connection takes a file descriptor; the soft limit is often 1024.
         _, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard_limit, hard_limit))
-        gc.disable()  # until the server has started: a start with data makes as many objects as there are items
+        # The collector rests until the server has started (`_announce`): a start with data makes at least an object for
+        # each item, and the collector would look at all of them again and again.
+        gc.disable()
         event_loop.run(_run(server))
     except (ValueError, OSError) as error:
         fail(error)
@@ -135,7 +137,7 @@ def _check(config: Config) -> None:
 
 
 def _load(path: Path | None, recipe: Mapping[str, Any] | None = None) -> Config:
-    """The configuration in a file, with settings of a recipe below it. Without both: the two usual tables.
+    """The configuration in a file. A recipe gives settings that the file lacks. Without either: the two usual tables.
 
     Raises ValueError.
     """
@@ -147,7 +149,10 @@ def _load(path: Path | None, recipe: Mapping[str, Any] | None = None) -> Config:
 
 
 def _listening(config: Config, addresses: Mapping[str, str | None]) -> Config:
-    """The configuration with these addresses, by their names in [server]. None keeps an address. Raises ValueError."""
+    """The configuration with other `addresses`, by their names in [server]. Raises ValueError.
+
+    An address that is None stays as it is.
+    """
     from pydantic import ValidationError
 
     from replay_protos.settings import explain
@@ -177,7 +182,7 @@ async def _run(server: ReplayServer) -> None:
 
 
 def _announce(server: ReplayServer) -> None:
-    """Prints the addresses. They answer then: programs wait for these lines."""
+    """Prints the addresses once the server answers at them. Programs wait for these lines."""
     gc.freeze()  # otherwise the collector walks through all loaded objects, three times
     gc.enable()
     say(f"listening on {server.address}")
@@ -249,7 +254,7 @@ def _name_shards(_: dict[str, Any]) -> None:
 
 
 def _ray_of(context: typer.Context) -> dict[str, Any]:
-    """The options of the group."""
+    """The options of the group `shards`, which its commands need."""
     assert context.parent is not None
     return context.parent.params
 
@@ -332,7 +337,7 @@ shards.add(_size, name="resize", text=_RESIZE)
 
 
 def _of_ray(verb: str, *arguments: Any, **named: Any) -> Any:
-    """The result of a function of `replay_server.shards`. An error ends the command with one line."""
+    """The result of the function `verb` of `replay_server.shards`. An error ends the command with one line."""
     from replay_server import shards as service
 
     try:

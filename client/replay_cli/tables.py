@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from replay_client.records import ServerInfo
 
 _ANSWER_SECONDS = 1.0
-"""The server must answer `top` within this time, unless --timeout says otherwise. Keys are read only afterwards."""
+"""The server must answer `top` within this time, unless --timeout says otherwise. Until then `top` reads no keys."""
 
 
 def tables(context: typer.Context, by_shard: ByShard = False, as_json: AsJson = False) -> None:
@@ -44,7 +44,7 @@ def tables(context: typer.Context, by_shard: ByShard = False, as_json: AsJson = 
 
 
 def _document(address: str, info: ServerInfo, by_shard: bool) -> Document:
-    """The state of a server as JSON; with `by_shard`, also that of each server of several."""
+    """The state of a server as JSON. With `by_shard`, also the state of each of several servers."""
     from replay_client.records import shards_of
 
     found: Document = {"address": address} | document(info, pb.ServerInfo.DESCRIPTOR)
@@ -107,7 +107,10 @@ def _show_looks(client: ReplayClient, interval: float, by_shard: bool) -> None:
 
 
 def _print_looks(client: ReplayClient, interval: float, by_shard: bool) -> NoReturn:
-    """Prints a line for each look, until a signal. A look without an answer has a `problem`, and no tables."""
+    """Asks the server again and again, until a signal, and prints a line each time.
+
+    If the server does not answer, the line has a `problem`, and no tables.
+    """
     from replay_client.errors import DeadlineExceededError, ReplayError, ServerUnavailableError
 
     while True:
@@ -116,7 +119,7 @@ def _print_looks(client: ReplayClient, interval: float, by_shard: bool) -> NoRet
             look |= _document(client.address, client.server_info(), by_shard)
         except (ServerUnavailableError, DeadlineExceededError) as error:
             look |= {"address": client.address, "problem": str(error)}
-        except ReplayError as error:  # the server refuses: the token was revoked
+        except ReplayError as error:  # the server refuses, perhaps because the token was revoked
             fail(error)
         print_json(look, indent=None)
         time.sleep(interval)
@@ -132,7 +135,7 @@ class Keyboard:
         return self
 
     def read(self, seconds: float) -> str | list[str]:
-        """Waits up to `seconds` for keys. Returns `[""]` if the terminal is gone."""
+        """Waits up to `seconds` for keys. A loop over the result yields the keys: `[""]` if the terminal is gone."""
         ready, _, _ = select.select([self._file], [], [], seconds)
         if not ready:
             return ""
@@ -211,7 +214,7 @@ def dashboard(
     url = f"http://{shown_host}:{listener.getsockname()[1]}/"
     if token is not None:
         url += f"#token={token}"
-    # The server handles signals while it runs. A signal before that must end it too.
+    # The page's server handles signals while it runs. A signal that comes earlier must end it too.
     early: list[int] = []
 
     def end(number: int, frame: object) -> None:
@@ -224,9 +227,9 @@ def dashboard(
     say(f"dashboard at {url}")
     if browser and (sys.platform != "linux" or {"DISPLAY", "WAYLAND_DISPLAY"} & os.environ.keys()):
         webbrowser.open(url)
-    os.nice(5)  # the replay server goes first, where the page shares its machine
+    os.nice(5)  # if the replay server runs on the same machine, it goes first
     server.run(sockets=[listener])
     for number, handler in handlers.items():
         signal.signal(number, handler)
-    if early:
+    if early:  # the signal now ends the command, with the status of the signal
         signal.raise_signal(early[0])

@@ -94,7 +94,7 @@ def train(
     if recipe is not None and not quiet and is_first_rank:
         show_recipe(recipe, "train", options)
     try:
-        beat()  # now and not in the middle of the run: its file may be impossible to write
+        beat()  # if its file cannot be written, the command fails now, and not in the middle of the run
         if check:
             _check(checked, context)
             return
@@ -103,7 +103,7 @@ def train(
         evaluation = None
         if eval_prompts is not None:
             evaluation = _evaluation(eval_prompts, checked.reading, rewards, eval_max_tokens)
-        # These imports take seconds. The checks above come first, so that nobody waits for their errors.
+        # These imports take seconds. They come after the checks, so that nobody waits for the error of a check.
         from transformers import AutoTokenizer
         from transformers.utils import logging as transformers_logging
 
@@ -114,7 +114,8 @@ def train(
         callbacks = [Forgiving("the exporter of spans", StepSpans())] if tracing else []
         with ReplayClient.from_env(timeout_of(context, None), **access) as client:
             with loading(model):
-                # In bfloat16 a step of 1e-6 rounds to nothing. The base model of an adapter takes no step.
+                # In bfloat16 a step of 1e-6 rounds to nothing. The base model below an adapter takes no steps, so it
+                # keeps its own dtype.
                 dtype = "float32" if lora is None else "auto"
                 loaded = load_causal_model(model, dtype=dtype)
                 tokenizer = AutoTokenizer.from_pretrained(model)
@@ -185,7 +186,7 @@ class TrainOptions:
 
 
 def check_options(options: Mapping[str, Any], named: Mapping[str, Any]) -> TrainOptions:
-    """The settings of a trainer, checked as far as that needs no file, no package and no server.
+    """The settings of a trainer, after all checks that are possible without packages and a server.
 
     `options`: settings by name, as `SETTINGS.resolve` returns them. `named`: the values of the command's own options.
     Raises ValueError.
@@ -206,7 +207,7 @@ def check_options(options: Mapping[str, Any], named: Mapping[str, Any]) -> Train
 
 
 def _check_lora(lora: Any) -> None:
-    """Raises ValueError for a [lora] that is no section, or that names an adapter which does not exist."""
+    """Raises ValueError for a [lora] that is no section, names a missing adapter, or has fields beside `adapter`."""
     if not isinstance(lora, dict):
         raise ValueError(f"lora is a section of the file: [lora], with r = 16 below it, not lora = {lora!r}")
     folder = lora.get("adapter")
@@ -233,14 +234,14 @@ def _with_adapter(model: Any, lora: dict[str, Any], seed: int) -> Any:
     config = _lora_config(lora)
     torch.manual_seed(seed)  # half of an adapter begins with random numbers
     with warnings.catch_warnings():
-        # peft warns that an adapter of tied embeddings may not be merged. If it is to be merged, the trainer refuses
-        # that in one line.
+        # peft warns that an adapter of tied embeddings may not be merged. With merge_adapter, the trainer refuses
+        # such a model in one line.
         warnings.filterwarnings("ignore", "Model has `tie_word_embeddings=True`", UserWarning)
         return get_peft_model(model, config)
 
 
 def _lora_config(lora: dict[str, Any]) -> Any:
-    """The LoraConfig of peft by the section [lora]. Raises ValueError for a field that it does not have."""
+    """The LoraConfig of peft for the section [lora]. Raises ValueError for a field that LoraConfig does not have."""
     need("[lora]", "lora", "peft")
     from peft import LoraConfig
 
@@ -293,13 +294,13 @@ def _eval_reading(section: Any) -> _Reading:
 def _evaluation(prompts: str, reading: _Reading, rewards: Sequence[Reward], max_tokens: int) -> PromptEvaluation:
     """The evaluation of a trainer. Raises ValueError, OSError or ImportError for prompts that cannot be used."""
     held_out = _held_out(prompts, reading)
-    from replay_trainer import PromptEvaluation  # imports torch: prompts that cannot be used fail before, and sooner
+    from replay_trainer import PromptEvaluation  # imports torch, so it comes after the check of the prompts
 
     return PromptEvaluation(held_out, rewards, max_tokens, chat_template_kwargs=reading.chat_template_kwargs)
 
 
 def _rewards(names: list[str] | None) -> list[Reward]:
-    """The reward functions of an evaluation. Raises ValueError for a name of no function."""
+    """The reward functions of an evaluation. Raises ValueError or ImportError for a name that leads to no function."""
     from replay_generator.rewards.functions import load_reward
 
     sys.path.insert(0, os.getcwd())  # a reward function may be in a module of this folder

@@ -1,4 +1,4 @@
-"""The task of tools.py for an agent that knows nothing of training: it is written with the package `openai`.
+"""An agent for the task of tools.py. It knows nothing of training, and is written with the package `openai`.
 
 The agent asks a chat model, computes the product that the model calls for, and sends it the result. The next message of
 the model is the answer. `replay generate --agent` gives the agent an address where the policy answers.
@@ -24,11 +24,11 @@ TOOL: Any = {
     },
 }
 client = AsyncOpenAI(base_url="http://nobody", api_key="none")
-"""The connections of all agents."""
+"""The client whose connections all agents share. `play` gives it the address of the policy."""
 
 
 async def play(task: Task, address: Address) -> dict[str, Any]:
-    """Answers one question, in two turns at most. Its metric `called` counts calls, and does not reward them."""
+    """Answers one question, in two turns at most. The metric `called` is 1 if it used the calculator."""
     model = client.with_options(**address.openai)
     called = False
     messages: list[Any] = [{"role": "user", "content": task.row["prompt"]}]
@@ -47,7 +47,7 @@ async def play(task: Task, address: Address) -> dict[str, Any]:
 
 
 def _computed(arguments: str) -> str:
-    """The result of a call of the calculator, or the error that the model gets."""
+    """The result of a call of the calculator, or the error that the model gets instead."""
     try:
         return calculator(**json.loads(arguments))
     except (TypeError, ValueError) as error:

@@ -1,7 +1,7 @@
 """`make demo DEMO_ARGS=--compare`: three ways to fill a training step, three seeds each, and one picture of them.
 
-The runs of a seed begin with one warm start and generate the same number of groups. Success is rare at the start, which
-is where a pool matters.
+All runs of a seed begin with the same warm start, and generate the same number of groups. Success is rare at the start,
+because a pool matters most if success is rare.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from examples.demo.variants import GROUP_SIZE, GROUPS_PER_STEP, SUMS, Variant, c
 from replay_trainer.metrics import read_metrics
 
 Curve = tuple[Sequence[float], Sequence[float]]
-"""Generated tokens, ascending, and the mean reward of what was generated there."""
+"""Numbers of generated tokens, ascending, and for each number the mean reward of the groups generated last."""
 
 _PLAIN = {"generate": {"max_tokens": 9}, "train": {"zero_variance": "none", "learning_rate": 1e-4}}
 _QUEUE, _POOL = SUMS["serve"]["tables"]
@@ -55,8 +55,9 @@ PLAIN = Variant(changed(SUMS, _PLAIN), task="steps")
 QUARTER = Variant(changed(PLAIN.sections, _QUARTER), task="steps")
 RECIPE = Variant(changed(changed(PLAIN.sections, _RECIPE), {"train": {"correction": _REINFORCE}}), task="steps")
 ARMS = {"plain": PLAIN, "quarter": QUARTER, "recipe": RECIPE}
+"""The variants that are compared, by name."""
 FRESH = {"plain": GROUPS_PER_STEP, "quarter": GROUPS_PER_STEP // 4, "recipe": GROUPS_PER_STEP // 4}
-"""Fresh groups of a step."""
+"""The number of fresh groups in a step of each arm."""
 ABOUT = {
     "plain": "plain: 16 fresh groups a step",
     "quarter": "quarter: 4 fresh groups a step",
@@ -65,14 +66,17 @@ ABOUT = {
 RARE = 0.08
 """Solve rate at which the warm-up ends."""
 COMPARED_STEPS = 48
-"""Steps of the plain run. The other runs have four times as many steps, of a quarter of the groups."""
+"""Steps of the plain run. The other runs have four times as many steps, with a quarter of the fresh groups."""
 SEEDS = 3
 SMOOTHED_GROUPS = 320
 """Fresh groups in each running mean of the reward."""
 
 
 def compare(out: Path, steps: int, seed: int, engine: str, target_solve_rate: float = RARE, seeds: int = SEEDS) -> None:
-    """Runs every arm from `seeds` warm starts, for as many groups as `steps` plain steps have. Raises DemoError."""
+    """Runs every arm from `seeds` warm starts. Each run generates as many groups as `steps` steps of the plain arm.
+
+    Raises DemoError.
+    """
     check_folder(out)
     curves: dict[str, list[Curve]] = {name: [] for name in ARMS}
     trained: dict[str, float] = {}
@@ -81,6 +85,7 @@ def compare(out: Path, steps: int, seed: int, engine: str, target_solve_rate: fl
             folder = out / f"{name}-{arm_seed}"
             shutil.rmtree(folder, ignore_errors=True)
             Console().print(f"\n{ABOUT[name]}; seed {arm_seed}:", highlight=False)
+            # The plain run of a seed makes the warm start, and the other runs copy it.
             start = None if name == "plain" else out / f"plain-{arm_seed}"
             arm_steps = steps * GROUPS_PER_STEP // FRESH[name]
             run(folder, arm_steps, arm_seed, engine, target_solve_rate, variant, start)
@@ -98,7 +103,7 @@ def compare(out: Path, steps: int, seed: int, engine: str, target_solve_rate: fl
 def curve(metrics: Sequence[Mapping[str, Any]], fresh: int, smoothed: int = SMOOTHED_GROUPS) -> Curve:
     """For each step, the tokens of all fresh groups so far, and the mean reward of the last `smoothed` of these groups.
 
-    The curve begins at half as many groups, because the mean of a few groups is mostly luck.
+    The curve begins when there are half as many groups, because the mean of a few groups is mostly luck.
     """
     tokens = np.cumsum([line["fresh/groups"] * GROUP_SIZE * line["fresh/completion_length_mean"] for line in metrics])
     rewards = running_mean([line["fresh/reward_mean"] for line in metrics], smoothed // fresh)
@@ -107,8 +112,9 @@ def curve(metrics: Sequence[Mapping[str, Any]], fresh: int, smoothed: int = SMOO
 
 
 def compared(curves: Mapping[str, Sequence[Curve]], trained: Mapping[str, float]) -> str:
-    """A line for each arm: its last rewards, and the share of plain's generated tokens that it needs to plain's best.
+    """A line for each arm: its last rewards, and the generated tokens that it needs to reach plain's best reward.
 
+    These tokens are given as a share of those that plain needs.
     `trained`: the number of tokens that all runs of an arm trained on.
     """
     lines = []
@@ -125,7 +131,7 @@ def compared(curves: Mapping[str, Sequence[Curve]], trained: Mapping[str, float]
 
 
 def share_needed(arm: Curve, plain: Curve) -> float:
-    """The tokens that an arm needs to plain's best reward, divided by those of plain; inf if it never reaches it."""
+    """The tokens to reach plain's best reward: those of the arm, divided by those of plain. inf: the arm never does."""
     _, plain_rewards = plain
     level = max(plain_rewards)
     return tokens_to(level, arm) / tokens_to(level, plain)
@@ -145,9 +151,9 @@ def shown(share: float) -> str:
 
 
 def draw_comparison(curves: Mapping[str, Sequence[Curve]], path: Path, text: str = "") -> None:
-    """Writes a PNG: for each name the mean of its runs by generated tokens, and a band from the least to the most.
+    """Writes a PNG: for each name, the mean reward of its runs over the generated tokens.
 
-    `text` stands below.
+    A band reaches from the lowest to the highest run. `text` stands below.
     """
     with figure_of(path, figsize=(9, 5.5)) as (figure, axis):
         for name, runs in curves.items():

@@ -1,4 +1,4 @@
-"""The picture of a demo: a panel for each metric, with the running mean over the values."""
+"""Draws the picture of a demo: a panel for each metric, with the running mean over the values."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PANELS = {
 }
 """The metric of each panel and its meaning, by the title of the panel."""
 CALLED = "called"
-"""The share of rollouts that called the tool, at each version of the policy."""
+"""The name of a metric: the share of rollouts that called the tool, at each version of the policy."""
 TOOL_PANELS = {
     "Fresh reward": PANELS["Fresh reward"],
     "Replaced groups": PANELS["Replaced groups"],
@@ -27,7 +27,7 @@ SMOOTH = 10
 
 
 def draw(metrics: list[dict[str, Any]], path: Path, panels: Mapping[str, tuple[str, str]] = PANELS) -> None:
-    """Write a PNG with a panel for each of `panels`."""
+    """Write a PNG with a panel for each of the four `panels`."""
     with figure_of(path, 2, 2, figsize=(10, 6), sharex=True) as (figure, axes):
         for axis, (title, (name, meaning)) in zip(axes.flat, panels.items(), strict=True):
             points = [(line["step"], line[name]) for line in metrics if line.get(name) is not None]
@@ -46,7 +46,7 @@ def draw(metrics: list[dict[str, Any]], path: Path, panels: Mapping[str, tuple[s
 
 @contextmanager
 def figure_of(path: Path, *shape: int, **options: Any) -> Iterator[tuple[Any, Any]]:
-    """A figure and its axes, which are saved at the end."""
+    """A figure and its axes. The figure is saved to `path` at the end of the block."""
     import matplotlib
 
     matplotlib.use("Agg")

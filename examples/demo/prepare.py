@@ -2,7 +2,8 @@
 
     python -m examples.demo.prepare FOLDER [SEED [TARGET [TASK]]]
 
-It makes prompts.jsonl, train.toml, model/, warm/, and last of all ready. A folder that is ready stays as it is.
+It makes prompts.jsonl, train.toml, the folder warm, and last of all the file ready. A folder that has this file stays
+as it is.
 `python -m examples.demo` does the same, but lets the engine load while the model warms up.
 """
 
@@ -18,7 +19,7 @@ from examples.demo import task
 from examples.demo.variants import TASKS
 
 READY = "ready"
-"""The file that is written last. Where it exists, the other files are complete."""
+"""The file that is written last. If it exists, the other files are complete."""
 
 
 def prepare(folder: Path, seed: int = 0, target_solve_rate: float | None = None, kind: str = "sums") -> bool:

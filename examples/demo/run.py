@@ -30,12 +30,13 @@ from replay_client.words import counted
 from replay_trainer.metrics import read_metrics, summary
 
 MARKER = "demo.json"
+"""The file that marks a folder as that of a demo."""
 RUN_FILE = "run.toml"
 CALLED_AS = ("reward/called", "reward/rollout/called")
-"""The generator's metric of the share that called the tool: from a reward function, or from an agent."""
+"""The generator's names of the share of rollouts that called the tool: for a reward function, and for an agent."""
 SETTINGS = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-"""Environment of all processes. One thread each: busy processes on two cores would wait for each other's threads.
-Offline: nothing is looked up on the hub."""
+"""Environment of all processes. Each has one thread, because busy processes on two cores would wait for each other's
+threads. Nothing is looked up on the hub."""
 
 
 class DemoError(Exception):
@@ -51,11 +52,11 @@ def run(
     variant: Variant = DEMO,
     warm: Path | None = None,
 ) -> None:
-    """Run the demo; return when the trainer has done its steps. Raises DemoError, and KeyboardInterrupt after a signal.
+    """Run the demo until the trainer has done its steps. Raises DemoError, and KeyboardInterrupt after a signal.
 
     `target_solve_rate`: the solve rate at which the warm-up ends; None: that of the variant.
-    `warm`: a folder with `warm` and `prompts.jsonl`, such as that of an earlier demo. The demo begins with its model,
-    and makes no warm-up.
+    `warm`: a folder with `warm` and `prompts.jsonl`, such as the folder of an earlier demo. The new demo begins
+    with this model, and has no warm-up.
     """
     with StopSignals() as signals:
         plan = _run(out, steps, seed, engine, target_solve_rate, variant, warm, signals)
@@ -141,7 +142,7 @@ def show_results(out: Path, plan: RunPlan, variant: Variant) -> None:
 
 
 def _link(source: str, target: str) -> None:
-    """Copies a file, as a hard link if the file system has them."""
+    """Copies a file, as a hard link if the file system supports hard links."""
     try:
         os.link(source, target)
     except OSError:
@@ -149,7 +150,7 @@ def _link(source: str, target: str) -> None:
 
 
 def check_folder(out: Path) -> None:
-    """Make the folder and mark it as a demo's. Raises DemoError if it holds anything else."""
+    """Make the folder and mark it as a demo's. Raises DemoError if it has files, and no demo has marked it."""
     if out.exists() and any(out.iterdir()) and not (out / MARKER).exists():
         raise DemoError(f"{out} holds something that is not a demo's: name another folder with --output-dir")
     out.mkdir(parents=True, exist_ok=True)
@@ -170,14 +171,14 @@ def prepare(out: Path, seed: int) -> None:
 
 
 def add_calls(metrics: list[dict[str, Any]], generated: Sequence[Mapping[str, Any]]) -> None:
-    """Write CALLED into the steps for whose version of the policy the generator has counted calls."""
+    """Add CALLED to each step for which the generator has counted calls with the step's policy version."""
     shares = {}
     for line in generated:
         for name in CALLED_AS:
             if line.get(name) is not None:
                 shares[line["policy_version"]] = line[name]
     for line in metrics:
-        version = line["step"] - 1
+        version = line["step"] - 1  # the version that the step began with
         if version in shares:
             line[CALLED] = shares[version]
 

@@ -50,7 +50,7 @@ _WARM_UP_SECONDS = 120.0
 """Processor seconds after which a warm-up without its solve rate has failed. On a busy machine it may take longer."""
 
 # (digits of the first operand, digits of the second) -> share of the problems. The model learns a second operand of one
-# digit first. Sums of 2+2 digits stay hard, so that all rollouts of some groups are wrong for long.
+# digit first. Sums of 2+2 digits stay hard, so that for a long time some groups have only wrong rollouts.
 SIZES: dict[tuple[int, int], float] = {(1, 1): 0.05, (2, 1): 0.35, (3, 1): 0.45, (2, 2): 0.15}
 
 
@@ -68,7 +68,7 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
 def make_model(seed: int, vocabulary: int = len(CHARACTERS) + 3) -> Qwen2ForCausalLM:
     """A freshly initialised Qwen2 of 1.0 million parameters, for `make_tokenizer`'s tokens unless told otherwise.
 
-    The initial weights are four times the usual size, with which so small a model learns sooner.
+    The initial weights are four times the usual size, because so small a model then learns sooner.
     """
     torch.manual_seed(seed)
     config = Qwen2Config(
@@ -99,7 +99,7 @@ def a_sum(rng: random.Random) -> tuple[str, str]:
 
 
 def _number(rng: random.Random, digits: int) -> int:
-    """A random number with so many digits; 0 has one digit."""
+    """A random number with this many digits; 0 has one digit."""
     least = 10 ** (digits - 1) if digits > 1 else 0
     return rng.randrange(least, 10**digits)
 
@@ -110,7 +110,7 @@ def _reversed(number: int) -> str:
 
 
 def two_steps(rng: random.Random) -> tuple[str, str]:
-    """A prompt with three operands and its answer, the sums on the way: "38+5+9=" and "34 25" (43 and 52)."""
+    """A prompt with three operands, and its answer, the two partial sums: "38+5+9=" and "34 25" (43 and 52)."""
     first = rng.randrange(10, 100)
     second = rng.randrange(1, 10)
     third = rng.randrange(1, 10)
@@ -123,6 +123,7 @@ PROBLEMS: dict[str, Callable[[random.Random], tuple[str, str]]] = {
     "steps": two_steps,
     "tools": tools.a_product,
 }
+"""For each kind of problem, by name: the function that makes a prompt and its answer."""
 
 
 def problems(seed: int, count: int, kind: str = "sums") -> list[Row]:
@@ -178,7 +179,7 @@ def solve_rate(model: Any, ids: Tensor, labels: Tensor) -> float:
 def warm_up(
     model: Any, rows: Sequence[Row], checked: Sequence[Row], *, seed: int, learning_rate: float, check_every: int
 ) -> Iterator[dict[str, float]]:
-    """`imitate` for the answers of `rows`, checked with those of `checked`."""
+    """Runs `imitate` on the answers of `rows`, checked with the answers of `checked`."""
     taught = supervised_batch(rows)
     held_out = supervised_batch(checked)
     return imitate(model, taught, held_out, seed=seed, learning_rate=learning_rate, check_every=check_every)
@@ -223,7 +224,7 @@ def lessons(tokenizer: PreTrainedTokenizerFast, rows: Sequence[Row], kind: str) 
 
 
 def main(command: str, folder: Path, seed: int, target_solve_rate: float, kind: str = "sums") -> None:
-    """Does one of the two commands above; prints progress as JSON lines."""
+    """Does one of the two commands above, and prints its progress as JSON lines."""
     tokenizer = make_tokenizer()
     rows = problems(seed, 3000, kind)
     if kind == "tools":
@@ -252,7 +253,7 @@ def main(command: str, folder: Path, seed: int, target_solve_rate: float, kind: 
 
 
 def save(model: Any, tokenizer: Any, folder: Path) -> None:
-    """Writes a model. It replaces an older one file by file, because an engine may be reading the older one."""
+    """Writes a model. An older model is replaced file by file, because an engine may be reading it."""
     unfinished = folder.with_name(f"{folder.name}.new")
     model.save_pretrained(unfinished)
     tokenizer.save_pretrained(unfinished)

@@ -1,12 +1,12 @@
-"""A tiny task with a tool: products of two numbers, which the policy may compute by a calculator, in two turns.
+"""A tiny task with a tool: products of two numbers, which the policy may compute with a calculator, in two turns.
 
     <user>47*86<eos><assistant>                                                                 the environment
     <tool_call>{"name": "calculator", "arguments": {"expression": "47*86"}}</tool_call><eos>    the policy
     <tool>4042<eos><assistant>                                                                  the environment
     4042<eos>                                                                                   the policy
 
-A model of a million parameters cannot multiply such numbers by itself. The warm-up shows it both ways, with the tool
-and without, and ends early. So at first the model often answers by itself, and wrongly, or makes mistakes when it
+A model of a million parameters cannot multiply such numbers by itself. The warm-up shows the model answers with the
+tool and without, and ends early. So at first the model often answers by itself, and wrongly, or makes mistakes when it
 copies. The reward of the answer teaches it to call the calculator, and to copy well.
 
 The texts before and after the expression of a call are one token each. In a larger model they are many tokens, and
@@ -29,7 +29,7 @@ CALL_BEGINS = '<tool_call>{"name": "calculator", "arguments": {"expression": "'
 CALL_ENDS = '"}}</tool_call>'
 ROLES = ("<user>", "<assistant>", "<tool>")
 TOKENS = (*ROLES, CALL_BEGINS, CALL_ENDS)
-"""The tokens of the tokenizer besides characters."""
+"""The tokens that this task adds to the tokenizer of characters."""
 CHAT_TEMPLATE = (
     "{% for message in messages %}{{ '<' + message['role'] + '>' + message['content'] + eos_token }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<assistant>' }}{% endif %}"

@@ -19,7 +19,7 @@ SUMS: Sections = {
         "group_size": GROUP_SIZE,
         "max_tokens": 6,
         "priority": "advantage",
-        # To store so short completions would cost more than to generate them again.
+        # No partial groups: to store such short completions would cost more than to generate them again.
         "partial_groups_table": "",
         "metrics_interval": 0.5,
     },
@@ -57,7 +57,7 @@ SUMS: Sections = {
 
 @dataclass(frozen=True)
 class Variant:
-    """One demo."""
+    """The settings of one demo."""
 
     sections: Sections = field(default_factory=lambda: SUMS)
     """The sections of its run file."""

@@ -1,4 +1,4 @@
-"""`replay archive`: writes what a table copies into files, and looks into them. Reading needs no server."""
+"""`replay archive`: writes the copies of a table into files, and shows what is in them. Reading needs no server."""
 
 from __future__ import annotations
 

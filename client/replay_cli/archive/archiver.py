@@ -31,14 +31,14 @@ from replay_protos.words import counted
 log = logging.getLogger("replay_cli.archive")
 
 BYTES_PER_DRAW = 8 << 20
-"""Payload bytes at which a draw aims."""
+"""The bytes of payloads that a draw should have."""
 MOST_ROWS = 256
 """Most rows of a draw."""
 DRAW_SECONDS = 1.0
 """Seconds that a draw waits for items, if there are fewer than it asks for."""
 REST = 9.0
 """The archiver rests nine times as long as a draw took. So the server works for the archiver a tenth of the time at
-most. A busy server works for it even less, because a draw takes longer. Items that come faster wait in the table."""
+most. A busy server works for it even less, because a draw takes longer. Items that arrive faster wait in the table."""
 MOST_REST = 1.0
 """Most seconds of a rest."""
 LAST_SECONDS = 5.0
@@ -53,7 +53,7 @@ class OpenSegment:
 
     writer: SegmentWriter
     begun: float
-    """The time of its first row, by the monotonic clock."""
+    """The time at which the segment was opened, by the monotonic clock."""
     nbytes: int = 0
     """Bytes of the payloads in it."""
     samples: list[Sample] = field(default_factory=list)
@@ -61,7 +61,10 @@ class OpenSegment:
 
 
 class Archiver:
-    """Archives one table of copies. Raises ValueError if the table holds no copies, OSError if there is no folder."""
+    """Archives one table of copies.
+
+    Raises ValueError if the table holds no copies, and OSError if the folder cannot be made.
+    """
 
     def __init__(
         self,
@@ -101,7 +104,7 @@ class Archiver:
             log.warning("removed %s that a killed archiver left unfinished; the items come again", segments)
 
     def _find_copies(self, info: ServerInfo, table: str) -> tuple[str, str]:
-        """The table of copies, and the table whose items it copies. Raises ValueError unless there is exactly one."""
+        """The table of copies, and the table whose items are copied. Raises ValueError unless exactly one pair fits."""
         sources: dict[str, str] = {}
         for name, source in info.tables.items():
             copy_to = json.loads(source.config)["copy_to"]
@@ -123,6 +126,7 @@ class Archiver:
         """
         waits = WaitLog("the archiver")
         answered = time.monotonic()
+        # Nothing is to be done for an item whose lease is lost: it comes again, and readers count it once.
         with self._client.auto_renew([], self._lease, lambda lost: None) as renewer:
             try:
                 while not ends():
@@ -146,7 +150,7 @@ class Archiver:
                 self._give_up()
 
     def _step(self, renewer: LeaseRenewer, seconds: float) -> int:
-        """Draws items, for at most `seconds`, and writes them. Finishes the open segment if it is large or old enough.
+        """Waits for items at most `seconds`, and writes them. Finishes the open segment if it is large or old enough.
 
         Returns the number of items.
         """
@@ -202,7 +206,7 @@ class Archiver:
         self._open = None
         renewer.forget(segment.samples)
         missing = self._client.acknowledge(segment.samples).missing
-        if missing:  # their leases ended, so the items may be back in the table
+        if missing:  # these leases have ended, so the items may be back in the table
             keys = [sample.info.key for sample in segment.samples if sample.info.lease_id in missing]
             self._client.consume(self._table, keys)
         self._say(f"{path.name}: {counted(segment.writer.rows, 'item')}, {counted(segment.nbytes, 'byte')}")

@@ -14,13 +14,13 @@ from replay_generator.prompts.files import json_lines
 from replay_protos.state import plain
 
 _ROWS_PER_BATCH = 256
-"""Rows that a writer has in memory at the same time, and rows of one row group of a parquet file."""
+"""The most rows that a writer has in memory at the same time, and the rows of a row group of a parquet file."""
 _ROWS_PER_READ = 32
 """Rows of a parquet file in memory at the same time. A row may hold thousands of tokens, each an object of Python."""
 
 
 def write_rows(path: Path, columns: Mapping[str, str], rows: Iterable[Row]) -> int:
-    """Writes the rows into a file beside `path`, and renames it at the end. Returns the number of rows."""
+    """Writes the rows into a file beside `path`, which gets the name `path` at the end. Returns the number of rows."""
     unfinished = path.with_name(path.name + ".tmp")
     write = _write_parquet if path.suffix == ".parquet" else _write_jsonl
     try:
@@ -32,9 +32,9 @@ def write_rows(path: Path, columns: Mapping[str, str], rows: Iterable[Row]) -> i
 
 
 def read_rows(path: Path, columns: Sequence[str] | None = None) -> Iterator[Row]:
-    """The rows of a file. With `columns`, a row may lack all other columns.
+    """The rows of a file. `columns`: the needed columns. The rows may lack all other columns.
 
-    Raises ValueError that names a file of another kind, OSError if the file cannot be read.
+    Raises a ValueError that names the file if it is of another kind, and OSError if it cannot be read.
     """
     if path.suffix == ".parquet":
         return _read_parquet(path, columns)
@@ -52,7 +52,7 @@ def _write_jsonl(path: Path, columns: Mapping[str, str], rows: Iterator[Row]) ->
 
 
 def _plain(value: Any) -> Any:
-    """A value as JSON has it."""
+    """A value in the form in which JSON has it. Bytes are in base64."""
     if isinstance(value, bytes):
         return base64.b64encode(value).decode()
     dtype = getattr(value, "dtype", None)
@@ -63,7 +63,7 @@ def _plain(value: Any) -> Any:
 
 
 def schema_of(columns: Mapping[str, str]) -> Any:
-    """The schema of pyarrow for columns with these types, by name."""
+    """The schema of pyarrow for columns. `columns`: the type of each column, by its name."""
     import pyarrow
 
     kinds = {"int": pyarrow.int64(), "float": pyarrow.float64(), "str": pyarrow.string(), "bytes": pyarrow.binary()}

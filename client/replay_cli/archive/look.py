@@ -34,7 +34,7 @@ _SELECTION = (
 )
 """Options that select groups of an archive, by their properties and by their outcome."""
 _SHOWN = ("key", "prompt_id", "policy_version", "group_size", "reward_mean", "reward_std", "bytes", "tags", "table")
-"""Columns of a list, beside the outcome."""
+"""The columns that `replay archive list` shows of a group, beside the outcome."""
 
 
 @taking(_SELECTION)
@@ -126,13 +126,13 @@ def export_archive(
 
 
 def _rows(form: Form, groups: Iterable[Row]) -> Iterator[Row]:
-    """The rows that an export writes of these groups."""
+    """The rows that an export writes for these groups."""
     for group in groups:
         yield from form.rows(group, group["payload"])
 
 
 def _groups(folder: Path, selection: Mapping[str, Any], columns: Iterable[str]) -> Iterator[Row]:
-    """The selected groups, with their `outcome`, and in `said` all that the trainer wrote about it."""
+    """The selected groups, each with its `outcome`, and in `said` all its outcomes in words."""
     need("an archive", "parquet", "pyarrow")
     from replay_cli.archive.outcomes import Outcomes
     from replay_cli.archive.reading import read_groups
@@ -148,7 +148,7 @@ def _groups(folder: Path, selection: Mapping[str, Any], columns: Iterable[str]) 
 
 
 def _where(selection: Mapping[str, Any]) -> Any:
-    """The conditions on columns for pyarrow; None: there are none."""
+    """The condition on columns for pyarrow; None: no condition."""
     from pyarrow.compute import field
 
     conditions = []
@@ -173,7 +173,7 @@ def _where(selection: Mapping[str, Any]) -> Any:
 
 
 def _used(outcome: Outcome, archived: Mapping[str, Row]) -> Row:
-    """A group of a step: the facts that the trainer wrote of it, and those of the archive."""
+    """A group of a step: the facts of the archive and of the trainer. `archived`: the rows of the archive, by key."""
     row = archived.get(outcome.key, {})
     facts = {name: value for name, value in outcome.facts.items() if name not in ("key", "table")}
     return row | facts | {"key": outcome.key, "archived": bool(row)}

@@ -1,7 +1,7 @@
 """Outcomes: tells what a trainer did with each group, from its `steps.jsonl`.
 
 The trainer writes which groups it trained on, left out and rejected. Every other group is `unknown`: it is still in the
-server, or it left unused, which the counters of its table show (`replay tables`).
+server, or the server removed it unused. The counters of its table show how many were removed (`replay tables`).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ OUTCOMES = ("trained", "left-out", "unusable", "unknown")
 
 @dataclass(frozen=True)
 class Outcome:
-    """The use that one step of the trainer made of a group, by the trainer's steps.jsonl."""
+    """The outcome of a group in one step of the trainer, by the trainer's steps.jsonl."""
 
     step: int
     what: str
@@ -42,7 +42,7 @@ class Outcome:
 def read_steps(path: Path) -> Iterator[tuple[int, list[Outcome]]]:
     """The steps of a file, in order: the number of each step, and the outcomes of its groups.
 
-    Raises ValueError that names file and line, OSError if the file cannot be read.
+    Raises a ValueError that names file and line, and OSError if the file cannot be read.
     """
     for number, line in json_lines(path):
         try:
@@ -74,7 +74,7 @@ class Outcomes:
                 self._outcomes[outcome.key].append(outcome)
 
     def of(self, key: str) -> str:
-        """The outcome of a group: `trained` if a step trained on it, else the last one. One of OUTCOMES."""
+        """The outcome of a group: `trained` if a step trained on it, else its last outcome. One of OUTCOMES."""
         outcomes = [outcome.outcome for outcome in self._outcomes.get(key, ())]
         if not outcomes:
             return "unknown"

@@ -1,7 +1,7 @@
-"""Reads the segments of an archive. Each item counts once, even if a kill had it written several times.
+"""Reads the segments of an archive. Each item counts once, even if it was written again after a kill.
 
 Readers need no server, and disturb no archiver: a finished segment never changes. pyarrow applies the filters, and
-reads only the columns and the parts of the files that they need.
+reads only the columns and the parts of the files that are needed.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from replay_cli.archive.segments import GROUP_COLUMNS, segments
 log = logging.getLogger("replay_cli.archive")
 
 _ROWS_PER_READ = 64
-"""Rows with their payloads in memory at the same time."""
+"""The most rows, with their payloads, that are in memory at the same time."""
 
 
 def read_groups(
@@ -30,7 +30,7 @@ def read_groups(
 ) -> Iterator[Row]:
     """The items of the archive in a folder, in the order in which they were archived, each once.
 
-    `where`: the condition on columns by which pyarrow filters rows as it reads them; None: there is none. `tags`: the
+    `where`: the condition on columns by which pyarrow filters rows as it reads them; None: no condition. `tags`: the
     tags that an item must have, with their values as text. A damaged file is read up to the damage, and named in the
     log. Raises ValueError if there is no such folder.
     """

@@ -34,8 +34,8 @@ GROUP_COLUMNS: dict[str, tuple[str, Callable[[RolloutGroup], Any]]] = {
 """The columns that an export reads from a group: by name the type (int, float, str, or list of one of them), and the
 function that reads the value.
 
-A list has one value for each rollout; `context_tokens`, `completion_tokens` and `mean_logprobs` have one for each of
-its sequences. Null where an item is not a group."""
+A list has one value for each rollout. `context_tokens`, `completion_tokens` and `mean_logprobs` have one value for each
+sequence of each rollout. All are null if the item is not a group."""
 ITEM_COLUMNS = {
     "key": "str",
     "table": "str",
@@ -47,12 +47,12 @@ ITEM_COLUMNS = {
     "bytes": "int",
     "tags": "json",
 }
-"""The columns with the server's facts about an item. The type json is an object, in Parquet as text. Keys are strings,
-because they have 64 bits, and many readers support only 53."""
+"""The columns with the server's facts about an item: the type by name. A value of type json is an object; in Parquet it
+is JSON text. Keys are strings, because they have 64 bits, and many readers support only 53."""
 TEXT_COLUMNS = {"prompt": "str", "contexts": "list of str", "completions": "list of str"}
-"""The further columns of a group with a tokenizer."""
+"""Further columns of a group, if the export has a tokenizer."""
 PAYLOAD = "payload"
-"""The bytes of the item, which `import` needs. In JSON lines they are in base64."""
+"""The column with the bytes of the item, which `import` needs. In JSON lines they are in base64."""
 
 
 SEQUENCE_COLUMNS = {
@@ -75,7 +75,7 @@ SEQUENCE_COLUMNS = {
     "sampling": "json",
     "meta": "json",
 }
-"""The columns that an export reads from a sequence, with `--rows sequences`. Null where an item is not a group.
+"""The columns that an export reads from a sequence, with `--rows sequences`. All are null if the item is no group.
 
 The sequence has the number `sequence` among the `sequences` of its rollout, and the rollout the number `rollout` among
 the `rollouts` of its group. The tokens of the sequence are `prompt_ids`, which all sequences of the group share, then
@@ -83,7 +83,7 @@ the `rollouts` of its group. The tokens of the sequence are `prompt_ids`, which 
 `loss_mask` is true for tokens that are trained on, and an unknown log-probability is NaN, in JSON lines null. Without
 advantages of tokens, `token_advantages` is null."""
 SEQUENCE_TEXTS = {"prompt": "str", "context": "str", "completion": "str"}
-"""The further columns of a sequence with a tokenizer."""
+"""Further columns of a sequence, if the export has a tokenizer."""
 
 
 @dataclass
@@ -95,12 +95,12 @@ class Form:
     text: TokenText
     """The tokenizer. Without one, the rows have no texts."""
     payloads: bool
-    """The rows of items have their bytes."""
+    """The rows of items have the column PAYLOAD."""
     items: int = field(default=0, init=False)
     """Items that this export has written so far."""
 
     def columns(self) -> dict[str, str]:
-        """The type of each column of the file, in their order."""
+        """The type of each column of the file by its name, in the order of the file."""
         if self.sequences:
             columns = ITEM_COLUMNS | SEQUENCE_COLUMNS
             texts = SEQUENCE_TEXTS
@@ -144,13 +144,13 @@ def sequence_rows(group: RolloutGroup, text: TokenText) -> list[Row]:
     shared = group.prompt_ids.size
     trained_T = group.trained_mask
     counts_G = counts_of(group)
-    numbers_S: list[tuple[int, int]] = []  # of the rollout, and of the sequence in the rollout
+    numbers_S: list[tuple[int, int]] = []  # (number of the rollout, number of the sequence in it)
     for rollout, count in enumerate(counts_G):
         numbers_S += [(rollout, sequence) for sequence in range(count)]
     prompts_S = group.prompts()
     spans_S = group.sampled_spans()
     turns_S = turns_of(group)
-    meta = {name: value for name, value in group.meta.items() if name != "turns"}
+    meta = {name: value for name, value in group.meta.items() if name != "turns"}  # `turns` has its own column
     rows = []
     for numbers, prompt_ids, span, turns in zip(numbers_S, prompts_S, spans_S, turns_S, strict=True):
         rollout, sequence = numbers
@@ -211,5 +211,5 @@ def counts_of(group: RolloutGroup) -> list[int]:
 
 
 def _mean_logprobs(group: RolloutGroup) -> list[float | None]:
-    """The mean of the known log-probabilities of each sequence; None where none is known."""
+    """The mean of the known log-probabilities of each sequence; None if all of them are unknown."""
     return [facts["mean_logprob"] for facts in completion_facts(group)]

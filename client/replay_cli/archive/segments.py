@@ -1,10 +1,11 @@
 """Segments: writes the Parquet files of an archive. A reader sees the whole file, or no file.
 
-A segment is written under a name that ends with `.tmp`, forced to the disk, and renamed. No reader sees it before that.
-The writer holds a lock on the file. After a kill, the next archiver finds the file without a lock, and removes it.
+A segment is written under a name that ends with `.tmp`, forced to the disk, and renamed. Readers ignore files with the
+first name. The writer holds a lock on the file. After a kill, the next archiver finds the file without a lock, and
+removes it.
 
-A segment has the rows of `replay table export`, with the time of the insert. The names of segments sort by the time at
-which they were begun.
+A segment has the rows of `replay table export`, and a column with the time of the insert. The names of segments sort by
+the time at which they were begun.
 """
 
 from __future__ import annotations
@@ -22,8 +23,9 @@ from replay_cli.archive.rows import Form, Row
 from replay_dashboard.group import TokenText
 
 GROUP_ROWS = Form(sequences=False, text=TokenText(), payloads=True)
+"""A row for each item, with its payload and without texts."""
 GROUP_COLUMNS = GROUP_ROWS.columns() | {"inserted_at": "float"}
-"""`inserted_at` in seconds since the epoch."""
+"""The type of each column of a segment, by its name. `inserted_at` is in seconds since the epoch."""
 _UNWRITABLE = (ValueError, TypeError, OverflowError, NotImplementedError)
 """The errors of pyarrow for a value that its column cannot hold."""
 
@@ -54,7 +56,7 @@ class SegmentWriter:
         """A message for each row that was written without some columns, which could not be written."""
 
     def add(self, rows: Sequence[Row]) -> None:
-        """Writes rows, without values that their columns cannot hold. They are in the file when it is finished."""
+        """Writes rows, without values that their columns cannot hold. The rows are on the disk only after `finish`."""
         try:
             table = table_of(rows, GROUP_COLUMNS, self._schema)
         except _UNWRITABLE:  # a row that is not written would come back with each lease, for ever
@@ -76,7 +78,7 @@ class SegmentWriter:
         return row | dict.fromkeys(wrong)
 
     def finish(self) -> Path:
-        """Forces the segment to the disk, and gives it its final name, which is returned."""
+        """Forces the segment to the disk, gives the file its final name, and returns its path."""
         self._writer.close()
         self._file.flush()
         os.fsync(self._file.fileno())

@@ -33,7 +33,7 @@ WithPayloads = Annotated[
 
 
 def write(file: Path, form: Form, rows: Iterator[Row], origin: dict[str, str], as_json: bool) -> None:
-    """Writes an export, and prints its size. `origin`: the source of the rows, by its name in JSON."""
+    """Writes an export, and prints its size. `origin`: the source of the rows, by the name of its field in JSON."""
     from replay_cli.archive.files import write_rows
 
     check_name(file)
@@ -44,7 +44,7 @@ def write(file: Path, form: Form, rows: Iterator[Row], origin: dict[str, str], a
 
 
 def check_name(path: Path) -> None:
-    """Ends the command unless the end of the name is that of JSON lines or Parquet."""
+    """Ends the command unless the name ends like that of a file of JSON lines or Parquet."""
     if path.suffix == ".parquet":
         need("a .parquet file", "parquet", "pyarrow")
     elif path.suffix not in (".jsonl", ".json"):

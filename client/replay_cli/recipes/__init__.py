@@ -1,7 +1,7 @@
-"""Recipes: settings of server, generator and trainer that belong together, in a file of this folder for each.
+"""Reads recipes: files of this folder, each with settings of server, generator and trainer that belong together.
 
 A command with --recipe takes its part of the file as if the user had written it into the file of --config. A setting of
-the user wins. Servers, generators and trainers get settings only, and no recipe.
+the user wins. Servers, generators and trainers do not know recipes: the command gives them only settings.
 """
 
 from __future__ import annotations
@@ -17,12 +17,13 @@ Settings = Mapping[str, Any]
 """Settings by name, as in a TOML file."""
 _FOLDER = Path(__file__).parent
 RECIPES = tuple(sorted(path.stem for path in _FOLDER.glob("*.toml")))
+"""The names of all recipes."""
 
 
 def recipe_of(name: str) -> dict[str, Any]:
-    """The contents of a recipe's file: `about`, and the settings of the commands by their names.
+    """The contents of a recipe's file: `about`, and for each command, by its name, the settings of the command.
 
-    Raises ValueError that lists the recipes.
+    Raises a ValueError that lists the recipes if there is no recipe `name`.
     """
     if name not in RECIPES:
         raise ValueError(f"recipe must be one of {', '.join(RECIPES)}, not {name!r}")
@@ -42,25 +43,25 @@ def show_recipe(name: str, command: str, actual: Settings) -> None:
             line += f"  (yours; the recipe has {json.dumps(recommended)})"
         lines.append(line)
     log = logging.getLogger("replay_server.recipe")
-    log.setLevel(logging.INFO)  # some commands log only warnings, and the recipe is to be seen all the same
-    # `has_lines` keeps the lines apart. A value cannot break them: JSON writes control characters out.
+    log.setLevel(logging.INFO)  # some commands log only warnings, but the recipe must be shown
+    # `has_lines` makes the formatter keep the line breaks. A value cannot add one, because JSON escapes it.
     log.info("\n".join(lines), extra={"has_lines": True})
 
 
 def _compare(recipe: Settings, actual: Settings, section: str = "") -> Iterator[tuple[str, Any, Any]]:
-    """The full name of each setting of the recipe (`section.name`), its value there, and its actual value."""
+    """The full name of each setting of the recipe (`section.name`), its value in the recipe, and its actual value."""
     for name, recommended in recipe.items():
         value = actual[name]
-        if name == "tables" and isinstance(recommended[0], Mapping):
+        if name == "tables" and isinstance(recommended[0], Mapping):  # the tables of a server, not names of tables
             recommended = _by_name(recommended)
             value = _by_name(value)
         if isinstance(recommended, Mapping) and isinstance(value, Mapping):
-            complete = {**dict.fromkeys(recommended), **value}
+            complete = {**dict.fromkeys(recommended), **value}  # None: the user's settings lack it
             yield from _compare(recommended, complete, f"{section}{name}.")
         else:
             yield f"{section}{name}", recommended, value
 
 
 def _by_name(tables: list[Settings]) -> Settings:
-    """The settings of tables without their names, by their names."""
+    """The settings of each table without its name, by its name."""
     return {table["name"]: {name: value for name, value in table.items() if name != "name"} for table in tables}

@@ -48,7 +48,7 @@ def run(
     try:
         lock = FolderLock(plan.output_dir, "run")
         # The lock comes before the checks: if the run is under way, its port is in use, and "it runs already" is the
-        # better message. Without a folder the lock comes after them, so that a mistake creates no folder.
+        # better message. If there is no folder yet, the lock comes after the checks, so that a mistake creates none.
         is_held = not check and plan.output_dir.exists()
         if is_held:
             _hold(lock)
@@ -86,7 +86,7 @@ def run(
 
 
 def _hold(lock: FolderLock) -> None:
-    """Ends the command unless this process alone works in the folder."""
+    """Takes the lock of the folder. Ends the command if another process holds it."""
     reason = lock.acquire()
     if reason:
         fail(reason)

@@ -39,6 +39,7 @@ class Display:
         self._line_at = 0.0
         """The time of the next line, by the monotonic clock."""
         self._last_doing = ""
+        """The action of the runner that the last line showed."""
 
     def __enter__(self) -> Self:
         if self._live is not None:

@@ -15,7 +15,7 @@ _ORDER = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
 """Makes CUDA number the GPUs as nvidia-smi does. Otherwise the fastest GPU comes first."""
 _QUERY = ("nvidia-smi", "--query-gpu=index,uuid", "--format=csv,noheader")
 _SECONDS = 60.0
-"""Seconds that nvidia-smi may take, at most. The driver of a machine that has just started takes long."""
+"""The most seconds that nvidia-smi may take. The driver of a machine that has just started takes long."""
 _UUID = re.compile(r"(GPU|MIG)-[\w/-]+")
 _RANGE = re.compile(r"(\d+)(?:-(\d+))?")
 _MOST = 1024
@@ -29,10 +29,11 @@ class Gpus:
         """Starts nothing: nvidia-smi is called when it is needed. `environ`: the environment of the shell."""
         self._environ = environ
         self._restricted = environ.get(VARIABLE)
+        """The value of CUDA_VISIBLE_DEVICES in the shell; None: it is not set."""
         self._listed: dict[str, str] | None = None
         """The UUIDs by index; None: nvidia-smi has not been called."""
         self._why_none = ""
-        """The reason why nvidia-smi lists no GPUs; empty: there is none."""
+        """The reason why nvidia-smi failed; empty: it did not fail."""
 
     @property
     def visible(self) -> list[str]:
@@ -50,7 +51,8 @@ class Gpus:
     def find(self, wanted: object) -> list[str]:
         """The names of the GPUs that a person writes: "0,2-3", [0, 2, 3], 0, or UUIDs.
 
-        Raises ValueError for what names no GPU, for a GPU that is not here, and for one that comes twice.
+        Raises ValueError for an entry that names no GPU, for a GPU that the shell does not see, and for a GPU that is
+        named twice.
         """
         found: list[str] = []
         for gpu in _numbers_and_uuids(wanted):
@@ -63,7 +65,8 @@ class Gpus:
         return found
 
     def environment(self, names: Sequence[str]) -> dict[str, str]:
-        """The variables of a process that is to see these GPUs alone."""
+        """The variables of a process that is to see only these GPUs."""
+        # If CUDA_VISIBLE_DEVICES is set, its numbers mean GPUs in the order that the shell has chosen.
         order = _ORDER if self._restricted is None else {}
         return {VARIABLE: ",".join(names), **order}
 
@@ -91,7 +94,7 @@ class Gpus:
             if listed.startswith(uuid) and index in visible:
                 return index
         if uuid.startswith("MIG-") and self._restricted is None:
-            return uuid  # nvidia-smi lists whole GPUs only
+            return uuid  # nvidia-smi lists only whole GPUs, so this name cannot be checked
         listed = ", ".join(self._uuids().values()) or "nvidia-smi lists none"
         raise ValueError(f"there is no GPU {uuid} here: {listed}")
 
@@ -123,7 +126,7 @@ class Gpus:
 
 
 def _numbers_and_uuids(wanted: object) -> list[int | str]:
-    """Splits what a person writes into single GPUs: numbers and UUIDs. Raises ValueError where it names none."""
+    """Splits what a person writes into single GPUs: numbers and UUIDs. Raises ValueError for all other texts."""
     entries = wanted if isinstance(wanted, list) else str(wanted).split(",")
     found: list[int | str] = []
     for entry in entries:

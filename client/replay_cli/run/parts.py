@@ -1,4 +1,4 @@
-"""Part: runs one command of a run as a process, which can be started again, with its output in a file."""
+"""Part: runs one command of a run as a process that can be started again, and keeps its output in a file."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from subprocess import DEVNULL, STDOUT
 from replay_client import supervisor
 
 MOST_READ = 1 << 16
-"""Bytes at the end of a file that are read."""
+"""The most bytes at the end of a file that are read."""
 
 
 class Part:
@@ -37,6 +37,7 @@ class Part:
         self._environment = dict(environment)
         self._process: subprocess.Popen[bytes] | None = None
         self._log_begin = 0
+        """The size of the log in bytes when the command was started last."""
 
     @property
     def pid(self) -> int | None:
@@ -86,6 +87,7 @@ class Part:
         status = self._process.poll()
         if status is None:
             return False
+        # Popen gives the number of a signal as a negative status; shells report 128 plus the number.
         self.status = 128 - status if status < 0 else status
         self._process = None
         return True
@@ -97,7 +99,7 @@ class Part:
             self._process.send_signal(number)
 
     def kill(self) -> None:
-        """Kill the command with all its descendants at once, if it runs. `poll` finds it ended then."""
+        """Kill the command with all its descendants at once, if it runs. `poll` then returns True."""
         if self._process is not None:
             supervisor.kill_all_below(self._process.pid)
             self._process.wait()

@@ -30,9 +30,9 @@ _GPU_SHARE = 0.9
 _BESIDE_TRAINER = 0.45
 """The share of a GPU's memory that all engines on it take together, if the trainer uses the GPU too."""
 _LONG = str(7 * 24 * 3600)
-"""Seconds that torchrun gives its ranks to end. They are many, because `replay run` decides how long it waits."""
+"""Seconds that torchrun gives its ranks to end: a week, because `replay run` itself decides how long to wait."""
 SERVER_PATIENCE = "600"
-"""Seconds that a generator waits for a server that is away: it is started again, and reads its data."""
+"""Seconds that a generator waits for a server that is away. The runner starts it again, and it has to read its data."""
 
 
 @dataclass(frozen=True)
@@ -48,10 +48,13 @@ class PartPlan:
 
 
 def environment_of(part: PartPlan, environ: Mapping[str, str]) -> dict[str, str]:
-    """The environment of a part: the variables of the shell, without those of other servers, and the part's own."""
+    """The environment of a part: the variables of the shell, and the part's own.
+
+    Variables REPLAY_* of the shell are left out, because they are for other servers.
+    """
     inherited = {}
     for name, value in environ.items():
-        # Each part decides for itself which libraries it quiets: only the server reports failed connections.
+        # Each part decides for itself which libraries it quiets: only in the server, gRPC reports failed connections.
         if not name.startswith("REPLAY_") and name not in quiet.QUIETED:
             inherited[name] = value
     return inherited | dict(part.environment)
@@ -80,7 +83,7 @@ class RunPlan:
     files: Mapping[Path, str]
     """The text of each file that the runner writes before it starts a process, by absolute path."""
     client_config: Path | None
-    """The file in `files` that says how clients reach the server; None: they need its address only."""
+    """The file in `files` that says how clients reach the server; None: clients need only the address."""
     about: Mapping[str, str]
     """A description of each part for `describe`, by the name of the part."""
 
@@ -105,7 +108,8 @@ class RunPlan:
 def read_run(path: Path, sets: Sequence[str], recipe: str | None, environ: Mapping[str, str]) -> RunPlan:
     """The plan of the run in a file. `sets`: texts NAME=VALUE; `environ`: the environment of the shell.
 
-    Starts nothing but nvidia-smi, and writes nothing. Raises ValueError in one line, with file, section and field.
+    Starts no process but nvidia-smi, and writes nothing. Raises a ValueError of one line that names file, section and
+    field.
     """
     run = read_run_file(path, sets, recipe)
     gpus = Gpus(environ)
@@ -187,7 +191,7 @@ def _settings_of_generator(run: RunFile, index: int, metrics: Path, share: float
     """The contents of the file of one generator. `share`: the part of a GPU's memory for vLLM; None: its default.
 
     With the same seed, two generators would complete the same prompts in the same order, with the same random numbers.
-    So each generator has a seed of its own. With a `prompts_table`, all share the order of the first one.
+    So each generator has a seed of its own. With a `prompts_table`, all share the order of the first generator.
     """
     settings = run.generate | {"seed": run.seed + index, "metrics_path": str(metrics)}
     if share is not None:
@@ -196,7 +200,7 @@ def _settings_of_generator(run: RunFile, index: int, metrics: Path, share: float
 
 
 def _check_ranks(run: RunFile, ranks: int) -> None:
-    """Raises ValueError unless every rank takes an equal part of a step, and the table can hold it."""
+    """Raises ValueError unless all ranks can take the same number of groups, and the table can hold that many."""
     trainer = run.trainer
     counts = {"fresh group": trainer.fresh_groups_per_step, "replayed group": trainer.replayed_groups_per_step}
     for noun, count in counts.items():
@@ -220,7 +224,7 @@ def _check_ranks(run: RunFile, ranks: int) -> None:
 
 
 def _found(run: RunFile, gpus: Gpus, section: str, wanted: object) -> list[str] | None:
-    """The names of the GPUs of a section; None: it names none, and its processes see the GPUs of the shell."""
+    """The names of the GPUs of a section; None: it names no GPUs, so its processes see those of the shell."""
     if wanted is None:
         return None
     place = f"{run.at(section)} gpus:"
@@ -231,7 +235,7 @@ def _found(run: RunFile, gpus: Gpus, section: str, wanted: object) -> list[str] 
 
 
 def _gpus_of_engine(run: RunFile) -> int:
-    """The number of GPUs of one engine, by vLLM's tensor, pipeline and data parallelism. Raises ValueError."""
+    """The number of GPUs of one engine, from vLLM's tensor, pipeline and data parallelism. Raises ValueError."""
     count = 1
     if run.engine != "vllm":
         return count
@@ -292,8 +296,8 @@ def _memory_shares(
     """The share of the memory of its GPUs that each vLLM may take; None: vLLM's default.
 
     A section without `gpus` uses the first GPUs that it sees. Raises ValueError if trainer and generators use the same
-    GPU without `shared_gpus`. Engines of transformers without `gpus` may share GPUs: they take the memory that they
-    need, and no more.
+    GPU without `shared_gpus`. Engines of transformers without `gpus` may share a GPU with the trainer, because they
+    take only the memory that they need.
     """
     trained_on = set(train_gpus or ())
     if train_gpus is None and run.trainer.device == "auto":
@@ -331,7 +335,7 @@ def _check_apart(
 ) -> None:
     """Raises ValueError if the trainer and a generator use the same GPU.
 
-    `generate_gpus`, `train_gpus`: the GPUs that the sections name; None: the section names none.
+    `generate_gpus`, `train_gpus`: the GPUs that the sections name; None: the section names no GPUs.
     """
     generated_on: set[str] = set()
     for names in gpus_of_engines:
@@ -356,8 +360,8 @@ def _check_apart(
 def check_deeply(plan: RunPlan) -> None:
     """Lets each part check its settings on this machine: `replay generate --check` and the like, all at once.
 
-    No process stays, and nothing is written into output_dir. Raises ValueError with the line of the first part that
-    fails.
+    The first generator checks for all generators. No process stays, and nothing is written into output_dir.
+    Raises a ValueError with the message of the first part whose check fails.
     """
     with TemporaryDirectory(prefix="replay-run-") as folder:
         moved = {}
@@ -380,8 +384,8 @@ def check_deeply(plan: RunPlan) -> None:
 
 
 def _start_check(part: PartPlan, moved: Mapping[str, str], errors: Path) -> subprocess.Popen[bytes]:
-    """Starts the check of a part. `moved`: the copies of the files of the plan. `errors`: gets standard error."""
-    # The command begins behind `replay_cli`. So torchrun is left out: one rank checks for all.
+    """Starts the check of a part. `moved`: for each file of the plan, its copy. `errors`: the file for its errors."""
+    # Only the arguments behind `replay_cli` are kept. So torchrun is left out, and one process checks for all ranks.
     begin = part.command.index("replay_cli") + 1
     arguments = [moved.get(argument, argument) for argument in part.command[begin:]]
     command = [*_COMMAND, *arguments, "--check"]
@@ -397,11 +401,11 @@ def _start_check(part: PartPlan, moved: Mapping[str, str], errors: Path) -> subp
 
 
 _SECTIONS = {"server": "serve", "trainer": "train"}
-"""The section of a part in the run file. All parts that are not here are generators."""
+"""The section of the run file for a part, by the name of the part. Parts that are not named here are generators."""
 
 
 def _line_of(plan: RunPlan, part: PartPlan, errors: str, moved: Mapping[str, str]) -> str:
-    """The message of a check that failed, with the names of the run file. `errors`: the standard error of the check."""
+    """The message of a check that failed, with settings named as in the run file. `errors`: its standard error."""
     lines = errors.splitlines()
     our_lines = [line for line in lines if line.startswith("replay: ")]
     if our_lines:

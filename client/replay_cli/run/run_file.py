@@ -1,8 +1,8 @@
 """Reads the file of a run: the settings of server, generators and trainer, checked together before anything starts.
 
-A recipe is a part of such a file. The classes of settings of the commands check the sections. A setting that follows
-from another section is derived. It is refused if a person writes it too (`_DERIVED`), because two numbers that must
-agree will differ one day.
+A recipe has some of the settings of such a file. Each section is checked by the settings classes of its command. A
+setting that follows from another section is derived. If a person writes a derived setting (`_DERIVED`), it is refused,
+because two numbers that must agree will differ one day.
 """
 
 from __future__ import annotations
@@ -43,12 +43,13 @@ _OWN = ("model", "output_dir", "shared_gpus")
 LISTEN = "127.0.0.1:0"
 """The address of the server, if [serve.server] has none."""
 _MAX_STALENESS = 2
-"""The bound of [serve.admission], if it has none. It keeps trainer and generators busy."""
+"""The max_staleness of [serve.admission], if the file has none. It keeps both trainer and generators busy."""
 QUEUED_STEPS = 4
-"""The size of the usual queue, in fresh groups of so many steps."""
+"""The usual queue holds the fresh groups of this many steps."""
 _POOLED_STEPS = 32
-"""The size of the usual pool, in groups of so many steps: more than its max_staleness leaves in it."""
+"""The usual pool holds the groups of this many steps. Its max_staleness removes groups before the pool is full."""
 _PARTIAL_GROUPS = "partial_groups"
+"""The table of partial groups, unless the file decides otherwise."""
 _AT_TOP = "model stands above all sections, for generators and trainer alike"
 _DERIVED: dict[str, dict[str, str]] = {
     "generate": {
@@ -68,12 +69,12 @@ _DERIVED: dict[str, dict[str, str]] = {
         "name": "each part of a run has a name of its own",
     },
 }
-"""The derived settings: the reason why nobody sets one, by section and name."""
+"""For each derived setting, by section and name: the reason why a person may not set it."""
 
 
 @dataclass(frozen=True)
 class RunFile:
-    """The settings of a run, checked. With those of a section, a person could start its command by hand."""
+    """The settings of a run, checked. With the settings of a section, a person could start its command by hand."""
 
     path: Path
     model: str
@@ -90,7 +91,9 @@ class RunFile:
     generate: Settings
     """The section [generate] without seed and metrics_path, which differ between generators."""
     train: Settings
+    """The section [train], with the settings that are derived."""
     serve: Settings
+    """The section [serve], with the settings that are derived."""
     client: Settings
     """The section [client]: the settings of the connection."""
     generator: GeneratorConfig
@@ -102,7 +105,7 @@ class RunFile:
     """The seed of the first generator."""
 
     def at(self, section: str) -> str:
-        """The begin of an error about this section: `run.toml: [train]`."""
+        """The first words of an error about this section: `run.toml: [train]`."""
         return f"{self.path}: [{section}]"
 
 
@@ -116,9 +119,9 @@ def naming(place: str) -> Iterator[None]:
 
 
 def placed(place: str, message: str) -> str:
-    """`message`, about settings of a section, with their place before it. `place`: the file and `[section]`.
+    """`message` about settings of a section, with `place` before it: the file and `[section]`.
 
-    A message about a section inside the section joins both: `[train.lora]`.
+    If the message is about a section inside the section, both are joined: `[train.lora]`.
     """
     message = as_fields(message)
     if message.startswith("[") and place.endswith("]"):
@@ -136,9 +139,9 @@ def _as_field(match: re.Match[str]) -> str:
 
 
 def read_run_file(path: Path, sets: Sequence[str] = (), recipe: str | None = None) -> RunFile:
-    """Reads the file of a run. Settings of a recipe give way to it, and those of `sets` (`train.max_steps=100`) win.
+    """Reads the file of a run. The file overrides a recipe, and `sets` (`train.max_steps=100`) override the file.
 
-    Raises ValueError in one line, with the file, the section and the field. Starts and writes nothing.
+    Raises a ValueError of one line that names the file, the section and the field. Starts and writes nothing.
     """
     found = _with_sets(_read(path), sets)
     _check_names(path, found)
@@ -153,7 +156,7 @@ def read_run_file(path: Path, sets: Sequence[str] = (), recipe: str | None = Non
     shared = found.get("shared_gpus", False)
     if not isinstance(shared, bool):
         raise ValueError(f"{path}: shared_gpus must be true or false, not {shared!r}")
-    # The commands do not have these settings.
+    # The commands do not have these settings, so they are taken out of the sections.
     processes = settings["generate"].pop("processes", None)
     generate_gpus = settings["generate"].pop("gpus", None)
     train_gpus = settings["train"].pop("gpus", None)
@@ -254,7 +257,7 @@ def _with_sets(found: Settings, sets: Sequence[str]) -> Settings:
 
 def _has_null(value: object) -> bool:
     """True if a JSON value is null, or contains one."""
-    # A stack in the place of recursion: JSON may be nested deeper than Python can call.
+    # A stack instead of recursion, because JSON may be nested deeper than Python's limit of recursion.
     stack = [value]
     while stack:
         part = stack.pop()
@@ -296,7 +299,7 @@ def _text_at_top(path: Path, found: Mapping[str, Any], name: str) -> str:
 
 
 def _above_recipe(settings: Mapping[str, Settings], name: str) -> dict[str, Settings]:
-    """The settings of a person over those of a recipe. The recipe gives way to derived settings too."""
+    """The settings of a person, and those of a recipe that the person does not set and that are not derived."""
     recipe = recipe_of(name)
     recipe["serve"].get("admission", {}).pop("fresh_groups_per_step", None)
     for section, reasons in _DERIVED.items():
@@ -306,12 +309,12 @@ def _above_recipe(settings: Mapping[str, Settings], name: str) -> dict[str, Sett
 
 
 def _parsed(command: Callable[..., Any], settings: CommandSettings, section: Settings) -> tuple[Settings, Settings]:
-    """The values of the command's own options, and its settings by name, as if `section` were its file.
+    """The values of the command's own options, and its settings by name, as if `section` were its file of --config.
 
     Raises ValueError.
     """
     commands = Commands("One command.")
-    commands.add(command, lambda: None)  # typer makes a group only of several commands
+    commands.add(command, lambda: None)  # the second command is there because typer makes a group only of several
     parsed = typer.main.get_command(commands).commands[command.__name__]  # type: ignore[attr-defined]
     context = parsed.context_class(parsed, info_name=command.__name__)
     settings.keep(context, section)
@@ -343,9 +346,9 @@ def _weights_settings(trainer: GRPOConfig, output_dir: Path, section: Settings) 
 def _store_partial_groups(section: Settings, serve: Settings) -> None:
     """Makes generators store the finished rollouts of partial groups, unless the person has decided otherwise.
 
-    The generator that replaces a killed one then gets the groups of the killed one, with their permits. Otherwise the
-    permits come back only after `permit_ttl`, ten minutes, in which nobody may generate. An empty text for
-    `partial_groups_table` switches this off.
+    The generator that replaces a killed one then gets the groups of the killed one, with their permits. Otherwise no
+    generator can use these permits before `permit_ttl`, ten minutes, is over. An empty text for `partial_groups_table`
+    switches this off.
     """
     admission = serve.get("admission", {})
     if "partial_groups_table" not in section and "permit_tables" not in admission:
@@ -355,7 +358,7 @@ def _store_partial_groups(section: Settings, serve: Settings) -> None:
 
 
 def _served(path: Path, own: Settings, trainer: GRPOConfig, generator: GeneratorConfig, output_dir: Path) -> Settings:
-    """The settings of the server. `own`: those of the person; the others fit the trainer. Raises ValueError."""
+    """The settings of the server. `own`: the settings of the person. The others are derived. Raises ValueError."""
     for name, kind in {"server": dict, "admission": dict, "tables": list}.items():
         if name in own and not isinstance(own[name], kind):
             brackets = "[[serve.tables]]" if name == "tables" else f"[serve.{name}]"
@@ -372,6 +375,7 @@ def _admission_of(path: Path, own: Settings, trainer: GRPOConfig, generator: Gen
     fresh = trainer.fresh_groups_per_step
     place = f"{path}: [serve.admission] fresh_groups_per_step"
     if "fresh_groups_per_step" not in admission:
+        # A step with dynamic batches may draw several of them.
         draws = trainer.max_dynamic_batches if trainer.zero_variance == "dynamic" else 1
         admission["fresh_groups_per_step"] = fresh * draws
     elif trainer.zero_variance != "dynamic":
@@ -387,7 +391,7 @@ def _admission_of(path: Path, own: Settings, trainer: GRPOConfig, generator: Gen
 
 
 def _usual_tables(trainer: GRPOConfig, generator: GeneratorConfig) -> list[Settings]:
-    """The tables of `replay serve` without a configuration, with the names of the trainer, in sizes for its steps."""
+    """The usual tables of `replay serve`, with names and sizes that fit the trainer, and perhaps a table of prompts."""
     queue, pool = [table.model_dump(mode="json", exclude_unset=True) for table in DEFAULT_TABLES]
     queue |= {
         "name": trainer.rollouts_table,

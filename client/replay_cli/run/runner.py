@@ -1,4 +1,4 @@
-"""Runner: starts the parts of a run, starts again what dies, and stops them in order.
+"""Runner: starts the parts of a run, starts a part again if it dies, and stops all parts in order.
 
     server ──▶ trainer ─┐                          stop:  generators ──▶ trainer, after its step ──▶ server
            └─▶ generators ┴─▶ ... ──▶ last step ──────────▶ generators ──▶ server
@@ -26,13 +26,13 @@ from replay_client.waits import STOP_SECONDS, StopSignals
 LOOK_SECONDS = 0.25
 """Seconds between two polls of the parts."""
 MOST_DEATHS = 3
-"""The run ends if a part dies so often while the trainer makes no new step."""
+"""The run ends if a part dies this many times while the trainer makes no new step."""
 FIRST_PAUSE = 1.0
 """Seconds until a part that died is started again. The pause doubles with each further death."""
 HURRY_SECONDS = 10.0
 """Seconds that a part has to end after a second signal. Then it is killed."""
 LISTEN_SECONDS = 600.0
-"""Seconds in which the server must listen. Before that, it reads its data."""
+"""Seconds in which the server must begin to listen. It reads its data before that."""
 ORPHAN_SECONDS = 5.0
 """Seconds that a killed process has to end."""
 _LOST_SERVER_SECONDS = 60.0
@@ -40,7 +40,7 @@ _LOST_SERVER_SECONDS = 60.0
 _GENERATOR_SECONDS = STOP_SECONDS + HURRY_SECONDS
 """Seconds that a generator has to end: more than it needs on any machine."""
 _LISTENING = "listening on "
-"""The begin of the server's line with its address. The server prints it once it answers."""
+"""The line with the server's address begins with these words. The server prints the line once it answers."""
 
 
 class RunError(Exception):
@@ -103,7 +103,7 @@ class Runner:
         self._deaths = {part.name: Deaths() for part in self.status.parts}
         self._watch = ServerWatch(plan)
         self._other_children: set[int] = set()
-        """Children of this process that are not killed: those from before the run, and those that cannot be killed."""
+        """Children of this process that are left alone: they are older than the run, or could not be killed."""
 
     def _part(self, plan: PartPlan, environ: Mapping[str, str]) -> Part:
         """The part of a plan. Its output goes into `logs/NAME.log`."""
@@ -111,7 +111,7 @@ class Runner:
         return Part(plan.name, plan.command, environment, self.plan.output_dir / "logs" / f"{plan.name}.log")
 
     def run(self) -> str:
-        """Run until the trainer has made its last step. Returns the reason of an earlier end; empty: there is none.
+        """Run until the trainer has made its last step. Returns the reason if the run ends earlier, or else "".
 
         Raises RunError if a part fails for good, and RunStopped if a signal asked for the end. No part runs afterwards.
         """
@@ -215,7 +215,7 @@ class Runner:
         """Start a part that has died. A start that fails counts as a death."""
         try:
             self._start(part)
-        except OSError as error:  # no memory, no process or no room for the log, which may be there later
+        except OSError as error:  # memory, processes or room for the log are used up, perhaps only for a while
             deaths = self._deaths[part.name]
             deaths.add(self.status.step)
             if deaths.count >= MOST_DEATHS:
@@ -261,7 +261,11 @@ class Runner:
         self._end(reason, [self.server])
 
     def _end(self, reason: str, parts: Sequence[Part]) -> None:
-        """Tell parts to end, and wait for them. A second signal hurries them, and a third one kills them."""
+        """Tell parts to end, and wait for them. A second signal hurries them, and a third one kills them.
+
+        Generators are killed after _GENERATOR_SECONDS. The other parts get as long as they need. But once the server is
+        gone for good, the trainer has only _LOST_SERVER_SECONDS.
+        """
         running = [part for part in parts if part.runs]
         if not running:
             return
@@ -318,7 +322,10 @@ class Runner:
         self._kill_orphans(all_of_them=True)
 
     def _kill_orphans(self, all_of_them: bool = False) -> None:
-        """Kill the processes that a killed supervisor has left behind. This process is their parent now."""
+        """Kill the processes that a killed supervisor has left behind. This process is their parent now.
+
+        The processes of the parts are spared, unless `all_of_them`.
+        """
         known = set(self._other_children)
         if not all_of_them:
             known.update(part.pid for part in self.status.parts if part.pid is not None)

@@ -1,4 +1,4 @@
-"""ServerWatch: asks the server of a run about its problems, and about the groups that still come."""
+"""ServerWatch: asks the server of a run about its problems, and whether groups still come."""
 
 from __future__ import annotations
 
@@ -18,10 +18,11 @@ WATCH_SECONDS = 5.0
 EXAMINE_SECONDS = 30.0
 """Seconds between two examinations by the doctor."""
 QUIET_SECONDS = 15.0
-"""Seconds without a new step, at least, before the run ends because all generators have ended."""
+"""If all generators have ended, the run ends after at least this many seconds without a new step."""
 _QUIET_STEPS = 3
-"""The same as a multiple of the last step's duration: the trainer may be in the middle of a step."""
+"""The run also waits for this many durations of the last step: the trainer may be in the middle of a step."""
 _ANSWER_SECONDS = 10.0
+"""Seconds in which the server must answer a request."""
 
 
 class ServerWatch:
@@ -29,13 +30,13 @@ class ServerWatch:
 
     def __init__(self, plan: RunPlan) -> None:
         self.failure = ""
-        """The doctor's first failure, with its remedy; empty: it found none."""
+        """The doctor's first failure, with its remedy; empty: the doctor found no failure."""
         self._plan = plan
         self._address = ""
         self._deserted = ""
-        """The reason why no more groups come; empty: some may come."""
+        """The reason why no more groups come; empty: groups may still come."""
         self._waited = 0.0
-        """Seconds for which the trainer has waited for groups, as the server sees it."""
+        """Seconds for which the trainer has waited for groups, as the server reports it."""
         self._step = 0
         self._stepped_at = time.monotonic()
         self._ended = threading.Event()
@@ -50,7 +51,7 @@ class ServerWatch:
         self._ended.set()
 
     def why_nothing_comes(self, step: int, step_seconds: float) -> str:
-        """The reason why the trainer waits in vain once all generators have ended; empty: groups may still come.
+        """The reason why no more groups come, once all generators have ended; empty: groups may still come.
 
         `step`: the trainer's last step, which took `step_seconds`.
         """
@@ -73,7 +74,7 @@ class ServerWatch:
                     examine_at = time.monotonic() + EXAMINE_SECONDS
 
     def _connect(self) -> ReplayClient:
-        """A client that uses the settings of the run only: variables of the shell are for other servers."""
+        """A client that uses only the settings of the run: variables of the shell are for other servers."""
         config = self._plan.client_config
         access = Access.find(
             environment={},

@@ -12,7 +12,10 @@ from replay_cli.run.plan import RunPlan
 
 
 class LastLine:
-    """The last line of a file of metrics, to which a part appends. A run of weeks writes millions of lines."""
+    """The last line of a file of metrics, to which a part appends.
+
+    Only the end of the file is read, because a run of weeks writes millions of lines.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -33,7 +36,8 @@ class LastLine:
         except OSError:
             return
         self._size = size
-        # The text after the last newline is not whole. No whole line may be left: a resume removes steps, perhaps all.
+        # The text after the last newline is an unfinished line. Perhaps there is no whole line: a resume removes the
+        # lines of some steps, or of all.
         if len(lines) < 2 or not lines[-2]:
             self.metrics = {}
             return
@@ -47,7 +51,7 @@ class LastLine:
 class RunStatus:
     """The state of a run: the work of its parts, and the metrics of the trainer.
 
-    The runner writes it, and the display reads it.
+    The runner updates the state, and the display shows it.
     """
 
     def __init__(self, plan: RunPlan, parts: Sequence[Part]) -> None:
@@ -59,8 +63,9 @@ class RunStatus:
         self.doing = ""
         """The present action of the runner, in words; empty: it watches."""
         self._news: list[str] = []
+        """The sentences that `take_news` has not returned yet, the oldest first."""
         self.failure = ""
-        """The doctor's first failure, with its remedy; empty: it found none."""
+        """The doctor's first failure, with its remedy; empty: the doctor found no failure."""
         self._training = LastLine(plan.train_dir / "metrics.jsonl")
         self._generating = [LastLine(path) for path in plan.generator_metrics]
 
