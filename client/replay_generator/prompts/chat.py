@@ -351,7 +351,7 @@ def _arguments_as_text(messages: _Messages) -> _Messages:
 
 
 def _with_arguments(messages: _Messages, arguments: Callable[[Mapping[str, Any]], Any]) -> _Messages:
-    """The messages with other arguments in their calls. `arguments`: makes new arguments from the function of a call."""
+    """The messages with other arguments in their calls. `arguments`: makes those from the function of a call."""
     changed = []
     for message in messages:
         if "tool_calls" in message:
@@ -418,7 +418,7 @@ _WAYS: dict[_Way, str] = {
 
 
 def _check_arguments(rendered: str, messages: _Messages) -> None:
-    """Raises ChatError if the template has written the arguments of a call as Python's repr. Then it needs their JSON."""
+    """Raises ChatError if the template has written arguments as Python's repr. Then the template needs their JSON."""
     contents = "\n".join(message["content"] for message in messages)
     for function in functions_of(messages):
         arguments = function.get("arguments")

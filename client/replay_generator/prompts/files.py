@@ -395,7 +395,7 @@ def numbered_rows(rows: Any, template_columns: Sequence[str]) -> Any:
     Other rows are returned unchanged. `template_columns`: see ArrowRows. Raises ValueError for a data set from which no
     split was chosen.
     """
-    if hasattr(rows, "iloc"):  # a DataFrame of pandas, whose len and [] are about columns or labels, not row numbers
+    if hasattr(rows, "iloc"):  # a DataFrame of pandas, in which rows[0] is a column
         return rows.to_dict("records")
     if isinstance(rows, Mapping):
         raise ValueError(f"the prompts are in splits, {', '.join(map(str, rows))}: choose one, such as rows['train']")
