@@ -39,7 +39,7 @@ class SamplingConfig:
     """
 
     temperature: Annotated[float, Field(gt=0, le=2)] = 1.0
-    """Divides the logits; above 0 and at most 2. A greedy choice (0) has no log-probability for the trainer's ratio."""
+    """Divides the logits; above 0 and at most 2. Not 0: the log-probability of a greedy choice says nothing."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Keeps the fewest most likely tokens whose probabilities sum up to this number; 1: all."""
     top_k: Annotated[int, Field(ge=0, lt=2**31)] = 0
@@ -78,7 +78,7 @@ class Completion:
     token_ids: list[int]
     """(T,) with the end-of-sequence token, if the model wrote one."""
     logprobs: list[float]
-    """(T,) of each token, in nats, under the distribution it was drawn from; NaN: unknown."""
+    """(T,) of each token, in nats, under the distribution from which it was drawn; NaN: unknown."""
     text: str
     """Decoded, without special tokens."""
     finish_reason: str
@@ -90,7 +90,7 @@ class Completion:
     on these tokens. None: the policy wrote all tokens."""
     extras: Mapping[str, npt.NDArray[Any]] = field(default_factory=dict)
     """Arrays of the completion, such as log-probabilities of other tokens, by their names in the `extras` of the group.
-    If a completion lacks an array that others have, its tokens get 0, or an empty set."""
+    If a completion lacks an array that other completions have, its tokens get 0, or an empty set."""
     axes: Mapping[str, str] = field(default_factory=dict)
     """The axis of each extra, by its name, as in RolloutGroup. "token": T rows; also the axis of names that are absent
     here. "ragged:token": a set for each of the T tokens, with T + 1 offsets. "whole": a row for each token that the
@@ -215,8 +215,8 @@ def _size_of(tokenizer: Any, token: int) -> int | None:
 def text_of(tokenizer: Any, token_ids: Sequence[int], **options: Any) -> str:
     """The text of these tokens, by `tokenizer.decode`, which gets `options`.
 
-    A model may draw tokens that only pad its embedding. They have no text. Some tokenizers leave such tokens out, and
-    others raise errors. Then this function leaves them out.
+    A model may draw tokens that only pad its embedding. They have no text, and are left out. Some tokenizers leave them
+    out themselves, and some raise an error.
     """
     try:
         return str(tokenizer.decode(token_ids, **options))

@@ -34,7 +34,7 @@ class Row:
     limit: int
     """The most tokens that the completion may have."""
     uniforms: random.Random
-    """The random numbers of this row alone: one in [0, 1) for each token."""
+    """The random numbers of this row alone: a number in [0, 1) for each token."""
     ended: Any
     """The future in which the owner of the row gets the completion. Any thread may cancel it: the row then leaves at
     the next token."""
@@ -77,10 +77,10 @@ class ContinuousBatch:
         seed: int | None,
         routing: bool = False,
     ) -> None:
-        """`end_ids`: tokens that end a completion. `max_length`: the most tokens of a prompt with a completion.
+        """`end_ids`: tokens that end a completion. `max_length`: the most tokens of a prompt with its completion.
 
-        `max_rows`: the most completions at a time; further ones wait. `seed` None draws a new seed. `routing`: note
-        the experts of each token.
+        `max_rows`: the most completions under way at a time. Further completions wait. `seed` None draws a new seed.
+        `routing`: note the experts of each token.
         """
         self._routing = routing
         self._routed: list[torch.Tensor] = []  # the experts of the last forward pass, layer by layer
@@ -99,7 +99,7 @@ class ContinuousBatch:
         return bool(self._waiting or self._cohorts)
 
     def add(self, prompt_ids: list[int], sampling: SamplingConfig, ended: Iterable[Any]) -> list[Row]:
-        """The rows of a prompt, one for each future of `ended`. They wait for their first token."""
+        """Adds rows for a prompt: one for each future of `ended`. Returns these rows, which wait for a `step`."""
         limit = min(sampling.max_tokens, self._max_length - len(prompt_ids))
         seed = self._random.getrandbits(64) if sampling.seed is None else sampling.seed
         rows: list[Row] = []
@@ -281,7 +281,7 @@ def name_of_cache(model: Any, accepts: Iterable[str]) -> str:
 
 
 def _merged(cohorts: list[_Cohort]) -> list[_Cohort]:
-    """Merges the cohorts with plain caches into one, and keeps the others."""
+    """Merges the cohorts with plain caches into one cohort, and keeps all other cohorts."""
     plain: list[_Cohort] = []
     others: list[_Cohort] = []
     for cohort in cohorts:
@@ -333,9 +333,12 @@ def processed_logprobs(
 ) -> torch.Tensor:
     """Log-probabilities (R, V) of the distribution from which tokens are drawn; -inf for tokens left out.
 
-    The order is vLLM's: divide logits by the temperature; keep the tokens whose probability is at least `min_p` times
-    the highest one; of these keep the `top_k` largest (0: all) and ties with the last of them; of these keep the
-    smallest set of most likely tokens whose probabilities reach `top_p`, at least one.
+    The steps are in vLLM's order:
+
+    1. Divide the logits by the temperature.
+    2. Keep the tokens whose probability is at least `min_p` times the highest probability.
+    3. Of these, keep the `top_k` most likely tokens (0: all), and all tokens that are as likely as the last of them.
+    4. Of these, keep the smallest set of most likely tokens whose probabilities reach `top_p`, at least one token.
     """
     logits = logits_RV / temperature_R[:, None]
     vocabulary = logits.shape[-1]

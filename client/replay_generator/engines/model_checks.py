@@ -85,7 +85,7 @@ _SDPA = ("sdpa", "replay_packed")
 
 @torch.no_grad()
 def check_model(model: Any) -> None:
-    """Checks that no token sees a later one, and that sdpa computes the same as the model's own code.
+    """Checks that no token sees a later token, and that sdpa computes the same as the model's eager attention.
 
     Raises ValueError, which names the model. The check leaves the model as it was.
     """
@@ -126,7 +126,7 @@ def _difference(model: Any, compare: Callable[[Any, Tensor], tuple[float, Tensor
 
 
 def _moves_earlier_tokens(model: Any, ids_BT: Tensor) -> tuple[float, Tensor]:
-    """The largest change of log-probabilities of earlier tokens if the last token is another one, as for `compare`."""
+    """For `_difference`: compares log-probabilities of earlier tokens before and after a change of the last token."""
     vocabulary = len(model.get_input_embeddings().weight)
     other_BT = ids_BT.clone()
     other_BT[:, -1] = (other_BT[:, -1] + 1) % vocabulary
@@ -137,7 +137,7 @@ def _moves_earlier_tokens(model: Any, ids_BT: Tensor) -> tuple[float, Tensor]:
 
 
 def _differs_from_eager(model: Any, ids_BT: Tensor) -> tuple[float, Tensor]:
-    """The largest difference between log-probabilities with sdpa and with eager attention, as for `compare`."""
+    """For `_difference`: compares the log-probabilities with sdpa and with eager attention."""
     with_sdpa_BTV = _logprobs(model, ids_BT)
     with _eager(model):
         try:

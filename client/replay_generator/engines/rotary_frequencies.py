@@ -35,7 +35,7 @@ class Rope:
     long_from: int | None
     """The long factors belong to lengths above this one; None: the model has no long factors."""
     most: int | None
-    """The most tokens that the model can be served with; None: the frequencies set no limit."""
+    """The greatest length with which the model can be served; None: the frequencies set no limit."""
 
     @classmethod
     def of(cls, config: Any) -> Rope | None:
@@ -170,7 +170,7 @@ def _original_length(text: Any, parameters: Mapping[str, Any]) -> int:
 
 @dataclass(frozen=True)
 class _Part:
-    """The frequencies of one rotary module, or, if it has several sets, those of one type of layer."""
+    """The frequencies of one rotary module or, if it has several sets, the frequencies of one type of layer."""
 
     module: Any
     layer_type: str | None
@@ -242,7 +242,7 @@ def _parts_of(module: Any) -> Iterator[_Part]:
 
 
 def _parameters_of_layers(config: Any, layer_type: str | None) -> Mapping[str, Any]:
-    """The parameters of the frequencies of one type of layer, or with None of all layers; empty: there are none."""
+    """The parameters of the frequencies of one type of layer (None: of all layers); empty: there are none."""
     if layer_type is None:
         found = _parameters_of(config)
         return found[0] if found else {}

@@ -31,7 +31,7 @@ _T = TypeVar("_T")
 ROUTED = "routed_experts"
 """The name of the column of experts."""
 _MOST_EXPERTS = 256
-"""The most experts that one byte can tell apart."""
+"""The most experts of a model: the number of an expert is stored in one byte."""
 
 
 class TransformersEngine:
@@ -255,9 +255,9 @@ class TransformersEngine:
 _FIRST_LENGTHS = (2, 7)
 """The lengths of the two prompts that begin a trial together."""
 _LATER_LENGTHS = (4,)
-"""The length of the prompt that joins the trial one token later."""
+"""The lengths of the prompts that join the trial one token later."""
 _COMPLETION_LENGTHS = (2, 3)
-"""The lengths of the two completions of each prompt of a trial. They share the prefill, and one leaves first."""
+"""The lengths of the two completions of each prompt of a trial. They share the prefill. The shorter one leaves first."""
 
 
 def _check_batches(model: Any) -> None:

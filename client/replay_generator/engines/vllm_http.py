@@ -115,7 +115,7 @@ class VLLMServer:
     def __init__(
         self, url: str, api_key: str | None = None, lock_folder: str | None = None, timeouts: Timeouts | None = None
     ) -> None:
-        """`api_key`: that of `vllm serve --api-key`; None: the environment's VLLM_API_KEY.
+        """`api_key`: the key of `vllm serve --api-key`; None: the environment's VLLM_API_KEY.
 
         `lock_folder`: the folder in which generators that share this server lock it while one of them loads weights;
         None: the machine's temporary folder.
@@ -312,7 +312,7 @@ class VLLMServer:
     async def reload(self, weights: Weights, *, keep_newer: bool = False) -> None:
         """Loads weights in place, unless another generator has loaded them already.
 
-        `keep_newer`: if the server has newer weights, keep those. Completions under way pause, and continue with the
+        `keep_newer`: if the server has newer weights, keep them. Completions under way pause, and continue with the
         new weights. Raises FileNotFoundError if the folder is removed meanwhile. After a failed load the label is
         INCOMPLETE until a reload succeeds.
         """

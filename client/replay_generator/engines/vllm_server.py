@@ -184,7 +184,11 @@ class VLLMServerEngine:
                 task.cancel()
 
     async def _complete(self, server: VLLMServer, body: dict[str, Any]) -> list[Completion]:
-        """The completions of one request. Raises VLLMServerGoneError, and CompletionError for a wrong answer."""
+        """The completions of one request to `server`.
+
+        Raises VLLMServerGoneError if the server is away or was started again, and CompletionError for an answer that
+        vLLM cannot have written.
+        """
         before = await server.label()
         answer = await server.call("POST", "/v1/completions", {"model": server.model, **body})
         after = await server.label()
@@ -279,7 +283,7 @@ class VLLMServerEngine:
                 break
             if version_of(label) > self._weights.version:
                 raise FileNotFoundError(f"another generator has loaded {label} into {server.url} meanwhile")
-            await self._reload(server)  # another generator has loaded an older version meanwhile
+            await self._reload(server)  # another generator has loaded an older version since the last reload
         scores: list[float] = []
         for step, token in zip(steps, tokens[1:], strict=True):
             entry = (step or {}).get(str(token), {})

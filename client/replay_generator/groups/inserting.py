@@ -76,7 +76,7 @@ class Handoff:
     tags: Mapping[str, str | int] | None = None
     """The tags of the new item; None: the tags of the item that it replaces."""
     key: int | None = None
-    """The key of the new item; None: any new key."""
+    """The key of the new item; None: the insert chooses a new key."""
 
 
 class LeftOut(Exception):
@@ -92,7 +92,8 @@ class LeftOut(Exception):
     ) -> None:
         """`counts_as`: the field of GeneratorStats that counts the group; None: the group is counted already.
 
-        `rewards`: (G,), of a group that is left out because of its rewards.
+        `rewards` (G,): the rewards of a group that the group filter has left out; None: it was left out for another
+        reason.
         """
         self.counts_as = counts_as
         self.rewards = rewards

@@ -188,7 +188,7 @@ class GroupMaker:
 
 
 def _sampling_of(work: PartialGroup) -> SamplingConfig:
-    """The sampling of the missing rollouts. If the generator has a seed, they have one that follows from it."""
+    """The sampling of the missing rollouts. If the spec has a seed, the result has a seed that follows from it."""
     sampling = work.spec.sampling
     if sampling.seed is None:
         return sampling

@@ -193,7 +193,7 @@ class StoredPartialGroups(PartialGroups):
         """
         key = next(self._keys)
         payload = group.spec.encode()
-        # The key is noted before the answer comes: `next` may draw the group earlier than that.
+        # The key is noted before the insert: `next` may draw the group before the answer to the insert arrives.
         self._opened.add(key)
         try:
             await self._answer(

@@ -91,7 +91,7 @@ class PolicyFollower:
 
     @contextlib.asynccontextmanager
     async def generation(self, oldest: int | None = None) -> AsyncIterator[None]:
-        """Surrounds all code that draws tokens. It ends after the weights of those tokens have passed their check.
+        """Surrounds all code that draws tokens. At its end, waits until the weights of those tokens have been checked.
 
         `oldest`: the oldest version of the tokens that the group has already; None: the group has no tokens.
 

@@ -150,7 +150,7 @@ class LeasedItems(Generic[T]):
         """The items and their values, by the id of the lease."""
 
     async def draw(self, timeout: float, exclude: Sequence[int] = ()) -> tuple[Sample, T]:
-        """The next item, and its value. `exclude`: keys of items to skip. Raises DeadlineExceededError if none comes."""
+        """The next item and its value. `exclude`: keys of items to skip. Raises DeadlineExceededError if none comes."""
         while True:
             (sample,) = await self._answer(
                 self._client.sample, self._table, timeout=timeout, lease=self._lease, exclude=exclude

@@ -92,7 +92,7 @@ def _name_at(rows: PromptRows, position: int) -> str:
 
 
 def key_of(*parts: object) -> int:
-    """The key of the item that these parts name. Its highest bit is set. Keys that clients choose do not have it set."""
+    """The key of the item that these parts name. Its highest bit is set, and in keys that clients choose it is not."""
     text = "\0".join(map(str, parts)).encode(errors="replace")
     digest = hashlib.blake2b(text, digest_size=8).digest()
     return 1 << 63 | int.from_bytes(digest, "big") >> 1

@@ -163,7 +163,7 @@ class PromptsTable(PromptQueue):
         return DrawnPrompt(item.prompt, closes=(sample,), item=prompt_item)
 
     async def finished(self, drawn: DrawnPrompt, rewards: npt.ArrayLike | None, *, inserted: bool) -> None:
-        """Forgets a prompt that the insert of its group has closed. If the group was left out, acknowledges the prompt."""
+        """Forgets a prompt that an insert has closed. If the group was left out, acknowledges the prompt."""
         if inserted:
             self.opened(drawn)
         else:
@@ -435,7 +435,7 @@ class EpochPrompts(PromptsTable):
 
 
 class CurriculumPrompts(PromptsTable):
-    """Returns prompts again and again, in proportion to the learnability of their groups.
+    """Returns prompts again and again, and more often if their groups have a higher learnability.
 
     The priority of a prompt is a running mean of p (1 - p), with p the share of its completions that are right
     (learnability, arXiv 2502.12272; `scoring.group_learnability`):
@@ -475,7 +475,7 @@ class CurriculumPrompts(PromptsTable):
         await self._answer(self._client.update_priorities, self.table, {item.key: mean})
 
     async def _run(self) -> int:
-        """The number `run` of the first cursor. Raises ReplayError if the table has no such cursor, or other prompts."""
+        """The number `run` of the first cursor. Raises ReplayError if there is none, or if it has other prompts."""
         keys = [key_of("begin", self.table, beginning) for beginning in range(_MOST_BEGINNINGS)]
         for item in await self._answer(self._client.get, keys):
             with contextlib.suppress(ValueError):  # a damaged item is no cursor

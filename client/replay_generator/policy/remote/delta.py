@@ -3,7 +3,7 @@
     a delta     a record for each 16 MiB of the files, in order
     a record    the lengths in bytes of the three parts that follow, as uint32, and then the parts, compressed by zlib:
                 gaps    a byte for each changed number: how many unchanged numbers stand before it, at most 254.
-                        255 is added to the byte after it
+                        255: add the next byte to it
                 low     the low byte of each change from the old bit pattern to the new one
                 high    the high byte of each change
 

@@ -2,7 +2,7 @@
 
     GET /step-12/NAME    a file that the manifest of this version names, or the manifest itself
 
-* The server reads and never writes. It answers only with these files, whatever a path says.
+* The server reads and never writes. It answers only with such files, whatever a path says.
 * Each connection has a thread, which ends after a minute in which the client neither sends nor reads.
 * The bounds are those of `replay_protos.connection_bounds`. If the maximum of connections is open, a new connection
   replaces the oldest connection whose request is incomplete, or a connection whose client reads its file too slowly.
