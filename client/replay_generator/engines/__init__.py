@@ -82,7 +82,8 @@ class Completion:
     text: str
     """Decoded, without special tokens."""
     finish_reason: str
-    """Why it ended: "stop" (the model ended it), "length" (`max_tokens` or the engine's `max_length`), or another."""
+    """Why the completion ended: "stop" (by the model), "length" (`max_tokens` or the engine's `max_length`), or another
+    reason."""
     policy_versions: list[int]
     """(T,) of each token, the version of the weights that drew it."""
     loss_mask: list[bool] | None = None

@@ -171,7 +171,7 @@ class ContinuousBatch:
                 assert len(row.logprobs) == len(row.policy_versions) == len(row.token_ids), len(row.token_ids)
 
     def _prefill(self, rows: list[Row]) -> None:
-        """Makes a cohort of these rows. The model reads equal rows only once, and each gets a copy of their cache."""
+        """Makes a cohort of these rows. The model reads equal rows once, and each of them gets a copy of the cache."""
         rows_by_ids: dict[tuple[int, ...], list[Row]] = {}
         for row in rows:
             ids = (*row.prompt_ids, *row.token_ids)
@@ -229,7 +229,7 @@ class ContinuousBatch:
         return logits, cache, routed
 
     def _note_experts(self, _router: Any, _inputs: Any, chosen: tuple[torch.Tensor, ...]) -> None:
-        """Is the hook of a router. `chosen`: its logits, weights and experts, of which it notes the experts."""
+        """Is called after each router, and notes the experts. `chosen`: the router's logits, weights and experts."""
         self._routed.append(chosen[2].to(torch.uint8))
 
     def _draw(self, cohort: _Cohort, logits_RV: torch.Tensor) -> None:

@@ -24,8 +24,8 @@ _ROWS = 2
 _TOKENS = 12
 """A model is checked with batches of `_ROWS` rows of `_TOKENS` tokens."""
 _TRIES = 3
-"""The number of batches for a model that computes in less than float32. It passes if one batch does: by rounding, two
-computations of the same batch may route a token to different experts."""
+"""The number of batches for a model that computes in less than float32. The model passes if one batch passes: by
+rounding, two computations of the same batch may route a token to different experts."""
 
 
 def tolerance_of(model: Any, logprobs: Tensor) -> float:
@@ -41,7 +41,7 @@ def exact(model: Any) -> bool:
 
 
 def tries_of(model: Any) -> range:
-    """The seeds of the batches with which a model is checked. The model passes if one of the batches does."""
+    """The seeds of the batches with which a model is checked. The model passes if one of the batches passes."""
     if exact(model):
         return range(1)
     return range(_TRIES)

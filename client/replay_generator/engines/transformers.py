@@ -257,7 +257,7 @@ _FIRST_LENGTHS = (2, 7)
 _LATER_LENGTHS = (4,)
 """The lengths of the prompts that join the trial one token later."""
 _COMPLETION_LENGTHS = (2, 3)
-"""The lengths of the two completions of each prompt of a trial. They share the prefill. The shorter one leaves first."""
+"""The lengths of the two completions of each prompt of a trial. Both share the prefill. The shorter leaves first."""
 
 
 def _check_batches(model: Any) -> None:

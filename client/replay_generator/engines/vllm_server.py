@@ -96,7 +96,7 @@ class VLLMServerEngine:
         self._changed = asyncio.Condition()
         self._recoveries: dict[VLLMServer, asyncio.Task[None]] = {}
         self._failures: dict[VLLMServer, Exception] = {}
-        """The errors of the servers that have been away for longer than `patience`."""
+        """The errors of servers that have been away for longer than `patience`, or that cannot be used as they are."""
         self.engines_lost = 0
         """The number of times that a server went away, or lost the weights that were loaded into it."""
         self.model: str = os.fspath(model)

@@ -25,7 +25,7 @@ class GivenUpWatch(Watch):
         self._groups: Counter[str] = Counter()
 
     def record(self, tags: Mapping[str, str | int]) -> None:
-        """Counts a group with these tags. A group without an environment is not counted, as the report has no name."""
+        """Counts a group with these tags. The report names environments, so a group without one is not counted."""
         environment = str(tags.get("environment", ""))
         if not environment:
             return

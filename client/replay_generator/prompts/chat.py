@@ -351,7 +351,7 @@ def _arguments_as_text(messages: _Messages) -> _Messages:
 
 
 def _with_arguments(messages: _Messages, arguments: Callable[[Mapping[str, Any]], Any]) -> _Messages:
-    """The messages with other arguments in their calls. `arguments`: makes those from the function of a call."""
+    """The messages with other arguments in their calls. `arguments` gets the function of a call, and returns them."""
     changed = []
     for message in messages:
         if "tool_calls" in message:

@@ -87,7 +87,7 @@ class PromptQueue:
         """Is called when the insert of a partial group has closed the prompt."""
 
     async def requeued(self, drawn: DrawnPrompt, partial: Sample | None = None) -> None:
-        """Returns a prompt that is not done to its table, for any generator.
+        """Puts a prompt that is not done back into its table, for any generator.
 
         `partial`: the item of a partial group that the prompt replaces; None: there is none.
         """
@@ -96,7 +96,7 @@ class PromptQueue:
         """Removes an item from which no generator can make a group."""
 
     async def close(self) -> None:
-        """Returns all prompts that are under way to their table, if the server can be reached soon."""
+        """Puts all prompts that are under way back into their table, if the server can be reached soon."""
 
 
 class IteratedPrompts(PromptQueue):
