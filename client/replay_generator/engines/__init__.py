@@ -33,37 +33,37 @@ class CompletionError(EngineError):
 class SamplingConfig:
     """The settings for drawing completions.
 
-    The trainer computes log-probabilities again, with its logits divided by the same temperature. `top_p`, `top_k` and
-    `min_p` make those of the engine conditional on the kept tokens. So the engine returns the kept tokens
-    (`sampling_masks`), and the trainer divides by their probability too.
+    The trainer computes log-probabilities again, with its logits divided by the same temperature. With `top_p`, `top_k`
+    or `min_p`, the engine's log-probabilities are relative to the kept tokens. Therefore the engine returns the ids of
+    the kept tokens (`sampling_masks`), and the trainer divides by the probability of these tokens too.
     """
 
     temperature: Annotated[float, Field(gt=0, le=2)] = 1.0
-    """Divides the logits; above 0 and at most 2. A greedy choice has no log-probability to correct with."""
+    """Divides the logits; above 0 and at most 2. Not 0: the log-probability of a greedy choice says nothing."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """Keeps the likeliest tokens, as few as sum up to this; 1: all."""
+    """Keeps the fewest most likely tokens whose probabilities sum up to this number; 1: all."""
     top_k: Annotated[int, Field(ge=0, lt=2**31)] = 0
     """Keeps this many of the most likely tokens; 0: all."""
     min_p: Share = 0.0
-    """Keeps tokens at least this likely, as a share of the likeliest; 0: all. Comes before top_k and top_p."""
+    """Keeps tokens with at least this share of the highest probability; 0: all. Applied before top_k and top_p."""
     sampling_masks: Annotated[int, Field(ge=0, lt=2**31 - 1)] = 512
-    """With top_p, top_k or min_p, store the tokens that these kept, 4 bytes each, up to this many a token; 0: none.
+    """The most ids of kept tokens to store for a token; 0: none. Only with top_p, top_k or min_p.
 
-    A larger set is left out and counted: the trainer takes all tokens there."""
+    An id takes 4 bytes. A larger set of ids is left out and counted. For such a token, the trainer takes all tokens."""
     max_tokens: Annotated[Count, Field(lt=2**31)] = 256
-    """Longest completion, in tokens; one that reaches it ends with finish reason "length"."""
+    """The most tokens of a completion. A completion that reaches this length has the finish reason "length"."""
     seed: int | None = None
-    """Makes the completions of a request repeatable; None draws from the engine's own stream."""
+    """Makes the completions of a request repeatable. None: the engine uses its own stream of random numbers."""
 
     @property
     def largest_mask(self) -> int:
-        """The most ids of a mask that is stored for a token; 0: none, because none is wanted or every token is kept."""
+        """The most ids of the mask of one token. 0: no masks are stored, as none are wanted or every token is kept."""
         if not truncates(vars(self)):
             return 0
         return self.sampling_masks
 
     def describe(self) -> dict[str, Any]:
-        """The fields as a group stores them, with `logprobs_mode`. The masks themselves are in the group."""
+        """The fields as a group stores them, with `logprobs_mode`, and without `sampling_masks`."""
         fields = asdict(self)
         del fields["sampling_masks"]
         if not self.min_p:  # 0 is the same as no field, and groups stay small
@@ -78,23 +78,24 @@ class Completion:
     token_ids: list[int]
     """(T,) with the end-of-sequence token, if the model wrote one."""
     logprobs: list[float]
-    """(T,) of each token, in nats, under the distribution it was drawn from; NaN: unknown."""
+    """(T,) of each token, in nats, under the distribution from which it was drawn; NaN: unknown."""
     text: str
     """Decoded, without special tokens."""
     finish_reason: str
-    """Why it ended: "stop" (the model ended it), "length" (`max_tokens` or the engine's `max_length`), or another."""
+    """Why the completion ended: "stop" (by the model), "length" (`max_tokens` or the engine's `max_length`), or another
+    reason."""
     policy_versions: list[int]
     """(T,) of each token, the version of the weights that drew it."""
     loss_mask: list[bool] | None = None
-    """(T,) False for tokens that the policy did not write, if the engine plays turns of its own. No trainer trains on
-    them. None: the policy wrote all tokens."""
+    """(T,) False for tokens that the policy did not write, if the engine itself plays several turns. No trainer trains
+    on these tokens. None: the policy wrote all tokens."""
     extras: Mapping[str, npt.NDArray[Any]] = field(default_factory=dict)
     """Arrays of the completion, such as log-probabilities of other tokens, by their names in the `extras` of the group.
-    Tokens whose completion has none get 0, or an empty set."""
+    If a completion lacks an array that other completions have, its tokens get 0, or an empty set."""
     axes: Mapping[str, str] = field(default_factory=dict)
-    """The axes of the extras, as in RolloutGroup. "token", also for names that are absent here: T rows.
-    "ragged:token": a set for each of the T tokens, with T + 1 offsets. "whole": a row for each token that the engine
-    has read, in order, from the first of the prompt on."""
+    """The axis of each extra, by its name, as in RolloutGroup. "token": T rows; also the axis of names that are absent
+    here. "ragged:token": a set for each of the T tokens, with T + 1 offsets. "whole": a row for each token that the
+    engine has read, in order, from the first token of the prompt on."""
 
     def cut(self, tokens: int, text: str) -> Completion:
         """The completion of the first `tokens`, whose text is `text`, as if the policy had ended it there."""
@@ -121,16 +122,18 @@ class Completion:
 
 
 OnFinished = Callable[[int, Completion], None]
+"""Receives the number of a completion in its request, and the completion."""
 
 _MOST_TOKENS = 1 << 31
-"""A group holds only token ids below this one."""
+"""A group holds only token ids below this number."""
 
 
 def fault_of(completion: Completion | None, sampling: SamplingConfig, vocabulary: int | None) -> str:
-    """The reason that no policy can have drawn this completion, with the remedy; empty: there is none.
+    """The reason that no policy can have drawn this completion, with the remedy; "": the completion is valid.
 
-    Completions of all engines are checked here, and nowhere else. `completion` None: the engine returned too few.
-    `vocabulary`: the number of tokens of the model; None: unknown. Log-probabilities may be NaN, unknown.
+    Completions of all engines are checked here, and nowhere else. `completion` None: the engine returned too few
+    completions. `vocabulary`: the number of tokens of the model; None: unknown. NaN stands for an unknown
+    log-probability, and is valid.
     """
     if completion is None:
         return "is missing: an engine returns as many as it is asked for"
@@ -142,7 +145,8 @@ def fault_of(completion: Completion | None, sampling: SamplingConfig, vocabulary
     tokens = counted(tokens_T.size, "token")
     if not tokens_T.size == logprobs_T.size == versions:
         return f"has {tokens}, {logprobs_T.size} logprobs, {versions} policy_versions: it needs as many"
-    if tokens_T.size > sampling.max_tokens and completion.loss_mask is None:  # with a mask it has several turns
+    # A completion with a loss mask has several turns. `max_tokens` limits each turn, and not all together.
+    if tokens_T.size > sampling.max_tokens and completion.loss_mask is None:
         return f"has {tokens}, and max_tokens is {sampling.max_tokens}: does the engine know that?"
     limit = vocabulary or _MOST_TOKENS
     wrong_tokens = tokens_T[(tokens_T < 0) | (tokens_T >= limit)]
@@ -166,7 +170,7 @@ def why_unfit(engine: Engine, token_ids: Sequence[int]) -> str:
         return why
     if getattr(engine, "vocabulary", None) is not None:
         return ""
-    # The size of the vocabulary is unknown: the engine may die of a token that its tokenizer does not have either.
+    # The model's number of tokens is unknown, so the tokenizer decides: the engine may die of a token that neither has.
     highest = max(token_ids)
     size = _size_of(engine.tokenizer, highest)
     if size is not None and highest >= size:
@@ -199,7 +203,7 @@ def why_unknown(engine: Engine, token_ids: Sequence[int]) -> str:
 def _size_of(tokenizer: Any, token: int) -> int | None:
     """The number of tokens of a tokenizer; None: unknown.
 
-    Its ids may have gaps: a `token` that is not below the number of its tokens may still be one of them.
+    The ids of a tokenizer may have gaps. So if `token` is not below that number, this returns the highest id plus one.
     """
     if not hasattr(tokenizer, "__len__"):
         return None
@@ -212,8 +216,8 @@ def _size_of(tokenizer: Any, token: int) -> int | None:
 def text_of(tokenizer: Any, token_ids: Sequence[int], **options: Any) -> str:
     """The text of these tokens, by `tokenizer.decode`, which gets `options`.
 
-    A model may draw tokens that only pad its embedding. Those have no text: some tokenizers leave them out, and others
-    raise an error of their own.
+    A model may draw tokens that only pad its embedding. They have no text, and are left out. Some tokenizers leave them
+    out themselves, and some raise an error.
     """
     try:
         return str(tokenizer.decode(token_ids, **options))
@@ -222,7 +226,7 @@ def text_of(tokenizer: Any, token_ids: Sequence[int], **options: Any) -> str:
             raise
         known = set(tokenizer.get_vocab().values())
         readable = [token for token in token_ids if token in known]
-        if len(readable) == len(token_ids):
+        if len(readable) == len(token_ids):  # the tokenizer has all tokens, so the error has another cause
             raise
         return str(tokenizer.decode(readable, **options))
 
@@ -234,10 +238,10 @@ class Engine(Protocol):
     """
 
     tokenizer: Any
-    """A `transformers` tokenizer: the generator uses `encode`."""
+    """A tokenizer of `transformers`, or an object with the same methods."""
     max_length: int
-    """The most tokens of a prompt with one completion. It also chooses the rotary frequencies, if a model has several.
-    An engine that chose them for longer sequences than it takes here has that length as `served_length`."""
+    """The most tokens of a prompt with one completion. This length also chooses the rotary frequencies, if a model has
+    several. An engine whose frequencies were chosen by a greater length has that length as `served_length`."""
     vocabulary: int | None
     """The number of tokens of the model, with those that only pad its embedding; None: unknown.
 
@@ -254,8 +258,9 @@ class Engine(Protocol):
     ) -> list[Completion]:
         """Draws `n` completions of a prompt of fewer than `max_length` tokens.
 
-        `finished` is called on the event loop with the number of a completion, from 0 to n - 1, and the completion, as
-        soon as it has ended: others may still be drawn. An engine that cannot tell earlier need not call it.
+        `finished` is called on the event loop with the number of a completion, from 0 to n - 1, and the completion. The
+        call comes as soon as this completion has ended, while others may still be drawn. An engine that notices ends
+        only when all completions have ended need not call `finished`.
         """
         ...
 
@@ -263,16 +268,16 @@ class Engine(Protocol):
         """Replaces the weights by those of a folder in Hugging Face's format. The first weights have version 0.
 
         Completions under way pause, and continue with the new weights. Their tokens stay, each with its log-probability
-        and version. Their keys and values are computed again, so the next tokens are distributed exactly as the new
-        weights say.
+        and version. The keys and values of these tokens are computed again, so that the next tokens are distributed
+        exactly as the new weights say.
 
         Raises FileNotFoundError if the folder is gone or holds no weights. No token is drawn from partly loaded
-        weights: after a failure in between, completions wait for the next call that succeeds.
+        weights: after a load that failed halfway, completions wait for the next call that succeeds.
         """
         ...
 
     async def score(self, token_ids: Sequence[int]) -> list[float]:
-        """The log-probability (T - 1,) in nats of each token but the first, given those before it, at temperature 1."""
+        """The log-probability (T - 1,) in nats of each token but the first, given all before it, at temperature 1."""
         ...
 
     async def close(self) -> None:

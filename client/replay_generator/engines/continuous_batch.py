@@ -4,8 +4,9 @@
        ▲                                                      │
        └─────────────────── new weights: every row ───────────┘
 
-A cohort is a set of rows over one cache, left-padded. Cohorts merge if their cache is plain keys and values. With any
-other cache (sliding windows, recurrent states) every prefill stays a separate cohort, which is slower.
+A cohort is a set of rows that share one cache, in which shorter rows are padded on the left. Cohorts merge if their
+caches hold only keys and values. With any other cache (sliding windows, recurrent states) every prefill stays a
+separate cohort, which is slower.
 """
 
 from __future__ import annotations
@@ -31,24 +32,27 @@ class Row:
     prompt_ids: list[int]
     sampling: SamplingConfig
     limit: int
-    """The most tokens that the completion may get."""
+    """The most tokens that the completion may have."""
     uniforms: random.Random
-    """The random numbers of this row alone: one in [0, 1) for each token."""
+    """The random numbers of this row alone: a number in [0, 1) for each token."""
     ended: Any
-    """A future for its owner. If any thread cancels it, the row leaves with the next token."""
+    """The future in which the owner of the row gets the completion. Any thread may cancel it: the row then leaves at
+    the next token."""
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     policy_versions: list[int] = field(default_factory=list)
     sampling_masks: list[list[int]] = field(default_factory=list)
-    """The set from which each token was drawn; empty: it was too large. No sets if the sampling needs none."""
+    """For each token, the ids from which it was drawn, or an empty list if they were too many. Without masks in the
+    sampling, there is no entry for any token."""
     routed: list[torch.Tensor] = field(default_factory=list)
-    """The experts (tokens, layers, K) of all tokens that the model has read, in pieces; empty without `routing`."""
+    """The experts (tokens, layers, K) of all tokens that the model has read. The list holds consecutive pieces of them,
+    and is empty without `routing`."""
     finish_reason: str | None = None
 
 
 @dataclass
 class _Cohort:
-    """R rows. The cache holds all of their tokens but the last. No row has ended."""
+    """R rows that have not ended. The cache holds all tokens of each row, except its last one."""
 
     rows: list[Row]
     cache: Any
@@ -59,7 +63,8 @@ class _Cohort:
 class ContinuousBatch:
     """All completions under way. Only one thread may use it at a time.
 
-    Its methods raise the errors of the model. Then the completions under way are lost: `clear` returns them.
+    Its methods raise the errors of the model. After such an error the completions under way cannot continue: `clear`
+    drops and returns them.
     """
 
     def __init__(
@@ -72,10 +77,10 @@ class ContinuousBatch:
         seed: int | None,
         routing: bool = False,
     ) -> None:
-        """`end_ids`: tokens that end a completion. `max_length`: the most tokens of a prompt with a completion.
+        """`end_ids`: tokens that end a completion. `max_length`: the most tokens of a prompt with its completion.
 
-        `max_rows`: the most completions at a time; others wait. `seed` None draws a new seed. `routing`: note the
-        experts of each token.
+        `max_rows`: the most completions under way at a time. Further completions wait. `seed` None draws a new seed.
+        `routing`: note the experts of each token.
         """
         self._routing = routing
         self._routed: list[torch.Tensor] = []  # the experts of the last forward pass, layer by layer
@@ -94,7 +99,7 @@ class ContinuousBatch:
         return bool(self._waiting or self._cohorts)
 
     def add(self, prompt_ids: list[int], sampling: SamplingConfig, ended: Iterable[Any]) -> list[Row]:
-        """The rows of a prompt, one for each future of `ended`. They wait for their first token."""
+        """Adds rows for a prompt: one for each future of `ended`. Returns these rows, which wait for a `step`."""
         limit = min(sampling.max_tokens, self._max_length - len(prompt_ids))
         seed = self._random.getrandbits(64) if sampling.seed is None else sampling.seed
         rows: list[Row] = []
@@ -123,7 +128,7 @@ class ContinuousBatch:
         self._waiting = self.clear()
 
     def clear(self) -> list[Row]:
-        """Drops all rows, and returns them: first those whose caches are lost."""
+        """Drops all rows and their caches. Returns the rows: first those under way, then those that wait."""
         rows: list[Row] = []
         for cohort in self._cohorts:
             rows += cohort.rows
@@ -133,7 +138,10 @@ class ContinuousBatch:
         return rows
 
     def step(self) -> list[Row]:
-        """Draws one token for every row for which there is room. Returns the rows that have ended with it."""
+        """Draws one token for every row under way, and admits waiting rows. Returns the rows that this token has ended.
+
+        Waiting rows are admitted as long as there is room, and also get a token.
+        """
         with torch.inference_mode():
             self._waiting = [row for row in self._waiting if not row.ended.done()]
             for cohort in self._cohorts:
@@ -163,7 +171,7 @@ class ContinuousBatch:
                 assert len(row.logprobs) == len(row.policy_versions) == len(row.token_ids), len(row.token_ids)
 
     def _prefill(self, rows: list[Row]) -> None:
-        """Makes a cohort of these rows. The model reads equal tokens once, and each row gets a copy of their cache."""
+        """Makes a cohort of these rows. The model reads equal rows once, and each of them gets a copy of the cache."""
         rows_by_ids: dict[tuple[int, ...], list[Row]] = {}
         for row in rows:
             ids = (*row.prompt_ids, *row.token_ids)
@@ -221,6 +229,7 @@ class ContinuousBatch:
         return logits, cache, routed
 
     def _note_experts(self, _router: Any, _inputs: Any, chosen: tuple[torch.Tensor, ...]) -> None:
+        """Is called after each router, and notes the experts. `chosen`: the router's logits, weights and experts."""
         self._routed.append(chosen[2].to(torch.uint8))
 
     def _draw(self, cohort: _Cohort, logits_RV: torch.Tensor) -> None:
@@ -272,7 +281,7 @@ def name_of_cache(model: Any, accepts: Iterable[str]) -> str:
 
 
 def _merged(cohorts: list[_Cohort]) -> list[_Cohort]:
-    """Merges the cohorts with plain caches into one, and keeps the others."""
+    """Merges the cohorts with plain caches into one cohort, and keeps all other cohorts."""
     plain: list[_Cohort] = []
     others: list[_Cohort] = []
     for cohort in cohorts:
@@ -282,7 +291,7 @@ def _merged(cohorts: list[_Cohort]) -> list[_Cohort]:
             others.append(cohort)
     if len(plain) < 2:
         return cohorts
-    # As many columns as the longest row has tokens. This removes padding that only rows needed that have left.
+    # The merged cache has as many columns as the longest row has tokens. So padding for rows that have left goes too.
     length = max(int(cohort.mask_RL.sum(-1).max()) for cohort in plain)
 
     def fitted(tensor: torch.Tensor, dim: int) -> torch.Tensor:
@@ -324,9 +333,12 @@ def processed_logprobs(
 ) -> torch.Tensor:
     """Log-probabilities (R, V) of the distribution from which tokens are drawn; -inf for tokens left out.
 
-    The order is vLLM's: divide logits by the temperature; keep the tokens whose probability is at least `min_p` times
-    the highest one; of these keep the `top_k` largest (0: all) and ties with the last of them; of these keep the
-    smallest set of most likely tokens whose probabilities reach `top_p`, at least one.
+    The steps are in vLLM's order:
+
+    1. Divide the logits by the temperature.
+    2. Keep the tokens whose probability is at least `min_p` times the highest probability.
+    3. Of these, keep the `top_k` most likely tokens (0: all), and all tokens that are as likely as the last of them.
+    4. Of these, keep the smallest set of most likely tokens whose probabilities reach `top_p`, at least one token.
     """
     logits = logits_RV / temperature_R[:, None]
     vocabulary = logits.shape[-1]
@@ -352,7 +364,10 @@ def routers_of(model: Any) -> list[Any]:
 
 
 def _note_kept(rows: list[Row], logprobs_RV: torch.Tensor) -> None:
-    """Notes the set from which the next token of each row is drawn, if the row needs it and it is not too large."""
+    """Notes the mask of the next token, for the W rows whose sampling wants masks.
+
+    A mask has the tokens from which the next token is drawn. If they are more than `largest_mask`, the mask is empty.
+    """
     wanting = [index for index, row in enumerate(rows) if row.sampling.largest_mask]
     if not wanting:
         return
@@ -367,7 +382,7 @@ def _note_kept(rows: list[Row], logprobs_RV: torch.Tensor) -> None:
 
 
 def _choose(logprobs_RV: torch.Tensor, uniforms_R: torch.Tensor) -> torch.Tensor:
-    """Tokens (R,) by inverting the distribution function, in float64 so that large vocabularies lose nothing."""
+    """Tokens (R,) by inverting the distribution function. Float64 keeps unlikely tokens of large vocabularies."""
     cumulative_RV = logprobs_RV.double().exp().cumsum(-1)
     target_R1 = uniforms_R[:, None] * cumulative_RV[:, -1:]
     tokens_R = torch.searchsorted(cumulative_RV, target_R1, right=True)[:, 0]

@@ -1,6 +1,6 @@
 """Checks of a language model of transformers: that it is causal, and that its attention computes the right scores.
 
-They cost a few forward passes of some tokens when a model is loaded. A model that fails a check is refused in one
+The checks cost a few forward passes of some tokens when a model is loaded. A model that fails a check is refused in one
 sentence, instead of being trained with wrong log-probabilities.
 """
 
@@ -22,13 +22,14 @@ SDPA_IS_RIGHT = {
 """The types of models whose sdpa and eager attention differ, and the reason that sdpa is right."""
 _ROWS = 2
 _TOKENS = 12
-"""The shape of the batch with which a model is checked."""
+"""A model is checked with batches of `_ROWS` rows of `_TOKENS` tokens."""
 _TRIES = 3
-"""The number of batches outside float32. Two computations of one batch may route a token to different experts."""
+"""The number of batches for a model that computes in less than float32. The model passes if one batch passes: by
+rounding, two computations of the same batch may route a token to different experts."""
 
 
 def tolerance_of(model: Any, logprobs: Tensor) -> float:
-    """The largest difference in nats between two computations of these log-probabilities that is only rounding."""
+    """The largest difference in nats that rounding can make between two computations of these log-probabilities."""
     relative = 1e-4 if exact(model) else 3e-2
     return relative * float(logprobs.abs().max())
 
@@ -40,7 +41,7 @@ def exact(model: Any) -> bool:
 
 
 def tries_of(model: Any) -> range:
-    """The seeds of the batches of which one must agree."""
+    """The seeds of the batches with which a model is checked. The model passes if one of the batches passes."""
     if exact(model):
         return range(1)
     return range(_TRIES)
@@ -56,9 +57,9 @@ def name_of(model: Any) -> str:
 
 
 def choose_attention(model: Any) -> bool:
-    """Lets a model that caps its attention scores compute them eagerly: sdpa leaves the cap out, and vLLM does not.
+    """Switches a model that caps its attention scores to eager attention: sdpa leaves the cap out, and vLLM does not.
 
-    Returns True if the model was switched. Raises ValueError if it cannot be.
+    Returns True if the model was switched. Raises ValueError if the model cannot be switched.
     """
     cap = getattr(model.config.get_text_config(), "attn_logit_softcapping", None)
     if not cap or model.config._attn_implementation not in _SDPA:
@@ -79,14 +80,14 @@ def choose_attention(model: Any) -> bool:
 
 
 _SDPA = ("sdpa", "replay_packed")
-"""Implementations of attention that are transformers' sdpa for a row without a layout."""
+"""Implementations of attention that compute transformers' sdpa, if the rows are not packed by the trainer."""
 
 
 @torch.no_grad()
 def check_model(model: Any) -> None:
-    """Checks that no token sees a later one, and that sdpa computes the same as the model's own code.
+    """Checks that no token sees a later token, and that sdpa computes the same as the model's eager attention.
 
-    Raises ValueError, which names the model. It leaves the model as it was.
+    Raises ValueError, which names the model. The check leaves the model as it was.
     """
     difference = _difference(model, _moves_earlier_tokens)
     if difference:
@@ -106,10 +107,10 @@ def check_model(model: Any) -> None:
 
 
 def _difference(model: Any, compare: Callable[[Any, Tensor], tuple[float, Tensor]]) -> float:
-    """The difference in nats that each try has; 0: in one try it was only rounding.
+    """The difference in nats in the last try; 0: in at least one try, the difference was only rounding.
 
-    `compare`: makes two computations of the log-probabilities of a batch, and returns their largest difference and one
-    of the two.
+    `compare`: computes the log-probabilities of a batch in two ways. It returns the largest difference between the two
+    results, and one of the results.
     """
     vocabulary = len(model.get_input_embeddings().weight)
     found = 0.0
@@ -118,14 +119,14 @@ def _difference(model: Any, compare: Callable[[Any, Tensor], tuple[float, Tensor
         ids_BT = torch.randint(0, vocabulary, (_ROWS, _TOKENS), generator=random).to(model.device)
         found, logprobs = compare(model, ids_BT)
         if not logprobs.isfinite().all():
-            return 0.0  # such weights are damaged, which the probe of the first version shows
+            return 0.0  # the weights are damaged. The probe of the first version reports that
         if found <= tolerance_of(model, logprobs):
             return 0.0
     return found
 
 
 def _moves_earlier_tokens(model: Any, ids_BT: Tensor) -> tuple[float, Tensor]:
-    """The effect of another last token on the log-probabilities of the tokens before it."""
+    """For `_difference`: compares log-probabilities of earlier tokens before and after a change of the last token."""
     vocabulary = len(model.get_input_embeddings().weight)
     other_BT = ids_BT.clone()
     other_BT[:, -1] = (other_BT[:, -1] + 1) % vocabulary
@@ -136,26 +137,26 @@ def _moves_earlier_tokens(model: Any, ids_BT: Tensor) -> tuple[float, Tensor]:
 
 
 def _differs_from_eager(model: Any, ids_BT: Tensor) -> tuple[float, Tensor]:
-    """The difference between the log-probabilities with sdpa and with eager attention."""
+    """For `_difference`: compares the log-probabilities with sdpa and with eager attention."""
     with_sdpa_BTV = _logprobs(model, ids_BT)
     with _eager(model):
         try:
             eager_BTV = _logprobs(model, ids_BT)
         except ValueError:
-            return 0.0, with_sdpa_BTV  # the model has no eager attention that sdpa could differ from
+            return 0.0, with_sdpa_BTV  # the model has no eager attention to compare with
     return float((eager_BTV - with_sdpa_BTV).abs().max()), with_sdpa_BTV
 
 
 @contextmanager
 def _eager(model: Any) -> Iterator[None]:
-    """Inside, the model computes with eager attention."""
+    """Lets the model compute with eager attention inside the `with` block."""
     before = model.config._attn_implementation
 
     def use(implementation: str) -> None:
         if model._can_set_attn_implementation():
             model.set_attn_implementation(implementation)
         else:
-            # Models of the older kind read their configuration in each forward pass, if they have a choice at all.
+            # Models of the older kind that have several kinds of attention read this field in each forward pass.
             model.config._attn_implementation = implementation
 
     use("eager")

@@ -1,12 +1,13 @@
 """Rotary frequencies that depend on a length: chooses them once, for the length that engines serve.
 
-transformers chooses them anew in each forward pass, from the longest sequence in it. So the log-probabilities of a
-sequence would depend on the other sequences of its micro-batch. vLLM chooses once, when it starts, and trainer and
-engines here follow its rule:
+transformers chooses the frequencies anew in each forward pass, by the longest sequence in that pass. So the
+log-probabilities of a sequence would depend on the other sequences of its micro-batch. vLLM chooses once, when it
+starts. The trainer and the engines here follow vLLM's rule:
 
-    longrope    the long factors if max_model_len > original_max_position_embeddings, else the short ones.
+    longrope    the long factors if max_model_len > original_max_position_embeddings, otherwise the short ones.
                 By default max_model_len is the original length.
-    dynamic     always those of the base that the configuration names; vLLM's table ends at max_position_embeddings
+    dynamic     always the frequencies of the base in the configuration, whatever the length. vLLM's table of
+                rotations ends at max_position_embeddings.
 
 (vllm/model_executor/layers/rotary_embedding/phi3_long_rope_scaled_rope.py and dynamic_ntk_scaling_rope.py;
 vllm/config/model.py, _get_and_verify_max_len.)
@@ -22,9 +23,9 @@ if TYPE_CHECKING:
     import torch
 
 LONGROPE = ("longrope", "su")
-"""The kind of frequencies with long factors: its present name, and its first one."""
+"""The present and the older name of the kind of frequencies that has long factors."""
 _FEW = 8
-"""The number of positions in the check of a rotary module."""
+"""The number of positions whose rotations the check of a rotary module compares."""
 
 
 @dataclass(frozen=True)
@@ -34,11 +35,11 @@ class Rope:
     long_from: int | None
     """The long factors belong to lengths above this one; None: the model has no long factors."""
     most: int | None
-    """The most tokens that the model can be served with; None: the frequencies set no limit."""
+    """The greatest length with which the model can be served; None: the frequencies set no limit."""
 
     @classmethod
     def of(cls, config: Any) -> Rope | None:
-        """The rule of the model of this configuration; None: its frequencies depend on no length.
+        """The rule for the model with this configuration; None: its frequencies depend on no length.
 
         Raises ValueError for parameters that vLLM reads and transformers does not.
         """
@@ -62,7 +63,7 @@ class Rope:
         return cls(long_from, most)
 
     def default_length(self, config: Any) -> int:
-        """The most tokens of a sequence if no setting has another number."""
+        """The most tokens of a sequence if no setting names a length."""
         if self.long_from is None:
             assert self.most is not None
             return self.most
@@ -77,7 +78,7 @@ class Rope:
 
 
 def default_length(config: Any) -> int | None:
-    """The most tokens of a sequence if no setting has another number; None: the frequencies depend on no length."""
+    """The most tokens of a sequence if no setting names a length; None: the frequencies depend on no length."""
     rope = Rope.of(config)
     if rope is None:
         return None
@@ -87,10 +88,12 @@ def default_length(config: Any) -> int | None:
 def fix_frequencies(model: Any, max_length: int | None) -> int | None:
     """Chooses the frequencies of `model` for sequences of up to `max_length` tokens; None: the default length.
 
-    From then on they are the same in every forward pass, for any lengths. Call it for each model that is built. Returns
-    the length that decided; None: the frequencies depend on none, and nothing was changed.
+    Afterwards the frequencies are the same in every forward pass, whatever the lengths of its sequences. Call this for
+    each model that is built. Returns the length by which the frequencies were chosen. Returns None if the frequencies
+    depend on no length; then the model is unchanged.
 
-    Raises ValueError if the model cannot be served with that length, or computes other frequencies all the same.
+    Raises ValueError if the model cannot be served with that length, or still computes frequencies by the longest
+    sequence.
     """
     rope = Rope.of(model.config)
     if rope is None:
@@ -115,7 +118,7 @@ def fix_frequencies(model: Any, max_length: int | None) -> int | None:
 
 
 def frequency_facts(config: Any, length: int | None) -> dict[str, Any]:
-    """The chosen frequencies, as facts for the manifest of published weights; empty: there was no choice.
+    """The choice of frequencies, as facts for the manifest of published weights, by name; empty: there was no choice.
 
     `length`: the result of `fix_frequencies`.
     """
@@ -126,9 +129,10 @@ def frequency_facts(config: Any, length: int | None) -> dict[str, Any]:
 
 
 def why_other_frequencies(facts: Mapping[str, Any], served: int) -> str:
-    """The reason that an engine for `served` tokens has other frequencies than the trainer; empty: it has the same.
+    """The reason that an engine for `served` tokens has other frequencies than the trainer; "": they are the same.
 
-    `facts`: those of `frequency_facts` in the manifest; empty: the model has no choice, or another trainer wrote it.
+    `facts`: the result of `frequency_facts`, from the manifest. It is empty if the model leaves no choice, or if
+    another trainer wrote the manifest.
     """
     if "max_length" not in facts or "original_length" not in facts:
         return ""
@@ -144,7 +148,7 @@ def why_other_frequencies(facts: Mapping[str, Any], served: int) -> str:
 
 
 def _parameters_of(text: Any) -> list[Mapping[str, Any]]:
-    """The parameters of the frequencies, one mapping for each type of layer that has its own."""
+    """The parameters of the frequencies: one mapping for each type of layer, or one for all layers; []: none."""
     found = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None)
     if not isinstance(found, Mapping):
         return []
@@ -153,6 +157,7 @@ def _parameters_of(text: Any) -> list[Mapping[str, Any]]:
 
 
 def _kind_of(parameters: Mapping[str, Any]) -> str:
+    """The kind of frequencies, such as "longrope". Older configurations have it under the name "type"."""
     return str(parameters.get("rope_type") or parameters.get("type") or "default")
 
 
@@ -165,12 +170,13 @@ def _original_length(text: Any, parameters: Mapping[str, Any]) -> int:
 
 @dataclass(frozen=True)
 class _Part:
-    """The frequencies of one rotary module, or of one of its types of layers."""
+    """The frequencies of one rotary module or, if it has several sets, the frequencies of one type of layer."""
 
     module: Any
     layer_type: str | None
-    """The type of layer; None: the module has one set of frequencies."""
+    """The type of layer; None: the module has one set of frequencies for all layers."""
     kind: str
+    """The kind of frequencies; see `_kind_of`."""
 
     def fix(self, long: bool) -> None:
         """Chooses the frequencies, and keeps transformers from choosing others in a forward pass."""
@@ -204,8 +210,8 @@ class _Part:
         return not all(torch.equal(short, long) for short, long in pairs)
 
     def _rotations(self, few: int, last: int) -> list[torch.Tensor]:
-        """The rotations of the first `few` positions, in a row that ends with the position `last`."""
-        import torch  # not above: a generator without torch reads manifests with this module
+        """The rotations of the first `few` positions, in a row of these positions and the position `last`."""
+        import torch  # not at the top of the file: a generator without torch reads manifests with this module
 
         buffer = next(self.module.buffers())
         hidden = torch.zeros(1, device=buffer.device)
@@ -216,14 +222,14 @@ class _Part:
 
     @property
     def _layer_argument(self) -> dict[str, Any]:
-        """The argument that names the type of layer to transformers."""
+        """The keyword argument by which transformers gets the type of layer; empty: the module has one set."""
         if self.layer_type is None:
             return {}
         return {"layer_type": self.layer_type}
 
 
 def _parts_of(module: Any) -> Iterator[_Part]:
-    """The frequencies of a rotary module that depend on a length; none of any other module."""
+    """Yields the frequencies of a module that depend on a length. Yields nothing if the module is not rotary."""
     kinds = getattr(module, "rope_type", None)
     config = getattr(module, "config", None)
     if kinds is None or config is None:
@@ -236,7 +242,7 @@ def _parts_of(module: Any) -> Iterator[_Part]:
 
 
 def _parameters_of_layers(config: Any, layer_type: str | None) -> Mapping[str, Any]:
-    """The parameters of the frequencies of one type of layer; empty: there are none."""
+    """The parameters of the frequencies of one type of layer (None: of all layers); empty: there are none."""
     if layer_type is None:
         found = _parameters_of(config)
         return found[0] if found else {}

@@ -31,14 +31,14 @@ _T = TypeVar("_T")
 ROUTED = "routed_experts"
 """The name of the column of experts."""
 _MOST_EXPERTS = 256
-"""The most experts that one byte can tell apart."""
+"""The most experts of a model: the number of an expert is stored in one byte."""
 
 
 class TransformersEngine:
     """A transformers model behind the `Engine` interface.
 
-    A request joins the batch at the next token and leaves it when it is complete, so a slow one holds up no other. The
-    model runs in a thread of its own, and the event loop stays free.
+    A request joins the batch at the next token and leaves it when it is complete, so a slow request delays no other
+    request. The model runs in a thread of its own, and the event loop stays free.
     """
 
     def __init__(
@@ -54,13 +54,13 @@ class TransformersEngine:
     ) -> None:
         """Loads `model`, a folder in Hugging Face's format or a name on its hub.
 
-        `device` "auto" is the first GPU, if there is one. `dtype` "auto" is float32 on the CPU, and the model's own
-        dtype on a GPU. `max_length` defaults to the model's. It also chooses the rotary frequencies, if the model has
-        several (`fix_frequencies`). `seed` None draws a new seed. `routing`: completions of a mixture of up to 256
-        experts have the experts of each token that was read, as `extras["routed_experts"]`
-        (P + T - 1, layers, K), uint8, with the axis "whole". After new weights they are those of the newest.
-        Raises ValueError if the model has no such routers, and EngineError if it computes other log-probabilities
-        beside other sequences than alone.
+        `device` "auto" is the first GPU, if there is one, otherwise the CPU. `dtype` "auto" is float32 on the CPU, and
+        the model's own dtype on a GPU. `max_length` defaults to the model's. It also chooses the rotary frequencies, if
+        the model has several (`fix_frequencies`). `seed` None draws a new seed. `routing`: completions of a mixture of
+        up to 256 experts have the experts of each token that was read, as `extras["routed_experts"]`
+        (P + T - 1, layers, K), uint8, with the axis "whole". After new weights, the newest weights have chosen the
+        experts of all tokens. Raises ValueError if the model has no such routers, and EngineError if a sequence has
+        other log-probabilities in a batch than alone.
         """
         if device == "auto":
             device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -70,14 +70,15 @@ class TransformersEngine:
             self._dtype = "float32"
         self._wanted_length = max_length
         self._attention: str | None = None
-        """The attention to which the first model was switched. Others load with it. None: transformers chooses."""
+        """The attention to which the first model was switched. Later models are loaded with the same attention.
+        None: transformers chooses."""
         self.model: str = os.fspath(model)
         check_base(self.model)
         self._model = self._load(self.model)
         check_model(self._model)
         _check_batches(self._model)
-        self._adapted: Any = None  # the peft model around `_model`, while adapters are loaded
-        self._is_base = True  # `_model` has the weights that the engine started with, apart from an adapter
+        self._adapted: Any = None  # the peft model around `_model`, while an adapter is loaded
+        self._is_base = True  # apart from an adapter, `_model` has the weights that the engine started with
         self.tokenizer: Any = AutoTokenizer.from_pretrained(os.fspath(model))
         self.vocabulary: int | None = len(self._model.get_input_embeddings().weight)
         text_config = self._model.config.get_text_config()
@@ -130,8 +131,7 @@ class TransformersEngine:
             if is_adapter:
                 self._load_adapter(path)
             else:
-                # The tokens that end a completion stay those of the first model, so the generation_config of a version
-                # is not needed.
+                # The first model decides which tokens end a completion. So a later version needs no generation_config.
                 self._model = self._load(path, generation_config=GenerationConfig())
                 self._adapted = None
                 self._is_base = False
@@ -162,7 +162,7 @@ class TransformersEngine:
             self._thread = None
 
     def _order(self, work: Callable[[], object]) -> None:
-        """Lets the thread do some work between two tokens."""
+        """Lets the engine's thread do some work between two tokens."""
         if self._thread is None:
             # A daemon thread: the program can end without closing the engine.
             self._thread = threading.Thread(target=self._run, name="transformers-engine", daemon=True)
@@ -170,7 +170,7 @@ class TransformersEngine:
         self._orders.put(work)
 
     async def _between_tokens(self, work: Callable[[], _T]) -> _T:
-        """The result of some work that the thread does between two tokens. Raises the errors of that work."""
+        """The result of some work that the engine's thread does between two tokens. Raises the errors of that work."""
         result: asyncio.Future[_T] = asyncio.get_running_loop().create_future()
 
         def order() -> None:
@@ -183,8 +183,9 @@ class TransformersEngine:
         return await result
 
     def _run(self) -> None:
-        """Is the loop of the thread: does all work that was ordered, then draws the next token."""
+        """Is the loop of the engine's thread: does all work that was ordered, then draws the next token of each row."""
         while True:
+            # Without rows there is no token to draw, so `get` waits for work.
             while not self._batch.active or not self._orders.empty():
                 order = self._orders.get()
                 if order is None:
@@ -229,12 +230,12 @@ class TransformersEngine:
         return model
 
     def _load_adapter(self, path: str) -> None:
-        """Puts an adapter on the base model, in the place of the adapter before.
+        """Puts an adapter on the base model, in place of the previous adapter.
 
-        The base that the adapter names is not read: its files may be elsewhere on this machine, and the probe shows a
-        wrong base.
+        The base model that the adapter names is not read: its files may be elsewhere on this machine, and the probe
+        finds a wrong base model.
         """
-        # All reading comes first. A file that is gone leaves the model as it was.
+        # All files are read first, so that a missing file leaves the model as it was.
         config, tensors = read_adapter(path)
         from peft import PeftModel, set_peft_model_state_dict
 
@@ -254,9 +255,9 @@ class TransformersEngine:
 _FIRST_LENGTHS = (2, 7)
 """The lengths of the two prompts that begin a trial together."""
 _LATER_LENGTHS = (4,)
-"""The length of the prompt that joins the trial one token later."""
+"""The lengths of the prompts that join the trial one token later."""
 _COMPLETION_LENGTHS = (2, 3)
-"""The lengths of the two completions of each prompt of a trial. They share the prefill, and one leaves first."""
+"""The lengths of the two completions of each prompt of a trial. Both share the prefill. The shorter leaves first."""
 
 
 def _check_batches(model: Any) -> None:
@@ -278,10 +279,10 @@ def _check_batches(model: Any) -> None:
 
 
 def _check_positions(model: Any, max_length: int) -> None:
-    """Checks that no token of `max_length` is scaled by its position in the row, which padding changes.
+    """Checks that, within `max_length` tokens, attention does not depend on a token's position in the padded row.
 
-    Llama 4 scales its attention by that position, in steps of `floor_scale` tokens, far beyond any trial. Raises
-    EngineError.
+    Llama 4 scales its attention by that position, from `floor_scale` tokens on. The trials of `_check_batches` are much
+    shorter. Raises EngineError.
     """
     text = model.config.get_text_config()
     step = getattr(text, "floor_scale", None)
@@ -296,8 +297,8 @@ def _check_positions(model: Any, max_length: int) -> None:
 def _check_windows(model: Any, max_length: int) -> None:
     """Checks that the cache of a model forgets only tokens that the masks of its attention leave out.
 
-    Moshi has a window for its cache, and its attention has none. The first token that this changes comes after a whole
-    window, far beyond any trial. Raises EngineError.
+    In Moshi, the cache has a window, and the attention has none. Only tokens after a whole window show the difference,
+    and the trials of `_check_batches` are much shorter. Raises EngineError.
     """
     of_cache, of_masks = _windows(model)
     of_cache_alone = of_cache - of_masks
@@ -314,7 +315,7 @@ def _check_windows(model: Any, max_length: int) -> None:
 
 @torch.inference_mode()
 def _windows(model: Any) -> tuple[set[int], set[int]]:
-    """The windows, in tokens, of the layers of a cache, and those of the masks that the model makes for attention."""
+    """The window sizes, in tokens, of the layers of the cache, and those of the masks of the model's attention."""
     of_masks: set[int] = set()
     implementation = model.config._attn_implementation
     make_mask = ALL_MASK_ATTENTION_FUNCTIONS.get(implementation)
@@ -342,7 +343,7 @@ def _windows(model: Any) -> tuple[set[int], set[int]]:
 def _why_unequal(model: Any, seed: int) -> str:
     """Draws some tokens in a separate batch.
 
-    Returns the reason that their log-probabilities are not those of each row alone; empty: they are.
+    Returns the reason that a row has other log-probabilities in the batch than alone; "": they agree for all rows.
     """
     lengths = [*_FIRST_LENGTHS, *_LATER_LENGTHS]
     batch = ContinuousBatch(
@@ -392,7 +393,7 @@ def score_alone(model: Any, token_ids: list[int]) -> list[float]:
 
 
 def _call_on_loop(future: asyncio.Future[Any], call: Callable[..., None], *arguments: Any) -> None:
-    """Makes a call on the event loop of a future, unless the future is done by then."""
+    """Makes a call on the event loop of a future, unless the future is done when the loop gets to it."""
 
     def call_unless_done() -> None:
         if not future.done():

@@ -32,8 +32,9 @@ _CPU_ARGS = {
     "enforce_eager": True,
     # vLLM would take nearly all memory, and touching each page of it costs seconds.
     "kv_cache_memory_bytes": 256 * 2**20,
-    # After a part of a prompt vLLM 0.32 winds the random numbers of a seeded request back, which it cannot do without a
-    # GPU: it dies of "CPU Generator does not use offset". Whole prompts never need it, and a seed means the same.
+    # If a prompt with a seed is read in parts, vLLM 0.32 winds its random numbers back after a part. Without a GPU it
+    # cannot do that, and dies of "CPU Generator does not use offset". With whole prompts it does not need to. The
+    # same seed gives the same completions either way.
     "enable_chunked_prefill": False,
 }
 
@@ -43,22 +44,23 @@ _REMEDY = (
 )
 
 _CONSEQUENCE = "EngineDeadError"
-"""The error of all calls of a dead engine. It is a consequence of another error."""
+"""The error that all calls of a dead engine raise. It is only the consequence of another error."""
 
 OWNER_VARIABLE = "REPLAY_ENGINE_OWNER"
-"""The variable with the process that owns vLLM's processes; see `vllm_process`, which only they import."""
+"""The environment variable with the id of the process that owns vLLM's processes. `vllm_process` reads this variable,
+and only vLLM's processes import that module."""
 
 
 class VLLMEngine:
-    """vLLM behind the `Engine` interface. Every request runs on its own, so a slow one holds up no other.
+    """vLLM behind the `Engine` interface. Every request runs on its own, so a slow request delays no other request.
 
     The constructor blocks until the engine has loaded: 10 to 20 s without a GPU, most of it imports. Construct the
     engine before the event loop runs, under `if __name__ == "__main__":`. Without a GPU vLLM starts its process by
     importing the main module again.
 
-    The engine's process always ends with this process. It ignores Ctrl-C, which this process handles. If it dies, all
-    methods raise EngineError with the reason. vLLM's own log is then in a temporary file, unless a variable such as
-    VLLM_LOGGING_LEVEL is set.
+    The engine's process always ends with this process. The engine's process ignores Ctrl-C, which this process handles.
+    If the engine's process dies, all methods raise EngineError with the reason. vLLM's own log is then in a temporary
+    file, unless a variable such as VLLM_LOGGING_LEVEL is set.
     """
 
     def __init__(
@@ -73,17 +75,18 @@ class VLLMEngine:
     ) -> None:
         """Loads `model`, a folder in Hugging Face's format or a name on its hub.
 
-        `dtype` "auto" is float32 without a GPU, and the model's own dtype on one. `max_length` defaults to the model's.
-        `seed` None draws a new seed, so several engines, or one that starts again, do not write the same completions.
-        `engine_args` go to vLLM's `AsyncEngineArgs` unchanged, and replace the settings that are chosen here. With
-        `enable_lora=True` the engine takes LoRA adapters, up to the rank `max_lora_rank`. With
-        `return_sampling_mask=True`, on a GPU, vLLM itself returns the sampling masks; requests then need a top_k.
-        Without it, the masks are read from the log-probabilities of the most likely tokens, which costs more time.
+        `dtype` "auto" is float32 without a GPU, and the model's own dtype on a GPU. `max_length` defaults to the
+        model's. `seed` None draws a new seed, so that several engines, or an engine that is started again, do not write
+        the same completions. `engine_args` are passed to vLLM's `AsyncEngineArgs` unchanged, and replace the settings
+        that are chosen here. With `enable_lora=True` the engine takes LoRA adapters, up to the rank `max_lora_rank`.
+        With `return_sampling_mask=True`, on a GPU, vLLM itself returns the sampling masks. Requests then need a top_k.
+        Otherwise the masks are read from the log-probabilities of the most likely tokens, which takes more time.
         """
         _check_port()
         self.model: str = os.fspath(model)
         check_base(self.model)
-        # The check for a GPU must not initialize CUDA here, or vLLM cannot fork its processes. vLLM sets this too.
+        # The check for a GPU must not initialize CUDA here, or vLLM cannot fork its processes. vLLM itself sets this
+        # variable too.
         os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
         import torch
         from transformers import AutoTokenizer
@@ -116,10 +119,10 @@ class VLLMEngine:
         self._running = 0
         self._idle = asyncio.Event()
         self._idle.set()
-        self._whole = asyncio.Event()  # unset while weights are being loaded, and after that failed
+        self._whole = asyncio.Event()  # unset from the beginning of a load until a load has succeeded
         self._whole.set()
         self._takes_adapters = bool(engine_args.get("enable_lora"))
-        self._adapter: Any = None  # the LoRARequest of the requests from now on
+        self._adapter: Any = None  # the LoRARequest that new requests are sent with; None: the weights are whole
         self.tokenizer: Any = AutoTokenizer.from_pretrained(self.model)
         config = self._llm.model_config
         self.max_length: int = config.max_model_len
@@ -195,7 +198,7 @@ class VLLMEngine:
                 if _died(error):
                     raise
                 raise EngineError(f"vLLM could not load {path}: {error}") from error
-            # The old weights computed the cache, also the part of running requests.
+            # The whole cache is of the old weights, also the part that belongs to running requests.
             await self._llm.reset_prefix_cache(reset_running_requests=True)
             await self._llm.update_weight_version(str(version))
             await self._llm.resume_generation()
@@ -204,15 +207,15 @@ class VLLMEngine:
     async def _load_adapter(self, path: str) -> None:
         from vllm.lora.request import LoRARequest
 
-        # The number is always the same, so that requests under way continue with the new adapter.
+        # The number of the adapter, 1, is always the same, so that requests under way continue with the new adapter.
         is_loaded = await self._llm.add_lora(LoRARequest("policy", 1, path, load_inplace=True))
         if not is_loaded:
             raise RuntimeError(f"vLLM did not load the adapter in {path}")
         self._adapter = LoRARequest("policy", 1, path)
 
     async def score(self, token_ids: Sequence[int]) -> list[float]:
-        # With return_sampling_mask vLLM takes no request without top_k. It does not change the log-probabilities of a
-        # prompt.
+        # With return_sampling_mask vLLM takes no request without top_k. The log-probabilities of a prompt do not depend
+        # on top_k.
         top_k = 1 if self._returns_masks else -1
         request = self._request(token_ids, max_tokens=1, temperature=1.0, top_k=top_k, prompt_logprobs=0)
         (output,) = [output async for output in request]
@@ -222,7 +225,7 @@ class VLLMEngine:
         return scores
 
     async def close(self) -> None:
-        # Otherwise this task of vLLM would report the end of the engine's process as a failure.
+        # This task of vLLM would report the end of the engine's process as a failure.
         handler = getattr(self._llm, "output_handler", None)
         if handler is not None:
             handler.cancel()
@@ -232,12 +235,17 @@ class VLLMEngine:
     async def _request(
         self, prompt_ids: Sequence[int], *, each_on_its_own: bool = False, **sampling: Any
     ) -> AsyncGenerator[Any]:
-        """Yields vLLM's outputs: one for all completions, or two for each: its first token, and later all others."""
+        """Yields vLLM's outputs: one with all completions, when all have ended.
+
+        With `each_on_its_own`, yields two outputs for each completion: its first token, and later all its other tokens.
+        """
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
         # Text is decoded once at the end, from whole completions, which is cheaper than token by token.
         params = SamplingParams(detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY, **sampling)
+        # vLLM has no kind of output that yields each completion once. With this interval, all tokens after the first
+        # one come in one output.
         if each_on_its_own:
             params.output_kind = RequestOutputKind.DELTA
             params.stream_interval = self.max_length
@@ -264,7 +272,7 @@ def sampling_fields(sampling: SamplingConfig, n: int, most_logprobs: int) -> dic
     """
     logprobs = 0
     if sampling.largest_mask:
-        # One more than a mask may have: if that token is kept too, the mask is too large.
+        # One token more than a mask may have. If that token was kept too, the mask is too large.
         logprobs = min(sampling.largest_mask + 1, most_logprobs)
     return {
         "n": n,
@@ -281,7 +289,8 @@ def sampling_fields(sampling: SamplingConfig, n: int, most_logprobs: int) -> dic
 def masks_of(output: Any, width: int, largest_mask: int) -> list[list[int]]:
     """The sampling mask of each token of vLLM's CompletionOutput. A mask of more than `largest_mask` tokens is empty.
 
-    `width`: the number of most likely tokens whose log-probabilities were requested; 0: vLLM itself returned the masks.
+    `width`: the number of most likely tokens whose log-probabilities were requested. 0: none were requested, because
+    vLLM itself has returned the masks.
     """
     if not largest_mask:
         return []
@@ -300,7 +309,7 @@ def masks_of(output: Any, width: int, largest_mask: int) -> list[list[int]]:
 
 
 def _logprob_of(token: int, step: Mapping[int, Any]) -> float:
-    """The log-probability of a token in vLLM's table of one position; NaN: the table does not have the token."""
+    """The log-probability of a token in vLLM's table of one position; NaN: the table lacks the token."""
     if token not in step:
         return math.nan
     logprob: float = step[token].logprob
@@ -316,7 +325,7 @@ def _died(error: BaseException) -> bool:
 
 @contextmanager
 def _death_as_engine_error() -> Iterator[None]:
-    """Inside, an error that means that vLLM's process is dead becomes an EngineError with the reason."""
+    """Turns an error inside that means that vLLM's process is dead into an EngineError with the reason."""
     try:
         yield
     except Exception as error:
@@ -324,7 +333,7 @@ def _death_as_engine_error() -> Iterator[None]:
             raise
         log = vllm_log()
         reason = "see the end of its log" if log is None else log.reason()
-        # vLLM's own error is left out: all requests under way raise the same one, and their tracebacks add up.
+        # vLLM's own error is left out: all requests under way raise the same error object, whose traceback grows.
         raise EngineError(f"the vLLM engine died: {reason}. {_REMEDY}") from None
 
 
@@ -336,16 +345,20 @@ def _version(label: str) -> int:
 
 
 def _set_environment(cpu_threads: int | None) -> None:
-    """Sets defaults that vLLM and torch read, here and in the engine's process. Variables that are set stay."""
+    """Sets variables that vLLM and torch read, here and in the engine's process, unless the user has set them.
+
+    `cpu_threads`: the number of threads without a GPU; None: there is a GPU.
+    """
     defaults = {
         "VLLM_LOGGING_LEVEL": "ERROR",
-        # This hides a line after the death of an engine, about resources that its process did not clean up.
+        # This hides a warning after the death of an engine, about resources that its process did not clean up.
         "PYTHONWARNINGS": "ignore:resource_tracker:UserWarning",
     }
     if cpu_threads is not None:
         defaults["OMP_NUM_THREADS"] = str(cpu_threads)
         defaults["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
-        # The worker runs in the engine's process: one process less to start (10 s of imports), one hop less per token.
+        # The worker runs in the engine's process. That saves the start of a process (10 s of imports), and a message
+        # between processes for each token.
         defaults["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         # The model runs eagerly. Only two small functions of the sampler would be compiled, and for them torch would
         # start a C++ compiler: 10 s or more, and the machine may have none.
@@ -369,7 +382,7 @@ def _check_port() -> None:
 
 
 def _start(args: dict[str, Any]) -> Any:
-    """Starts the engine in a thread that blocks Ctrl-C, because its processes inherit that from the thread."""
+    """Starts the engine in a thread that blocks the signal of Ctrl-C: the engine's processes inherit the block."""
     result: dict[str, Any] = {}
 
     def load() -> None:
@@ -381,13 +394,13 @@ def _start(args: dict[str, Any]) -> Any:
             # vLLM has no types that mypy reads, so its class counts as Any.
             class QuietLLM(AsyncLLM):  # type: ignore[misc]
                 def __del__(self) -> None:
-                    """Does nothing. The finalizer has shut the engine down earlier, while that raises no error yet."""
+                    """Does nothing. The finalizer has shut the engine down earlier, when that does not raise yet."""
 
             result["llm"] = QuietLLM.from_engine_args(AsyncEngineArgs(**args))
         except BaseException as error:
             result["error"] = error
 
-    # multiprocessing would start its tracker on the way, and that would unblock the signal again.
+    # Otherwise multiprocessing would start its tracker in that thread, and the start would unblock the signal again.
     multiprocessing.resource_tracker.ensure_running()
     before = set(multiprocessing.active_children())
     os.environ[OWNER_VARIABLE] = str(os.getpid())
@@ -405,7 +418,7 @@ def _start(args: dict[str, Any]) -> Any:
         os.environ.pop(OWNER_VARIABLE, None)
     error = result.get("error")
     if isinstance(error, RuntimeError):
-        # About an error in its process, vLLM says only that the log has it.
+        # For an error in the engine's process, vLLM raises a RuntimeError that says only to read the log.
         log = vllm_log()
         if log is not None:
             raise EngineError(f"the vLLM engine did not start: {log.reason()}. {_REMEDY}") from error
@@ -422,7 +435,7 @@ class VLLMLog:
     """
 
     def __init__(self) -> None:
-        """Sets the environment that vLLM reads at its import. So it must be called before."""
+        """Sets environment variables that vLLM reads when it is imported. So construct the log before that import."""
         self._folder = Path(tempfile.mkdtemp(prefix="replay-vllm-"))
         self._file = self._folder / "vllm.log"
         handler = {"class": "logging.FileHandler", "filename": str(self._file), "formatter": "plain", "delay": True}
@@ -442,7 +455,7 @@ class VLLMLog:
         """The reason that an engine died, and the path of its log."""
         self._keep = True
         text = self._file.read_text(errors="replace") if self._file.exists() else ""
-        # The last line of each traceback: the first one that is not indented.
+        # Finds the last line of each traceback, which is its first line without indentation after the heading.
         tracebacks = re.finditer(r"^Traceback .*\n(?:[ \t].*\n|\n)*(\S.*)", text, re.MULTILINE)
         errors: list[str] = []
         for traceback in tracebacks:
@@ -454,7 +467,7 @@ class VLLMLog:
         return f"{errors[-1]} (vLLM's log: {self._file})"
 
     def _remove(self, owner: int) -> None:
-        if os.getpid() == owner and not self._keep:  # a forked process must leave it
+        if os.getpid() == owner and not self._keep:  # a forked process must not remove the folder
             shutil.rmtree(self._folder, ignore_errors=True)
 
 
@@ -462,7 +475,7 @@ _log: VLLMLog | None = None
 
 
 def vllm_log() -> VLLMLog | None:
-    """The log of this process; None: the environment has settings of its own for vLLM's log."""
+    """The log of this process; None: the user has set variables for vLLM's log."""
     global _log
     variables = ("VLLM_LOGGING_CONFIG_PATH", "VLLM_CONFIGURE_LOGGING", "VLLM_LOGGING_LEVEL")
     if _log is None and not any(name in os.environ for name in variables):

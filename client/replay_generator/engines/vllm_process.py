@@ -1,8 +1,9 @@
 """FollowOwner: ends vLLM's processes when the process that owns them has ended.
 
 If its owner is killed, vLLM's engine process waits for requests for ever, and keeps the accelerator's memory. vLLM
-imports this module into its processes (`worker_extension_cls`), and the import starts a thread that ends them. The
-owner must not import the module: a forked process would find it imported, and not start the thread.
+imports this module into its processes (`worker_extension_cls`). In each of them, the import starts a thread that ends
+the process after the owner has ended. The owner must not import this module: a process that is forked from the owner
+would then find the module imported already, and would not start the thread.
 """
 
 from __future__ import annotations
@@ -34,8 +35,8 @@ def _alive(pid: int) -> bool:
 
 def _follow(owner: int) -> None:
     """Waits until the owner or the parent of this process has ended. Then kills the parent, and ends this process."""
-    # The parent is the owner, or, with several workers, the engine process. vLLM imports no extension into the engine
-    # process, so its workers end it.
+    # The parent of this process is the owner, or, with several workers, the engine process. vLLM does not import this
+    # module into the engine process, so the workers end the engine process too.
     parent = owner
     started_by = multiprocessing.parent_process()
     if started_by is not None and started_by.pid is not None:

@@ -39,7 +39,8 @@ from replay_generator.engines.weights import model_facts
 logger = logging.getLogger(__name__)
 
 _ATTEMPTS = 10
-"""The least number of failures before a request fails for good. `patience` alone may be over after one completion."""
+"""A request fails for good after at least this many failures. By `patience` alone, a request of one long completion
+could fail for good at its second failure."""
 LONGEST_PAUSE = 5.0
 """The most seconds between two checks that a server is back."""
 
@@ -47,9 +48,10 @@ LONGEST_PAUSE = 5.0
 class VLLMServerEngine:
     """`vllm serve` behind the `Engine` interface: token ids and log-probabilities as the server drew them.
 
-    The constructor checks each server, and blocks meanwhile. A server that goes away later is asked until it is back;
-    others do its work meanwhile. Both are logged. Requests fail when all servers have been away for `patience` seconds,
-    or have refused a request for as long. Any number of generators may share servers: one of them loads new weights.
+    The constructor checks each server, and blocks meanwhile. A server that goes away later is asked until it is back.
+    The other servers do its work meanwhile. The log says when a server goes away and when it is back. A request fails
+    after all servers have been away for `patience` seconds, or after it has failed repeatedly for as long. Any number
+    of generators may share servers: one of them loads new weights.
     """
 
     def __init__(
@@ -69,19 +71,21 @@ class VLLMServerEngine:
         api_key: str | None = None,
         lock_folder: str | None = None,
     ) -> None:
-        """`model`, a folder or a name on the hub, is that of the servers at `base_url` (http://host:port).
+        """`model`: the model of the servers at `base_url` (http://host:port), as a folder or a name on the hub.
 
-        `served_model`: their name of it, if that differs. `max_length` defaults to theirs. `self_test` tries a reload
-        at start, see VLLMServer.self_test. `agreement`: the largest difference in nats between the servers'
-        log-probabilities of a probe. The three timeouts: see Timeouts. `api_key`, `lock_folder`: see VLLMServer.
-        Raises VLLMServerError, with the remedy, for a server that cannot be used.
+        `served_model`: the servers' name of the model, if they have another one. `max_length` defaults to the smallest
+        length of the servers. `self_test` tries a reload at the start, see VLLMServer.self_test. `agreement`: the
+        largest difference in nats between the servers' log-probabilities of a probe. The three timeouts: see Timeouts.
+        `api_key`, `lock_folder`: see VLLMServer. Raises VLLMServerError, with the remedy, for a server that cannot be
+        used.
         """
         from transformers import AutoTokenizer
 
         urls = [base_url] if isinstance(base_url, str) else [*base_url]
         if not urls or any(not url.startswith(("http://", "https://")) for url in urls):
             raise ValueError(f"base_url must be http://host:port of one server or more, not {base_url!r}")
-        # Users may give the address for OpenAI's clients, with /v1. The paths of our calls include it where needed.
+        # Users may give the address for OpenAI's clients, which ends with /v1. The paths of our calls begin with /v1 if
+        # they need it.
         urls = [url.rstrip("/").removesuffix("/v1") for url in urls]
         timeouts = Timeouts(control_timeout, reload_timeout, health_timeout)
         self._servers = [VLLMServer(url, api_key, lock_folder, timeouts) for url in urls]
@@ -92,7 +96,7 @@ class VLLMServerEngine:
         self._changed = asyncio.Condition()
         self._recoveries: dict[VLLMServer, asyncio.Task[None]] = {}
         self._failures: dict[VLLMServer, Exception] = {}
-        """The errors of the servers that have been away for longer than `patience`."""
+        """The errors of servers that have been away for longer than `patience`, or that cannot be used as they are."""
         self.engines_lost = 0
         """The number of times that a server went away, or lost the weights that were loaded into it."""
         self.model: str = os.fspath(model)
@@ -100,13 +104,13 @@ class VLLMServerEngine:
         self.vocabulary: int | None = model_facts(self.model, self.tokenizer).get("vocabulary")
         self._wanted = (self.model, served_model, max_length)
         start = self._start(self_test)
-        with concurrent.futures.ThreadPoolExecutor(1) as thread:  # this thread may run a loop already
+        with concurrent.futures.ThreadPoolExecutor(1) as thread:  # this thread may run an event loop already
             thread.submit(asyncio.run, start).result()
         self.max_length: int = max_length or min(server.max_length for server in self._servers)
 
     @property
     def served_length(self) -> int:
-        """The length that the servers were started with, which may be above `max_length`."""
+        """The greatest length that a server was started with, which may be above `max_length`."""
         return max(server.max_length for server in self._servers)
 
     async def _start(self, self_test: bool) -> None:
@@ -121,7 +125,7 @@ class VLLMServerEngine:
         try:
             await asyncio.gather(*[start(server) for server in self._servers])
         finally:
-            await self._close_connections()  # they belong to this loop
+            await self._close_connections()  # the connections belong to the event loop of the constructor
 
     async def generate(
         self, prompt_ids: Sequence[int], sampling: SamplingConfig, n: int, finished: OnFinished | None = None
@@ -151,7 +155,10 @@ class VLLMServerEngine:
                 server.running -= 1
 
     def _refused(self, server: VLLMServer, error: VLLMServerGoneError, failures: list[float]) -> None:
-        """Handles a failure of a request. `failures`: the times of all. Raises the error if it was the last."""
+        """Handles a failure of a request. Raises the error if the request must not be tried again.
+
+        `failures`: the times of all failures of this request, to which the new one is added.
+        """
         self._recover(server, error)
         failures.append(time.monotonic())
         if len(failures) >= _ATTEMPTS and failures[-1] - failures[0] > self._patience:
@@ -160,7 +167,7 @@ class VLLMServerEngine:
     async def _generate_each(
         self, prompt_ids: Sequence[int], sampling: SamplingConfig, n: int, finished: OnFinished
     ) -> list[Completion]:
-        """Requests each completion alone: a server answers a request only when all of its completions have ended."""
+        """Requests each completion alone: a server answers only when all completions of the request have ended."""
 
         async def one(number: int) -> Completion:
             seed = None if sampling.seed is None else sampling.seed + number
@@ -170,14 +177,18 @@ class VLLMServerEngine:
 
         tasks = [asyncio.create_task(one(number)) for number in range(n)]
         try:
-            await asyncio.wait(tasks)  # the others end too if one completion fails
+            await asyncio.wait(tasks)  # if one completion fails, the others are still drawn to their end
             return [task.result() for task in tasks]
         finally:
             for task in tasks:
                 task.cancel()
 
     async def _complete(self, server: VLLMServer, body: dict[str, Any]) -> list[Completion]:
-        """The completions of one request. Raises VLLMServerGoneError, and CompletionError for a wrong answer."""
+        """The completions of one request to `server`.
+
+        Raises VLLMServerGoneError if the server is away or was started again, and CompletionError for an answer that
+        vLLM cannot have written.
+        """
         before = await server.label()
         answer = await server.call("POST", "/v1/completions", {"model": server.model, **body})
         after = await server.label()
@@ -210,7 +221,7 @@ class VLLMServerEngine:
                 done, _ = await asyncio.wait({usable}, timeout=LONGEST_PAUSE)
                 if done:
                     break
-                Weights.of(path, version)  # it raises if the trainer has removed the folder for a newer version
+                Weights.of(path, version)  # raises if the trainer has removed the folder, because of a newer version
             usable.result()
         finally:
             usable.cancel()
@@ -223,13 +234,14 @@ class VLLMServerEngine:
             self._recover(server, error)
 
     async def _reload(self, server: VLLMServer, *, keep_newer: bool = False) -> None:
-        """Loads the newest weights into a server. From then on it is usable again."""
+        """Loads the newest weights into a server. Then the server is usable again."""
         while True:
             weights = self._weights
             if weights is not None:
                 server.usable = False
                 await server.reload(weights, keep_newer=keep_newer)
             async with self._changed:
+                # Newer weights may have come during the reload. Then the server loads these too.
                 if weights == self._weights:
                     server.usable = True
                     self._changed.notify_all()
@@ -239,6 +251,7 @@ class VLLMServerEngine:
         tokens = [int(token) for token in token_ids]
         rows: dict[str, list[float]] = {}
         failures: list[float] = []
+        # Each usable server computes the scores, so that they can be compared.
         while not rows:
             await self._usable_server()
             usable = [server for server in self._servers if server.usable]
@@ -259,7 +272,7 @@ class VLLMServerEngine:
         return expected
 
     async def _score(self, server: VLLMServer, tokens: list[int]) -> list[float]:
-        """The log-probabilities (T - 1,) of the tokens, by one server with the newest weights."""
+        """The log-probabilities (T - 1,) of the tokens, computed by one server with the newest weights."""
         sampling = _all_sampling_fields(SamplingConfig(max_tokens=1), 1, 0)
         body = {"model": server.model, "prompt": tokens, **sampling, "prompt_logprobs": 0}
         while True:
@@ -270,7 +283,7 @@ class VLLMServerEngine:
                 break
             if version_of(label) > self._weights.version:
                 raise FileNotFoundError(f"another generator has loaded {label} into {server.url} meanwhile")
-            await self._reload(server)  # another generator has loaded an older version meanwhile
+            await self._reload(server)  # another generator has loaded an older version since the last reload
         scores: list[float] = []
         for step, token in zip(steps, tokens[1:], strict=True):
             entry = (step or {}).get(str(token), {})
@@ -328,15 +341,17 @@ class VLLMServerEngine:
 
         async def use_again() -> None:
             await server.call("GET", "/health")
-            await server.check(*self._wanted)  # it may have been started again with other options
+            await server.check(*self._wanted)  # the server may have been started again with other options
             try:
                 await self._reload(server, keep_newer=True)
             except FileNotFoundError as gone:
-                raise VLLMServerGoneError(f"{server.url}: {gone}") from gone  # a newer version is on its way
+                # The trainer has removed the folder, because of a newer version. That version is loaded next time.
+                raise VLLMServerGoneError(f"{server.url}: {gone}") from gone
 
         async def failed(error: Exception, _: bool = False) -> None:
             log.wait(f"{error}; it is asked again, {self.engines_away} of {len(self._servers)} servers are away")
             waited = time.monotonic() - since
+            # The server counts as failed now, and is still asked. If all servers have failed, requests raise the error.
             if not isinstance(error, VLLMServerGoneError) or waited > self._patience:
                 async with self._changed:
                     self._failures[server] = error
@@ -353,9 +368,10 @@ class VLLMServerEngine:
 
 
 def _all_sampling_fields(sampling: SamplingConfig, n: int, most_logprobs: int) -> dict[str, Any]:
-    """`sampling_fields`, and the other fields for which a server has defaults.
+    """The fields of `sampling_fields`, and the other fields for which a server has defaults.
 
-    A server takes fields that a request leaves out from the model's generation_config.json, which the trainer ignores.
+    If a request leaves fields out, a server takes them from the model's generation_config.json, which the trainer
+    ignores.
     """
     neutral = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
     return {**sampling_fields(sampling, n, most_logprobs), **neutral}
@@ -365,9 +381,9 @@ def completion_of(choice: dict[str, Any], before: str, after: str, width: int = 
     """The completion in one choice of a server's answer.
 
     `before`, `after`: the labels before and after the request. If the server does not return the version of each token,
-    the first tokens have that of `before`, and the last one that of `after`. `width`: the number of most likely tokens
-    whose log-probabilities were requested. Raises LookupError, TypeError, ValueError or AttributeError for a choice
-    that vLLM cannot have written.
+    the last token has the version of `after`, and all other tokens have the version of `before`. `width`: the number of
+    most likely tokens whose log-probabilities were requested. Raises LookupError, TypeError, ValueError or
+    AttributeError for a choice that vLLM cannot have written.
     """
     tokens = [operator.index(token) for token in choice["token_ids"]]
     logprobs: list[float] = []
@@ -391,7 +407,7 @@ def completion_of(choice: dict[str, Any], before: str, after: str, width: int = 
 
 
 def _versions_of(choice: dict[str, Any], tokens: int, before: str, after: str) -> list[int]:
-    """The version of each token of a choice; the arguments are those of `completion_of`."""
+    """The version of each token of a choice. `tokens`: their number. `before`, `after`: see `completion_of`."""
     spans = choice.get("weight_versions")
     versions: list[int] = []
     if spans:

@@ -1,8 +1,8 @@
 """Folders of weights that a trainer publishes: their contents, their checks, and the facts of their model.
 
 Before an engine loads a folder, `check_folder` checks that its files are allowed, whole, and of the engine's model.
-After it, the engine's log-probabilities must equal those of the trainer for a token sequence (`Probe`). A folder holds
-whole weights or a LoRA adapter.
+After the load, the engine's log-probabilities for a token sequence (`Probe`) must agree with those of the trainer. A
+folder holds whole weights or a LoRA adapter.
 
 Named facts describe a model (`model_facts`). Two sides have the same model if they agree on each fact that both know
 (`differing_facts`). Facts are compared in three places:
@@ -35,7 +35,8 @@ _ADAPTER_CONFIG = "adapter_config.json"
 _ADAPTER_WEIGHTS = "adapter_model.safetensors"
 _HEAD = "lm_head.weight"
 """The output head, which a checkpoint with tied embeddings may leave out."""
-# For each format: integers of its size, and the bits that are all set only in infinities and NaN.
+# For each format of numbers: numpy's integers of the same size, and the exponent bits. In infinities and NaN, and only
+# there, all of these bits are set.
 _EXPONENTS: dict[str, tuple[str, int]] = {
     "F64": ("<u8", 0x7FF0 << 48),
     "F32": ("<u4", 0x7F80 << 16),
@@ -64,15 +65,17 @@ def check_folder(
     known: Set[str] = frozenset(),
     facts: Mapping[str, Any] | None = None,
 ) -> tuple[Probe | None, Set[str]]:
-    """The probe of a folder of weights, if it has one. Then also the names of its tensors, unless it holds an adapter.
+    """Checks a folder of weights. Returns its probe and the names of its tensors.
 
-    `root`: see `_check_inside`. `model`: the folder that the engine started with; None: unknown. `known`: the names of
-    the tensors of a folder that has passed its probe. `facts`: those of the engine. Without a probe this reads every
-    file once, at some GB a second.
+    The probe is None if the folder has none. The names are empty without a probe, and for an adapter.
 
-    Raises WeightsNotAllowedError, WeightsMismatchError if the weights are of a model with other facts, and
-    WeightsDamagedError if a file is no regular file, the probe cannot be read, the tensors are not those of the model,
-    or, without a probe, hold infinities or NaN.
+    `root`: the folder that must contain all files; None: any. `model`: the folder that the engine started with; None:
+    unknown. `known`: the names of the tensors of an earlier folder that has passed its probe; empty: there is none.
+    `facts`: the `model_facts` of the engine. Without a probe this reads every file once, at some GB a second.
+
+    Raises WeightsNotAllowedError if a file is outside of `root`, WeightsMismatchError if the weights are of a model
+    with other facts, and WeightsDamagedError if a file is no regular file, if the probe cannot be read, if the tensors
+    are not those of the model, or if, without a probe, they hold infinities or NaN.
     """
     path = Path(folder)
     for file in _files(path):
@@ -81,7 +84,7 @@ def check_folder(
             raise WeightsDamagedError(f"{file} is no regular file, and is not opened: remove it")
     if root is not None:
         _check_inside(folder, root)
-    # A tokenizer takes up to a second to load. It is read only until a version has passed its probe.
+    # A tokenizer takes up to a second to load. So it is compared only until a version has passed its probe.
     _check_facts(folder, facts or {}, model, tokenizer=not known)
     probe = Probe.read(folder)
     tensors: dict[str, tuple[Path, int, int, str]] = {}
@@ -112,7 +115,10 @@ def _check_facts(folder: str, engine_facts: Mapping[str, Any], model: str | None
 
 
 def _check_finite(tensors: Mapping[str, tuple[Path, int, int, str]]) -> None:
-    """Raises WeightsDamagedError for NaN and infinities in tensors: their files, first and last bytes, and formats."""
+    """Raises WeightsDamagedError for NaN and infinities in tensors.
+
+    `tensors`: by name, the file, the first byte, the byte after the last one, and the format of each.
+    """
     for name, (file, start, end, dtype) in tensors.items():
         if dtype in _EXPONENTS and not _finite(file, start, end, dtype):
             raise WeightsDamagedError(
@@ -122,7 +128,7 @@ def _check_finite(tensors: Mapping[str, tuple[Path, int, int, str]]) -> None:
 
 
 def _check_inside(folder: str, root: str | os.PathLike[str]) -> None:
-    """Raises WeightsNotAllowedError unless the folder and all its files are below `root`, links followed."""
+    """Raises WeightsNotAllowedError unless the folder and all its files are below `root`, with links resolved."""
     allowed = Path(root).resolve()
     for file in [Path(folder), *_files(Path(folder))]:
         if not file.resolve().is_relative_to(allowed):
@@ -135,9 +141,10 @@ def _check_inside(folder: str, root: str | os.PathLike[str]) -> None:
 
 
 def _check_names(folder: str, names: Set[str], model: str | None, known: Set[str], *, probed: bool) -> None:
-    """Raises WeightsDamagedError if these are not the names of the model's tensors, or the `known` names.
+    """Raises WeightsDamagedError if the names are not the `known` names or, if none are known, those of the model.
 
-    Files of other trainers may have other names, or tensors that are not trained. Then the first probe decides.
+    `probed`: the folder has a probe. Other trainers may write other names, or leave out tensors that are not trained.
+    So if no names are known, a folder with a probe may differ: the probe decides.
     """
     own, optional = _own_names(model)
     wanted = known or own
@@ -150,6 +157,7 @@ def _check_names(folder: str, names: Set[str], model: str | None, known: Set[str
             f"{folder} lacks {min(missing)!r} ({len(missing)} of the tensors that {model} has), so the engine "
             "would go on with old ones. Let the trainer publish all weights, or a probe.json that shows that they work"
         )
+    # If most names are odd, another trainer has named them, and the probe decides. A few odd names are an error.
     if odd and (known or not probed or 2 * len(odd) < len(names)):
         raise WeightsDamagedError(
             f"{folder} has {min(odd)!r} ({len(odd)} of its tensors), and {model} has no such tensor, so the engine "
@@ -158,7 +166,7 @@ def _check_names(folder: str, names: Set[str], model: str | None, known: Set[str
 
 
 def _tensors(file: Path) -> dict[str, tuple[int, int, str]]:
-    """The tensors of a file by name: the first byte of each, the byte after its last one, and its format."""
+    """The tensors of a file, by name: the first byte of each, the byte after its last one, and its format."""
     size = file.stat().st_size
     with file.open("rb") as content:
         length = int.from_bytes(content.read(8), "little")
@@ -184,7 +192,7 @@ def _tensors(file: Path) -> dict[str, tuple[int, int, str]]:
 
 def _finite(file: Path, start: int, end: int, dtype: str) -> bool:
     """True if these bytes of a file hold neither infinities nor NaN."""
-    # The file is not mapped into memory: if it were cut short meanwhile, that would end the process.
+    # The file is not mapped into memory: if somebody cut a mapped file short meanwhile, this process would be killed.
     kind, bits = _EXPONENTS[dtype]
     with file.open("rb") as content:
         content.seek(start)
@@ -200,7 +208,7 @@ def _finite(file: Path, start: int, end: int, dtype: str) -> bool:
 
 
 def _own_names(model: str | None) -> tuple[Set[str], Set[str]]:
-    """The names of this model's tensors, none if they are unknown; and the names that weights may have or leave out."""
+    """The names of this model's tensors (empty: unknown), and the names of tensors that weights may have or lack."""
     folder = Path(model or "")
     names: set[str] = set()
     try:
@@ -210,7 +218,7 @@ def _own_names(model: str | None) -> tuple[Set[str], Set[str]]:
     except (OSError, ValueError, WeightsDamagedError):
         return set(), {_HEAD}
     optional: set[str] = set()
-    if config.get("tie_word_embeddings", True):  # older versions do not write the usual value
+    if config.get("tie_word_embeddings", True):  # older versions of transformers do not write the default value
         optional.add(_HEAD)
     if "quantization_config" in config:  # a quantized model has other names than the weights that are trained
         return set(), optional
@@ -220,7 +228,7 @@ def _own_names(model: str | None) -> tuple[Set[str], Set[str]]:
 def _files(folder: Path) -> Iterator[Path]:
     """Yields the files in a folder, and then those that its indices name, which may be outside of the folder.
 
-    All files in the folder come before any index is opened.
+    All files in the folder come before any index is opened, so that the caller can refuse an index that is a pipe.
     """
     if folder.is_dir():
         yield from sorted(folder.iterdir())
@@ -245,7 +253,7 @@ class Probe:
 
     @classmethod
     def read(cls, folder: str) -> Probe | None:
-        """The probe in a folder of weights; None if there is none. Raises WeightsDamagedError."""
+        """The probe in a folder of weights; None if there is none. Raises WeightsDamagedError if it cannot be read."""
         path = Path(folder) / "probe.json"
         try:
             content = json.loads(path.read_text(encoding="utf-8"))
@@ -295,8 +303,8 @@ _FACTS = {
     "vocabulary": "vocab_size",
     **{name: name for name in _SIZES},
 }
-"""The facts in the configuration of a model, and their names there. The shapes of its tensors follow from them. A model
-has some of them."""
+"""The names of facts, with their names in the configuration of a model. The shapes of its tensors follow from them. No
+model has all of them."""
 _NAMING = ("model_type", "vocabulary", "tokenizer")
 """The facts by which people know a model."""
 _VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
@@ -306,10 +314,11 @@ _TEMPLATES = "additional_chat_templates"
 
 
 def model_facts(model: Any, tokenizer: Any) -> dict[str, Any]:
-    """The known facts on which generator and trainer must agree. `model`: its configuration, folder or name.
+    """The known facts on which generator and trainer must agree. `model`: a configuration, folder or name; None: none.
 
-    model_type, vocabulary (embeddings), the other sizes of `_FACTS`, and tokenizer: 16 hexadecimal digits of its tokens
-    and their ids. Tokens that were added after its vocabulary do not count, because a trainer may add one for padding.
+    The facts are model_type, vocabulary (the number of embeddings), the other sizes of `_FACTS`, and tokenizer:
+    16 hexadecimal digits, a hash of its tokens and their ids. Tokens that were added after its vocabulary do not count,
+    because a trainer may add one for padding.
     """
     facts: dict[str, Any] = {}
     config = _config_of(model) if isinstance(model, str) else model
@@ -317,7 +326,7 @@ def model_facts(model: Any, tokenizer: Any) -> dict[str, Any]:
         text_config = config.get_text_config()
         for fact, name in _FACTS.items():
             value = getattr(text_config, name, None)
-            if isinstance(value, tuple):  # one for each layer
+            if isinstance(value, tuple):  # a value for each layer
                 value = list(value)
             if isinstance(value, int | str | list) and value != "":
                 facts[fact] = value
@@ -329,15 +338,15 @@ def model_facts(model: Any, tokenizer: Any) -> dict[str, Any]:
 
 
 def _config_of(model: str) -> Any:
-    """The configuration in a folder, or of a name on the hub; None: it cannot be read."""
+    """The configuration of the model in a folder, or of a name on the hub; None: it cannot be read."""
     try:
         from transformers import AutoConfig, PretrainedConfig
     except ImportError:
         return None
-    # Any client may have written it, and a damaged one may raise any error.
+    # Any client may have written the configuration, and a damaged configuration may raise any error.
     with suppress(Exception):
         return AutoConfig.from_pretrained(model, trust_remote_code=False)
-    # It may need code that comes with the model. No such code runs here, but its fields can be read.
+    # The configuration may need code that comes with the model. No such code runs here, but the fields can be read.
     with suppress(Exception):
         fields, _ = PretrainedConfig.get_config_dict(model)
         return PretrainedConfig.from_dict(fields.get("text_config") or fields)
@@ -347,8 +356,9 @@ def _config_of(model: str) -> Any:
 def folder_facts(folder: Path, wanted: Iterable[str], *, tokenizer: bool = True) -> dict[str, Any]:
     """The facts of the model whose weights are in `folder`, as far as its files have them.
 
-    They come from its manifest. A folder of another trainer has no such manifest, but perhaps a configuration and a
-    tokenizer, from which only `wanted` facts are read. `tokenizer` False: a tokenizer there is not read.
+    The facts come from the folder's manifest. A folder of another trainer has no such manifest, but perhaps a
+    configuration and a tokenizer, from which only `wanted` facts are read. `tokenizer` False: the tokenizer in such a
+    folder is not read.
     """
     wanted = set(wanted)
     with suppress(OSError, ValueError, LookupError, TypeError, RecursionError):
@@ -366,7 +376,7 @@ def folder_facts(folder: Path, wanted: Iterable[str], *, tokenizer: bool = True)
 
 
 def folder_frequencies(folder: str) -> dict[str, Any]:
-    """The trainer's `frequency_facts` in the manifest of a folder; empty: it has none."""
+    """The trainer's `frequency_facts` in the manifest of a folder; empty: there are none."""
     with suppress(OSError, ValueError, LookupError, TypeError, RecursionError):
         manifest = json.loads((Path(folder) / MANIFEST).read_text(encoding="utf-8"))
         frequencies = manifest["frequencies"]
@@ -376,7 +386,7 @@ def folder_frequencies(folder: str) -> dict[str, Any]:
 
 
 def differing_facts(other_facts: Mapping[str, Any], own_facts: Mapping[str, Any]) -> str:
-    """The facts that both sides know and that differ, each with both values, in words; "": none."""
+    """The facts that both sides know and that differ, each with both values, in words; "": none differ."""
     differing: list[str] = []
     for name, own in own_facts.items():
         other = other_facts.get(name, own)
@@ -388,8 +398,8 @@ def differing_facts(other_facts: Mapping[str, Any], own_facts: Mapping[str, Any]
 def load_causal_model(model: str, **options: Any) -> Any:
     """The causal language model in a folder, or of a name on the hub. `options`: those of from_pretrained.
 
-    No code that comes with a model is run: published weights are data. Raises ValueError, in one sentence, for a model
-    that transformers does not load as a text model, and the OSErrors of transformers.
+    No code that comes with a model is run: published weights are data. Raises ValueError, with one sentence, for a
+    model that transformers does not load as a text model. Also raises the OSErrors of transformers.
     """
     from transformers import AutoModelForCausalLM
 
@@ -404,9 +414,10 @@ def load_causal_model(model: str, **options: Any) -> Any:
 
 
 def _why_not_causal(model: str) -> str:
-    """The reason that transformers does not load a model as a causal language model, with the remedy; empty: it may.
+    """The reason that transformers cannot load a model as a causal language model, with the remedy; "": it may do so.
 
-    The error of transformers would list all kinds of models that it loads, and have remedies that do not help here.
+    The error of transformers would list all kinds of models that transformers loads, and name remedies that do not help
+    here.
     """
     from transformers import (
         CONFIG_MAPPING,
@@ -453,7 +464,7 @@ def end_ids(model: Any, tokenizer: Any) -> set[int]:
 
 @contextmanager
 def no_progress_bars() -> Iterator[None]:
-    """Inside, transformers draws no progress bars. It would draw one for each file, over the display of the run."""
+    """Turns off transformers' progress bars inside. A bar for each file would be drawn over the display of the run."""
     from transformers.utils import logging
 
     shown = logging.is_progress_bar_enabled()
@@ -466,9 +477,9 @@ def no_progress_bars() -> Iterator[None]:
 
 
 def told_facts(facts: Mapping[str, Any]) -> str:
-    """JSON of the facts that fit into MOST_TEXT characters, for the description of a client to the server.
+    """JSON of the facts that fit into MOST_TEXT characters, with which a client describes itself to the server.
 
-    The facts that name a model come first. The manifests have all of them.
+    The facts that name a model come first. Manifests have all facts.
     """
     fitting: dict[str, Any] = {}
     for name in (*_NAMING, *facts):
@@ -480,7 +491,7 @@ def told_facts(facts: Mapping[str, Any]) -> str:
 
 
 def why_other_model(clients: Iterable[ClientInfo], own_facts: Mapping[str, Any]) -> str:
-    """The reason that a trainer with these `model_facts` refuses a connected generator; empty: it refuses none."""
+    """The reason that a trainer with these `model_facts` refuses a connected generator; "": it refuses none."""
     for client in clients:
         settings = read_described(client.settings)
         other_facts = settings.get("model")
@@ -500,7 +511,7 @@ def why_other_model(clients: Iterable[ClientInfo], own_facts: Mapping[str, Any])
 
 
 def _in_words(facts: Mapping[str, Any], others: Mapping[str, Any]) -> str:
-    """The facts that name a model, and those that differ from `others`."""
+    """The facts that name a model, and the facts that differ from `others`, each with its value, in words."""
     parts: list[str] = []
     for name, value in facts.items():
         if name in _NAMING or others.get(name, value) != value:
@@ -514,7 +525,7 @@ def _in_words(facts: Mapping[str, Any], others: Mapping[str, Any]) -> str:
 def holds_adapter(folder: str | os.PathLike[str]) -> bool:
     """True if a folder of weights holds an adapter, and not whole weights.
 
-    Raises FileNotFoundError if it holds neither, or is gone.
+    Raises FileNotFoundError if the folder holds neither, or is gone.
     """
     names = {path.name for path in Path(folder).glob("*.safetensors")}
     if not names:
@@ -523,7 +534,7 @@ def holds_adapter(folder: str | os.PathLike[str]) -> bool:
 
 
 def check_base(model: str) -> None:
-    """Raises ValueError if `model`, with which an engine will start, is a folder with an adapter."""
+    """Raises ValueError if `model` is a folder with an adapter: an engine must start with a whole model."""
     if (Path(model) / _ADAPTER_CONFIG).is_file():
         raise ValueError(f"{model} holds an adapter: start the engine with its base model, which loads it then")
 

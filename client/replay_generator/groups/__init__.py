@@ -1,1 +1,1 @@
-"""Groups: rollouts become a group, which may be partial for a while, and which is inserted into the server."""
+"""Groups: makes groups of rollouts, stores them while they are partial, and inserts them into the server."""

@@ -1,8 +1,8 @@
 """Assembly: the one place where rollouts become a group.
 
-    rollout ──read once, and checked (played.py)──▶ arrays ──▶ a group of those that have a reward
+    rollout ──read once, and checked (played_sequence.py)──▶ arrays ──▶ a group of the rollouts that have a reward
 
-All groups are assembled here: those that one generator played, those that several played, and those of a scorer.
+All groups are assembled here: groups that one generator or several generators have played, and groups of a scorer.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from replay_generator.rollouts.rollout import PlayedRollout
 
 
 def assemble(played: Sequence[PlayedRollout], version: int, **fields: Any) -> RolloutGroup:
-    """The group of these rollouts; `fields` are its rewards, its advantages, and others of RolloutGroup.
+    """The group of these rollouts. `fields`: further fields of RolloutGroup, such as rewards and advantages.
 
     The common beginning of all sequences becomes the shared prompt. `version`: the policy version before the
-    generation; the group has it if no token was drawn. Raises ValueError as RolloutGroup does.
+    generation, which becomes the group's version if no token was drawn. Raises ValueError as RolloutGroup does.
     """
     sequences = [sequence for rollout in played for sequence in rollout.sequences]
     masks = [sequence.sampled_mask[sequence.head :] for sequence in sequences]
@@ -70,8 +70,8 @@ def _described_turns(sequence: PlayedSequence) -> list[list[Any]]:
 def _known(sequence: PlayedSequence) -> npt.NDArray[np.bool_]:
     """The mask of the completion, without the tokens whose log-probability the engine does not know.
 
-    If the engine knows none of them, the mask keeps all.
-    RolloutGroup refuses such tokens in rollouts of several sequences: it cannot tell them from those of tools.
+    RolloutGroup refuses such tokens in rollouts of several sequences: it cannot tell them from the tokens of tools.
+    If the engine knows no log-probability of the completion, the mask keeps all tokens.
     """
     mask = sequence.sampled_mask[sequence.head :]
     known = mask & ~np.isnan(sequence.logprobs[sequence.head :])

@@ -1,15 +1,15 @@
 """PartialGroupSpec: the stored form of a partial group, from which any generator can continue it.
 
-    spec | rollout/0 | rollout/5 | ...      the payload of one item: what to do, and the rollouts that are finished
+    spec | rollout/0 | rollout/5 | ...      the payload of one item: the spec, and the rollouts that are finished
 
-The generator that opens the group inserts the spec. Each finished rollout is a segment of its own (`client.extend`),
-named by its number in the group. A generator that draws the item has all that it needs: it plays the missing rollouts,
-and makes the same group that one generator alone would have made.
+The generator that opens the group inserts the spec. Each finished rollout is appended as a segment of its own
+(`client.extend`), named by its number in the group. A generator that draws the item plays the missing rollouts. From
+the item alone, it makes the same group that one generator alone would have made.
 
-A partial group with all its rollouts only lacks its rewards (`encode_whole`).
+A partial group that has all its rollouts, and lacks only its rewards, is written at once (`encode_whole`).
 
-A rollout is stored as the hook returned it, and not as a group of one: reward functions see texts, turns and `info`,
-and they run when the last rollout is there.
+A rollout is stored as the hook returned it, and not as a group of one rollout: reward functions need its texts, turns
+and `info`, and they run only when all rollouts are finished.
 """
 
 from __future__ import annotations
@@ -49,22 +49,23 @@ class PartialGroupSpec:
     """The facts that a generator needs to continue a group. The generator that opens the group writes them."""
 
     key: int
-    """The key of the finished group, whichever generator inserts it."""
+    """The key that the finished group will have, whichever generator inserts it."""
     prompt: Prompt
     prompt_ids: list[int]
     number: int
-    """Its number in the order of the opener's prompts. The seeds of its rollouts come from this number."""
+    """The group's number in the order of the opener's prompts. The seeds of its rollouts follow from this number."""
     group_size: int
-    """The number of rollouts that it will have, G."""
+    """The number of rollouts that the group will have, G."""
     sampling: SamplingConfig
     again: bool = False
-    """True if a group of this prompt was given up before, because it was too old."""
+    """True if an earlier group of this prompt was given up because it was too old."""
     item: PromptItem | None = None
     """The item of the prompt, which the insert of the spec has closed; None: the prompt came from an iterable."""
     failures: list[str] = field(default_factory=list)
-    """The errors of the rollouts that a whole group lacks."""
+    """The errors of the rollouts that failed, if the group is whole and waits only for its rewards."""
     began: str = field(default_factory=lambda: datetime.now().isoformat())
-    """The local time at which its opener began it, in ISO format. Chat templates get this day from every generator."""
+    """The local time at which the opener began the group, in ISO format. Every generator that plays its rollouts gives
+    the day of this time to the chat template."""
 
     def encode(self) -> bytes:
         """The bytes for `decode`. Raises PromptError for a row that msgpack cannot hold."""
@@ -106,6 +107,7 @@ class PartialGroupSpec:
             raise ValueError(f"damaged partial group: {type(error).__name__}: {error}") from error
 
     def _check_numbers(self) -> None:
+        """Raises ValueError for numbers, failures or a time that no generator can have written."""
         item = self.item or PromptItem(0, 0.0, 0, 0)
         check_places(self.key, self.number, self.group_size, item.key, item.epoch, item.position)
         if not math.isfinite(item.priority):
@@ -119,7 +121,7 @@ class PartialGroupSpec:
 
 
 def encode_whole(spec: PartialGroupSpec, rollouts: Mapping[int, PlayedRollout]) -> bytes:
-    """The bytes of a group that only lacks its rewards, for `PartialGroupSpec.decode`.
+    """The bytes of a group that has all its rollouts and lacks only its rewards, for `PartialGroupSpec.decode`.
 
     Raises PromptError for values that msgpack cannot hold.
     """
@@ -132,7 +134,10 @@ def encode_whole(spec: PartialGroupSpec, rollouts: Mapping[int, PlayedRollout]) 
 
 
 def encode_rollout(played: PlayedRollout) -> npt.NDArray[np.uint8]:
-    """The bytes of one rollout, as a column. Raises ValueError for an `info` that msgpack cannot hold."""
+    """The bytes of one rollout, as a column. Raises ValueError for an `info` that msgpack cannot hold.
+
+    The arrays of sequence 0 are named "0/token_ids" and so on. The extras of its completion 0 are named "0/0/NAME".
+    """
     rollout = played.rollout
     info = encode_info(rollout.info)
     arrays: dict[str, npt.NDArray[Any]] = {}
@@ -215,7 +220,7 @@ def _check_types(rollout: Rollout) -> None:
 
 
 def lowest_version(rollouts: Mapping[int, PlayedRollout]) -> int | None:
-    """The oldest policy version that drew one of their tokens; None: none was drawn."""
+    """The oldest policy version that drew a token of these rollouts; None: the policy drew none of their tokens."""
     lowest = []
     for played in rollouts.values():
         for sequence in played.sequences:

@@ -1,7 +1,7 @@
 """GivenUpWatch: counts the groups that the generator gave up as too old, by their environment.
 
-The server never sees such a group. So the generator tells it the counts (`describe`): otherwise an environment whose
-groups take too long would be missing, and nobody would know.
+The server never sees such a group. So the generator sends the counts to the server (`describe`). Otherwise the groups
+of an environment whose rollouts take too long would be missing, and nobody would know.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from replay_generator.notices import Watch
 MOST_ENVIRONMENTS = 64
 """The most environments that are counted. Further ones are left out."""
 MOST_TEXT = 1000
-"""The most characters of the description. The server takes 4096 for the whole description of a generator."""
+"""The most characters of this description. The server accepts 4096 for all descriptions of a generator together."""
 
 
 class GivenUpWatch(Watch):
@@ -25,7 +25,7 @@ class GivenUpWatch(Watch):
         self._groups: Counter[str] = Counter()
 
     def record(self, tags: Mapping[str, str | int]) -> None:
-        """Counts a group with these tags. Without an environment, the report would have no name for the group."""
+        """Counts a group with these tags. The report names environments, so a group without one is not counted."""
         environment = str(tags.get("environment", ""))
         if not environment:
             return
@@ -34,7 +34,7 @@ class GivenUpWatch(Watch):
 
     @property
     def description(self) -> dict[str, str]:
-        """The groups by environment, with the largest counts first; as many environments as have room."""
+        """The number of groups by environment, as JSON. If there is too little room, the smallest are left out."""
         counts: dict[str, int] = {}
         for environment, groups in self._groups.most_common():
             longer = json.dumps(counts | {environment: groups})

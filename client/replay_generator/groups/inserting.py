@@ -1,6 +1,6 @@
-"""InsertingServer: the server as a process sees it that inserts groups. It waits for temporary failures and logs them.
+"""InsertingServer: the server, as seen by a process that inserts groups. Waits out temporary failures, and logs them.
 
-Generators (`server.py`) and stages (`stages/`) are built on it.
+Generators (`server.py`) and stages (`stages/`) are built on this class.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class InsertSettings(Protocol):
 
 @dataclass(frozen=True)
 class Handoff:
-    """A group for other tables. There it replaces the item from which it was made."""
+    """A finished group, with the tables into which it is inserted. It replaces the item from which it was made."""
 
     group: RolloutGroup | Buffer
     tables: Mapping[str, float]
@@ -76,7 +76,7 @@ class Handoff:
     tags: Mapping[str, str | int] | None = None
     """The tags of the new item; None: the tags of the item that it replaces."""
     key: int | None = None
-    """The key of the new item; None: a key that no item has."""
+    """The key of the new item; None: the insert chooses a new key."""
 
 
 class LeftOut(Exception):
@@ -92,17 +92,18 @@ class LeftOut(Exception):
     ) -> None:
         """`counts_as`: the field of GeneratorStats that counts the group; None: the group is counted already.
 
-        `rewards`: (G,), of a group that is left out because of its rewards.
+        `rewards` (G,): the rewards of a group that the group filter has left out; None: it was left out for another
+        reason.
         """
         self.counts_as = counts_as
         self.rewards = rewards
 
 
 class InsertingServer:
-    """The server as a process sees it that inserts groups.
+    """The server, as seen by a process that inserts groups.
 
-    It waits for a server that is away, shuts down, is busy, or whose storage fails. The run ends, with
-    ServerUnavailableError, only if the server does not come back within the client's own timeout.
+    Calls wait while the server is away, shuts down or is busy, or while its storage fails. The run ends with
+    ServerUnavailableError only if the server does not come back within the client's own timeout.
     """
 
     def __init__(self, client: AsyncReplayClient, config: InsertSettings, stats: GeneratorStats, who: str) -> None:
@@ -117,9 +118,9 @@ class InsertingServer:
         self._is_known = False
         """True while the server knows the settings of this process."""
         self.watches: Sequence[Watch] = ()
-        """The server is told their descriptions, beside the settings."""
+        """The watches whose descriptions are sent to the server, with the settings."""
         self._last_report: dict[str, str] = {}
-        """The descriptions of the watches that the server was told last."""
+        """The descriptions of the watches that were last sent to the server."""
         self._needs_prompt_tag = False
         """True if a table of these groups indexes the tag `prompt_id`."""
         self._waiting = WaitLog(who)
@@ -128,8 +129,9 @@ class InsertingServer:
     async def look(self, *stages: str | None) -> ServerInfo:
         """Asks the server for its tables and settings, and checks that they suit this process.
 
-        Raises ReplayError if the server lacks one of the tables `stages`, or does not count the permits of their
-        groups, and if a trainer is connected that would compute other advantages than this process does.
+        `stages`: tables through which the groups of this process go before they are finished; None: no table. Raises
+        ReplayError if the server lacks one of these tables, or does not count the permits of their groups. Also raises
+        ReplayError if a connected trainer would change the advantages of this process.
         """
         info: ServerInfo = await self.answer(self._client.server_info)
         self._check_trainers(info)
@@ -151,7 +153,7 @@ class InsertingServer:
         return info
 
     def _check_trainers(self, info: ServerInfo) -> None:
-        """Raises ReplayError if a connected trainer would scale advantages of the user's own once more."""
+        """Raises ReplayError if a connected trainer would scale the advantages of a user's own function again."""
         own = json.loads(self._settings.described().get("advantages", '""'))
         for name, settings in info.settings_of("trainer"):
             why = why_scaled_again(settings.get("scale_rewards"), own)
@@ -161,7 +163,7 @@ class InsertingServer:
     async def watch(self) -> None:
         """Logs that the server is away, that it answers again, and that it was restarted. Never returns.
 
-        The client repeats calls until its timeout, so the errors of those calls would report this much later.
+        The client repeats a call until its timeout. So the error of a call would report an absence much later.
         """
         away = WaitLog(self._who)
         while True:
@@ -175,9 +177,10 @@ class InsertingServer:
             await self.observe(info)
 
     async def observe(self, info: ServerInfo) -> None:
-        """Logs that the server is another process than before: it may be empty.
+        """Logs a restart of the server, after which it may be empty.
 
-        Tells the server the settings of this process if it does not know them, and new descriptions of the watches.
+        Sends the settings of this process if the server does not know them, and the descriptions of the watches if they
+        have changed.
         """
         if self._last_info is not None and restarted(self._last_info, info):
             self._is_known = False
@@ -199,7 +202,7 @@ class InsertingServer:
                 self._last_report = report
 
     async def _describe(self, settings: Mapping[str, str]) -> bool:
-        """Sends the description of this process. Returns False if the server refuses it, and logs the reason once."""
+        """Sends a description of this process. If the server refuses it, logs the reason once, and returns False."""
         try:
             await self._client.describe(settings, timeout=SECONDS_PER_LOOK)
         except InvalidRequestError as error:
@@ -211,7 +214,7 @@ class InsertingServer:
         return self._settings.described()
 
     def hand_on(self, group: RolloutGroup, tags: Mapping[str, str | int], key: int | None = None) -> Handoff:
-        """A scored group with its priority, for its tables. Raises PromptError if the priority function fails."""
+        """The Handoff of a scored group to its tables, with its priority. Raises PromptError if that function fails."""
         try:
             priority = self._priority(group)
         except Exception as error:
@@ -222,14 +225,14 @@ class InsertingServer:
         return Handoff(group, priorities, tags, key)
 
     async def insert_into(self, name: str, handoff: Handoff, **options: Any) -> None:
-        """Returns when a group is in its tables.
+        """Inserts a group into its tables, and returns when it is there.
 
         `name`: the prompt or item from which the group was made, for errors. `options`: further arguments of the
         client's `insert`. Raises LeftOut if the group is too old, or if its table is full and `on_full` is "skip".
-        Raises PromptError if it is too large for the server, GroupRefusedError if the server does not accept its names
-        or numbers, and LeaseEndedError if the lease of an item that it closes has ended.
+        Raises PromptError if the group is too large for the server, GroupRefusedError if the server does not accept its
+        names or numbers, and LeaseEndedError if the lease of an item that the insert closes has ended.
         """
-        # All attempts have the same key: if an answer was lost, the item is not inserted twice.
+        # All attempts have the same key. So the item is not inserted twice if an answer was lost.
         key = next(self._keys) if handoff.key is None else handoff.key
         options |= {"key": key, "timeout": self._settings.insert_timeout}
         if handoff.tags is not None:
@@ -254,7 +257,8 @@ class InsertingServer:
     ) -> T:
         """The result of a call, which is repeated while the server cannot execute it.
 
-        `counts_as`: the field of GeneratorStats that counts exceeded deadlines; None: such a deadline is an error.
+        `counts_as`: the field of GeneratorStats that counts the exceeded deadlines of the call, after which it is
+        repeated. None: an exceeded deadline is an error.
         """
 
         async def failed(error: Exception, _: bool) -> None:
@@ -273,8 +277,8 @@ class InsertingServer:
                 self._waiting.wait(f"a group waits for {what}: {error}")
             case ServerUnavailableError() | ServerClosedError():
                 self._waiting.wait(f"the server is away, and {self._who} tries again: {error}")
-                # This call waits for a server that is gone, and ends the run after the client's own timeout. A server
-                # that shuts down, or answers but refuses, is tried again.
+                # This request waits for a server that is gone. After the client's own timeout it raises, which ends the
+                # run. If the server shuts down, or is busy, the failed call is only repeated.
                 with contextlib.suppress(ServerClosedError, ServerBusyError):
                     await self._client.policy()
             case ServerBusyError() | StorageError():
@@ -320,7 +324,7 @@ def run_worker(
 
 
 def _is_prompt_indexed(info: ServerInfo, tables: Sequence[str]) -> bool:
-    """True if one of these tables, or one that they forward to, indexes the tag `prompt_id`."""
+    """True if one of these tables, or a table to which they forward items, indexes the tag `prompt_id`."""
     names = list(tables)
     for name in names:  # the loop also visits the names that it appends
         table = info.tables.get(name)

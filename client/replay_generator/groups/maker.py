@@ -1,6 +1,6 @@
 """GroupMaker: makes a scored group from a prompt.
 
-prompt ──▶ tokens ──▶ rollouts (rollouts/rollout.py), which ask the engine ──▶ rewards, advantages (scoring.py)
+prompt ──▶ tokens ──▶ rollouts from the engine (rollouts/rollout.py) ──▶ rewards, advantages (scoring.py)
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ logger = logging.getLogger(__name__)
 
 
 class GroupMaker:
-    """Lets a hook play rollouts of prompts, and reward functions score them. It uses no server."""
+    """Lets a hook play the rollouts of a prompt, and lets reward functions score them. It uses no server."""
 
     def __init__(
         self,
@@ -70,16 +70,16 @@ class GroupMaker:
         self._config = config
 
     def tokenize(self, source: PromptSource, began: datetime) -> tuple[Prompt, list[int]]:
-        """The prompt and its token ids. `began`: the time at which its group begins, for the chat template.
+        """The prompt, and its token ids (P,). `began`: the time at which its group begins, for the chat template.
 
         Raises PromptError if the source is no prompt or does not fit the engine.
         """
         return prompt_for(self._engine, source, self._config.chat_template_kwargs, began)
 
     async def watch(self) -> None:
-        """Logs every LOG_SECONDS the oldest request to the engine, if it has waited for as long. Never returns.
+        """Logs every LOG_SECONDS the oldest request to the engine, if it has waited for LOG_SECONDS or more.
 
-        This is no sign of life: an engine that never answers counts as hung.
+        Never returns. These log lines do not count as progress, so a process whose engine never answers counts as hung.
         """
         while True:
             await asyncio.sleep(LOG_SECONDS)
@@ -92,11 +92,11 @@ class GroupMaker:
                 logger.warning(line, description, waited, counted(len(self._unanswered), "request"))
 
     async def make(self, work: PartialGroup, times: GroupTimes) -> tuple[RolloutGroup, ByFunction]:
-        """The finished group, and the rewards (G,) of each function by name. Writes seconds into `times`.
+        """Plays the missing rollouts. Returns the finished group, and the rewards (G,) of each function by name.
 
-        A group that is scored elsewhere has rewards of 0, and no functions. Only the missing rollouts are played.
-        Raises LeftOut if the group must not be inserted, TooOldToFinish if it would be too old, PromptError if it
-        cannot be scored, and any error of the engine.
+        Writes the seconds of each step into `times`. A group that is scored elsewhere has rewards of 0, and no
+        functions. Raises LeftOut if the group must not be inserted, TooOldToFinish if it would be too old, PromptError
+        if it cannot be scored, and any error of the engine.
         """
         times.generate = -time.monotonic()
         try:
@@ -112,7 +112,7 @@ class GroupMaker:
         return await self._scoring.score(work, version, times, failures)
 
     def _why_unfit(self, work: PartialGroup) -> str:
-        """The reason that this engine cannot continue a group of another generator; "" if it can."""
+        """The reason that this engine cannot continue the group, which another engine may have begun; "" if it can."""
         why = why_unfit(self._engine, work.spec.prompt_ids)
         if why:
             return f"it has {why}"
@@ -123,10 +123,10 @@ class GroupMaker:
         return ""
 
     async def _play_missing(self, work: PartialGroup) -> list[str]:
-        """Plays the missing rollouts. Returns the errors of those that failed, as texts.
+        """Plays the missing rollouts. Returns the errors of the rollouts that failed, as texts.
 
-        Raises PromptError if too few were finished. With a seed, a group always gets the same rollouts, unless a
-        generator dies: the rollouts that are missing then get another seed.
+        Raises PromptError if too few were finished. With a seed, a group always gets the same rollouts, with one
+        exception: if a generator dies, the rollouts that are still missing get another seed.
         """
         spec = work.spec
         config = self._config
@@ -136,7 +136,7 @@ class GroupMaker:
             return []
 
         async def finished(index: int, played: PlayedRollout) -> None:
-            # A stored rollout may be used by other generators before this generation ends.
+            # Other generators may use a stored rollout before this generation ends, so its weights are checked first.
             await self._policy.checked()
             work.append(index, played)
 
@@ -157,7 +157,7 @@ class GroupMaker:
         return self._scoring.see_failures(spec.prompt, failures, len(work.rollouts), spec.group_size)
 
     def _patience(self, work: PartialGroup) -> float | None:
-        """The seconds that the next rollout may take; None: as long as it needs, since the group needs it."""
+        """The seconds that the next rollout may take; None: no limit, because the group cannot do without it."""
         timeout = self._config.group_timeout
         least = self._config.min_rollouts
         if timeout is None or least is None or len(work.rollouts) < least:
@@ -188,7 +188,7 @@ class GroupMaker:
 
 
 def _sampling_of(work: PartialGroup) -> SamplingConfig:
-    """The sampling of the missing rollouts, with a seed of their own if the generator has one."""
+    """The sampling of the missing rollouts. If the spec has a seed, the result has a seed that follows from it."""
     sampling = work.spec.sampling
     if sampling.seed is None:
         return sampling

@@ -1,21 +1,22 @@
 """PartialGroups: the unfinished groups of one generator. StoredPartialGroups: unfinished groups that a table stores.
 
-Without such a table, a group belongs to the generator that opens it. With the table:
+Without such a table, a group belongs to the generator that opens it. With such a table:
 
     open ──▶ [ table ] ──draw, under a lease──▶ append each finished rollout ──▶ close: the group takes the item's place
                  ▲                                          │
                  └── the lease ends: its generator is dead ─┘
 
-A generator that opens a group does not keep it: it draws from the table like all others, and gets the oldest group that
-nobody works at. So a generator that is killed between the two leaves the group to the others, and taking over the group
-of a dead generator is no special case. The permit of a group stays with its item, whichever generator works at it.
+A generator that opens a group does not keep the group: it draws from the table like all generators, and gets the oldest
+group that nobody works at. So if a generator is killed between opening and drawing, others draw the group. To continue
+the group of a dead generator is no special case. The permit of a group stays with its item, whichever generator works
+at the group.
 
 * A generator works at a group under a lease that it renews all the time. If it loses the lease, it stops, and may not
   close the group.
-* A rollout is safe once the server has acknowledged it. If the server already has a rollout of the same name, another
-  generator is at work: this generator stops, and requeues the group, so that the next one sees all rollouts. The last
-  rollouts of a group need not be stored if the whole group follows at once.
-* A group that is dropped is acknowledged: the item is consumed, and its permit is released.
+* A rollout is safe once the server has confirmed it. If the server already has a rollout of the same name, another
+  generator works at the group: this generator stops, and requeues the group, so that the next generator gets all
+  rollouts. The last rollouts of a group need not be stored if the whole group is inserted at once.
+* If a group is dropped, its item is consumed, and its permit is released.
 """
 
 from __future__ import annotations
@@ -45,11 +46,11 @@ from replay_generator.rollouts.rollout import PlayedRollout
 logger = logging.getLogger(__name__)
 
 SECONDS_PER_LOOK = 1.0
-"""Seconds between two draws of groups that dead generators have left, after a draw that found none."""
+"""After a draw that found no group, the seconds until the next draw of groups that dead generators have left."""
 TOGETHER = 0.1
-"""Seconds that a finished rollout waits for others of its group, or for the whole group: they share a request."""
+"""Seconds that a finished rollout waits for other rollouts of its group, or for the whole group, to share a request."""
 _MOST_TOGETHER = 1 << 20
-"""The most bytes of the rollouts that share a request; a larger rollout has its own."""
+"""The most bytes of the rollouts that share a request. A larger rollout has its own request."""
 
 
 class LeaseLostError(Exception):
@@ -58,24 +59,26 @@ class LeaseLostError(Exception):
 
 @dataclass(eq=False)
 class PartialGroup:
-    """A group that this generator will open, or works at."""
+    """A group that this generator will open, or that it works at."""
 
     spec: PartialGroupSpec
     drawn: DrawnPrompt
-    """Its prompt, as the queue of prompts returned it."""
+    """The prompt of the group, as the queue of prompts returned it."""
     rollouts: dict[int, PlayedRollout] = field(default_factory=dict)
-    """The finished rollouts, by their numbers. The server has them, but the newest, and those that it cannot store."""
+    """The finished rollouts, by their numbers. If the group is stored, the server has them too, except the newest ones
+    and those that cannot be stored."""
     permit: PermitGrant | None = None
-    """Its permit; None: it needs none, or its item has the permit."""
+    """The permit of the group; None: the group needs no permit, or its item has the permit."""
     sample: Sample | None = None
-    """The item, under its lease; None: nothing of the group is stored."""
+    """The item of the group, under its lease; None: nothing of the group is stored."""
     handed: bool = False
-    """True if another generator has finished some of its rollouts."""
+    """True if the group had finished rollouts when this generator drew it."""
     opened: float = field(default_factory=time.monotonic)
+    """The time, by time.monotonic, at which the group was opened, perhaps by another generator."""
     played: bool = False
-    """True if no rollout will follow. Then the insert of the group shows if another generator has closed it."""
+    """True if no rollout will follow. Then only the insert of the group shows whether another generator closed it."""
     lost: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set when another generator may work at it."""
+    """Set when another generator may work at the group."""
     unstored: dict[int, PlayedRollout] = field(default_factory=dict)
     """Finished rollouts that the server does not have, by their numbers."""
     changed: asyncio.Event = field(default_factory=asyncio.Event)
@@ -101,16 +104,16 @@ class PartialGroup:
         assert self.permit is None or self.sample is None, "a group that is stored has its permit in its item"
 
     def settle(self, why_lost: str = "") -> None:
-        """Tells the callbacks of its rollouts that these are safe, or why no group will have them."""
+        """Tells the callbacks of the rollouts that their rollouts are safe, or why no group will have them."""
         for played in self.rollouts.values():
             played.rollout.settle(why_lost)
 
 
 class PartialGroups:
-    """The groups of a generator that stores none of their rollouts. It works at the groups that it has opened."""
+    """The groups of a generator that does not store them. It works only at groups that it has opened itself."""
 
     starts = 1
-    """The number of groups that are opened or returned at a time."""
+    """The number of tasks that open groups, or draw them, at the same time."""
     stores = False
     """True if opening a group uses up its permit and closes its prompt."""
 
@@ -118,29 +121,29 @@ class PartialGroups:
         self._ready = deque[PartialGroup]()
 
     async def open(self, group: PartialGroup, permit: PermitGrant | None, version: int) -> None:
-        """Begins a group, with its permit if it needs one. `version`: the policy that will draw its rollouts."""
+        """Begins a group. `permit`: None if it needs none. `version`: the policy that will draw its rollouts."""
         group.permit = permit
         assert group not in self._ready, "a group is opened twice"
         self._ready.append(group)
 
     async def next(self, *, surely: bool = False) -> PartialGroup | None:
-        """The oldest group that nobody works at; None: there is none. Pass `surely` after `open`."""
+        """The oldest group that nobody works at; None: there is none. Pass `surely` if a group was just opened."""
         if not self._ready:
             return None
         return self._ready.popleft()
 
     def work(self, group: PartialGroup) -> AbstractAsyncContextManager[None]:
-        """Surrounds the work at a group. Raises LeaseLostError inside as soon as another generator may work at it."""
+        """Surrounds the work at a group. Raises LeaseLostError inside if another generator may work at the group."""
         return nullcontext()
 
     def closed(self, group: PartialGroup) -> None:
         """Is called when an insert has closed the group."""
 
     async def drop(self, group: PartialGroup) -> None:
-        """Gives a group up: no generator will finish it."""
+        """Gives a group up, so that no generator finishes it."""
 
     async def requeue_all(self) -> None:
-        """Lets other generators continue all groups of this one."""
+        """Lets other generators continue all groups of this generator."""
 
     def check(self) -> None:
         """Asserts the invariants of the groups that this generator has opened, or works at."""
@@ -150,7 +153,7 @@ class PartialGroups:
 
 
 class StoredPartialGroups(PartialGroups):
-    """Opens groups, draws those that nobody works at, and renews the leases of those that this generator has."""
+    """Opens groups, draws groups that nobody works at, and renews the leases of the groups that it has drawn."""
 
     starts = 4
     stores = True
@@ -177,20 +180,20 @@ class StoredPartialGroups(PartialGroups):
             stats,
         )
         self._opened: set[int] = set()
-        """The keys of the groups that this generator opens, or has opened, and has not drawn."""
+        """The keys of groups that this generator is opening or has opened, and that it has not drawn yet."""
         self._next_look = 0.0
         """The time, by time.monotonic, of the next draw of groups that other generators have left."""
         self._has_warned = False
 
     async def open(self, group: PartialGroup, permit: PermitGrant | None, version: int) -> None:
-        """Inserts a group into the table, which uses its permit up and closes its prompt.
+        """Inserts a group into the table. The insert uses up the permit, and closes the prompt.
 
         Raises StaleItemError if the policy version is too old, PromptError if the prompt cannot be stored, and
         LeaseEndedError if another generator may have the prompt.
         """
         key = next(self._keys)
         payload = group.spec.encode()
-        # Before the answer: if it comes late, `next` may draw the group first.
+        # The key is noted before the insert: `next` may draw the group before the answer to the insert arrives.
         self._opened.add(key)
         try:
             await self._answer(
@@ -214,8 +217,8 @@ class StoredPartialGroups(PartialGroups):
     async def next(self, *, surely: bool = False) -> PartialGroup | None:
         """The oldest group that nobody works at, under a lease; None: there is none.
 
-        After a draw that found none, the server is not asked for SECONDS_PER_LOOK, unless `surely`. Pass `surely` after
-        `open`.
+        After a draw that found none, no draw is tried for SECONDS_PER_LOOK, unless `surely`. Pass `surely` if a group
+        was just opened.
         """
         if not surely and time.monotonic() < self._next_look:
             return None
@@ -223,7 +226,7 @@ class StoredPartialGroups(PartialGroups):
             sample, group = await self._items.draw(timeout=0.0)
         except DeadlineExceededError:
             self._next_look = time.monotonic() + SECONDS_PER_LOOK
-            self._opened.clear()  # other generators have drawn them
+            self._opened.clear()  # other generators have drawn these groups
             return None
         if sample.info.key in self._opened:
             self._opened.discard(sample.info.key)
@@ -237,14 +240,14 @@ class StoredPartialGroups(PartialGroups):
 
     @asynccontextmanager
     async def work(self, group: PartialGroup) -> AsyncIterator[None]:
-        """Stores finished rollouts during the work. A failure of the storing ends the work."""
+        """Stores finished rollouts during the work. If a rollout cannot be stored, ends the work with that error."""
         try:
             async with asyncio.TaskGroup() as tasks:
                 storing = tasks.create_task(self._keep_storing(group))
                 yield
                 storing.cancel()
         except ExceptionGroup as failed:
-            raise failed.exceptions[0]  # noqa: B904  the cause of this exception tells more than the exception group
+            raise failed.exceptions[0]  # noqa: B904  this exception has a cause that says more than the group
 
     def closed(self, group: PartialGroup) -> None:
         self._items.forget(_item_of(group))
@@ -272,8 +275,8 @@ class StoredPartialGroups(PartialGroups):
     async def _keep_storing(self, group: PartialGroup) -> None:
         """Stores each finished rollout, together with the rollouts that are finished within TOGETHER seconds.
 
-        The last rollouts are not stored if the group is closed by then. Raises LeaseLostError if another generator may
-        work at the group.
+        The last rollouts are not stored if the group is closed within that time. Raises LeaseLostError if another
+        generator may work at the group.
         """
         while True:
             await group.changed.wait()
@@ -284,7 +287,7 @@ class StoredPartialGroups(PartialGroups):
             await self.store(group)
 
     async def store(self, group: PartialGroup) -> None:
-        """Stores at once all rollouts that are finished and not stored."""
+        """Stores all rollouts that are finished and not stored yet, without a wait."""
         rollouts = group.unstored
         group.unstored = {}
         columns: dict[str, npt.NDArray[np.uint8]] = {}
@@ -299,7 +302,7 @@ class StoredPartialGroups(PartialGroups):
             request: dict[str, npt.NDArray[np.uint8]] = {}
             room = _MOST_TOGETHER
             for name, column in columns.items():
-                # The first rollout is sent in any case: the server may accept it alone.
+                # The first rollout is sent whatever its size: alone, it may be small enough for the server.
                 if column.nbytes <= room or not request:
                     request[name] = column
                     room -= column.nbytes
@@ -320,6 +323,7 @@ class StoredPartialGroups(PartialGroups):
         except PayloadTooLargeError as error:
             prompt_id = group.spec.prompt.prompt_id
             raise PromptError(f"prompt {prompt_id!r}: a rollout of its group cannot be stored: {error}") from error
+        # If no rollout will follow, this generator's own insert may have closed the item. That insert shows it.
         is_lost = result.missing and not group.played
         if result.present or is_lost:
             self._next_look = 0.0
@@ -338,7 +342,7 @@ def _item_of(group: PartialGroup) -> list[Sample]:
 
 
 def decoded(sample: Sample) -> PartialGroup:
-    """The group that a generator stored in this item. Raises ValueError if the item holds anything else."""
+    """The partial group that is stored in this item. Raises ValueError if the item holds anything else."""
     spec, rollouts = PartialGroupSpec.decode(sample.payload)
     drawn = DrawnPrompt(spec.prompt, item=spec.item)
     group = PartialGroup(spec, drawn, rollouts, sample=sample, handed=bool(rollouts))

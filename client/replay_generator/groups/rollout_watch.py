@@ -1,6 +1,6 @@
 """FailureWatch and LengthWatch: notice that many rollouts fail, or are cut off long before their `max_tokens`.
 
-The generator or the scorer reports this to the server (`describe`); `replay doctor` shows it.
+The generator or the scorer reports this to the server (`describe`), and `replay doctor` shows it.
 """
 
 from __future__ import annotations
@@ -15,26 +15,27 @@ import numpy.typing as npt
 from replay_generator.notices import Watch, beginning_of
 
 LAST_ROLLOUTS = 64
-"""The number of rollouts that are judged. Failures are judged by whole groups: the last ones that have at most so many
-rollouts together, or the last one alone."""
+"""The number of rollouts that are judged. Failures are judged by whole groups: by the last groups that together have at
+most so many rollouts, or by the last group alone if it has more."""
 LEAST_ROLLOUTS = 16
-"""The least number of rollouts that allows a judgement."""
+"""The least number of rollouts from which anything is reported."""
 MOST_REASON = 400
 """The most characters of the reason of a failure, as JSON."""
 
 
 class FailureWatch(Watch):
-    """Counts the rollouts that failed, among those of the last groups."""
+    """Counts the rollouts that failed, among the rollouts of the last groups."""
 
     def __init__(self) -> None:
         self._groups: deque[tuple[int, int]] = deque()
-        """The last groups, each with its number of rollouts and how many of these failed."""
+        """The last groups: for each the number of its rollouts, and the number of those that failed."""
         self._rollouts = 0
-        """The rollouts of these groups together."""
+        """The number of rollouts of these groups together."""
         self._reason = ""
+        """The error of the last rollout that failed."""
 
     def record(self, finished: int, failed: int, reason: str = "") -> None:
-        """Counts a group. `reason`: the error of one of its rollouts that failed."""
+        """Counts a group. `finished`, `failed`: numbers of rollouts. `reason`: the error of a rollout that failed."""
         self._groups.append((finished + failed, failed))
         self._rollouts += finished + failed
         while self._rollouts > LAST_ROLLOUTS and len(self._groups) > 1:
@@ -55,9 +56,10 @@ class FailureWatch(Watch):
 
 
 class LengthWatch(Watch):
-    """Counts the rollouts that ended for their length with less than half of `max_tokens`, among the last ones.
+    """Counts rollouts with the finish reason "length" and less than half of `max_tokens`, among the last rollouts.
 
-    Each is one completion of its prompt: agents and hooks may ask for less, or have other limits.
+    Record only rollouts that are one completion of their prompt: agents and hooks may request fewer tokens, or have
+    other limits.
     """
 
     def __init__(self) -> None:
@@ -66,7 +68,7 @@ class LengthWatch(Watch):
         self._max_tokens = 0
 
     def record(self, lengths: npt.NDArray[np.integer], reasons: Sequence[str], max_tokens: int) -> None:
-        """`lengths` (G,): tokens of each rollout. `reasons`: why each ended."""
+        """`lengths` (G,): the number of tokens of each rollout. `reasons`: the finish reason of each."""
         self._max_tokens = max_tokens
         for length, reason in zip(lengths.tolist(), reasons, strict=True):
             if reason == "length" and length < max_tokens / 2:
@@ -76,7 +78,7 @@ class LengthWatch(Watch):
 
     @property
     def description(self) -> dict[str, str]:
-        """The report for the server, JSON by name; empty: at most a tenth of the rollouts was cut off early."""
+        """The report for the server, JSON by name; empty: at most a tenth of the rollouts were cut off early."""
         cut = [length for length in self._cut if length >= 0]
         if len(self._cut) < LEAST_ROLLOUTS or len(cut) <= len(self._cut) / 10:
             return {}

@@ -1,6 +1,6 @@
 """Scoring: makes a group of finished rollouts, with rewards, advantages, and the mask of trained tokens.
 
-It needs no engine and no server. A generator scores its own groups; a GroupScorer scores groups of generators.
+This needs no engine and no server. A generator scores its own groups, and a GroupScorer scores groups of generators.
 """
 
 from __future__ import annotations
@@ -35,14 +35,16 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 MOST_FAILURES = 8
-"""The most failed rollouts that the `meta["failures"]` of a group names."""
+"""The most failed rollouts that are named in the `meta["failures"]` of a group."""
 MOST_FAILURE = 4500
-"""The most characters of each of these failures."""
+"""The most characters of the text of each failure in `meta["failures"]`."""
 ByFunction = dict[str, npt.NDArray[np.float32]]
 """The rewards (G,) of each function, by its name."""
 
 
 class Scoring:
+    """Makes scored groups, and counts the rollouts that failed or were cut off."""
+
     def __init__(
         self,
         scorer: Scorer | None,
@@ -53,10 +55,10 @@ class Scoring:
         *,
         single_turn: bool = False,
     ) -> None:
-        """`scorer` None: rewards come from elsewhere, and are 0 here. `table`: the source of the groups, for logs.
+        """`scorer` None: groups are scored elsewhere, and their rewards are 0 here. `table`: their source, for the log.
 
-        `single_turn`: each rollout is one completion of its prompt. Only then its length shows that `max_tokens` cut it
-        off.
+        `single_turn`: each rollout is one completion of its prompt. Only of such rollouts are the lengths compared with
+        `max_tokens`.
         """
         self._scorer = scorer
         self._config = config
@@ -71,17 +73,17 @@ class Scoring:
 
     @property
     def watches(self) -> Sequence[Watch]:
-        """The watches that notice faults of rewards and rollouts, for the server."""
+        """The watches that notice faults of rewards and rollouts. Their reports go to the server."""
         return self._rewards_seen, self._failures_seen, self._lengths_seen
 
     async def score(
         self, work: PartialGroup, version: int, times: GroupTimes, failures: Sequence[str]
     ) -> tuple[RolloutGroup, ByFunction]:
-        """The group of all finished rollouts, and the rewards (G,) of each function. Writes seconds into `times`.
+        """The group of all finished rollouts, and the rewards (G,) of each function. Writes the seconds into `times`.
 
-        `version`: the engine's policy version before the generation; the group has it if no token was drawn.
-        `failures`: the errors of missing rollouts. Raises LeftOut if the group must not be inserted, and PromptError if
-        it cannot be scored or made.
+        `version`: the engine's policy version before the generation, which the group gets if no token was drawn.
+        `failures`: the errors of the rollouts that failed. Raises LeftOut if the group must not be inserted, and
+        PromptError if it cannot be scored or made.
         """
         played = [work.rollouts[index] for index in sorted(work.rollouts)]
         size = len(played) if work.handed else work.spec.group_size
@@ -114,7 +116,7 @@ class Scoring:
         return group, by_function
 
     def _record_faults(self, group: RolloutGroup, size: int, failures: Sequence[str], max_tokens: int) -> None:
-        """Tells the watches of a finished group. `size`: its rollouts with those that failed."""
+        """Records a finished group in the watches. `size`: the number of its rollouts, the failed ones included."""
         reason = failures[-1] if failures else ""
         self._failures_seen.record(finished=group.group_size, failed=size - group.group_size, reason=reason)
         if self._single_turn and group.finish_reasons is not None:
@@ -123,9 +125,9 @@ class Scoring:
     async def _rewards(
         self, scorer: Scorer, prompt: Prompt, played: list[PlayedRollout]
     ) -> tuple[list[PlayedRollout], npt.NDArray[np.float32], ByFunction, list[str]]:
-        """The rollouts that have rewards, their rewards (G,), those of each function, and the errors of the others.
+        """The rollouts that have rewards, their rewards (G,), the rewards (G,) of each function, and some errors.
 
-        A rollout for which every function abstains has failed.
+        A rollout for which every function abstains has failed. The errors are of such rollouts.
         """
         rollouts = [finished.rollout for finished in played]
         texts = [rollout.text for rollout in rollouts]
@@ -156,13 +158,13 @@ class Scoring:
             raise PromptError(f"prompt {prompt.prompt_id!r}: {error}") from error
 
     def reject(self, work: PartialGroup, why: str) -> LeftOut:
-        """Logs why no generator can make this group. Returns the exception to raise."""
+        """Logs `why` no generator can make this group. Returns the exception to raise."""
         key = None if work.sample is None else work.sample.info.key
         logger.warning("item %s of table %r is rejected: %s", key, self._table, why)
         return LeftOut("items_rejected")
 
     def see_failures(self, prompt: Prompt, failures: Sequence[Exception], finished: int, size: int) -> list[str]:
-        """Counts rollouts that failed. Returns a text for each of the first MOST_FAILURES.
+        """Counts rollouts that failed. Returns the texts of their errors, at most MOST_FAILURES.
 
         Raises PromptError if too few of `size` rollouts were finished.
         """
@@ -219,7 +221,7 @@ def _finish_reason_of(rollout: Rollout) -> str:
 
 
 def _described_failure(failure: Exception) -> str:
-    """The message of a failure, and the line of user code that raised it."""
+    """The message of a failure, with the line of user code that raised it."""
     message = user_code.shown(failure, MOST_FAILURE)
     if isinstance(failure, user_code.UserCodeError):  # its message has the line already
         return message

@@ -1,4 +1,4 @@
-"""GeneratorServer: the server as a generator sees it, with permits, partial groups, and inserts of groups."""
+"""GeneratorServer: the server, as seen by a generator: permits, partial groups, and inserts of groups."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class GeneratorServer(InsertingServer):
     def __init__(
         self, client: AsyncReplayClient, config: GeneratorConfig, stats: GeneratorStats, policy: PolicyFollower
     ) -> None:
-        """`policy` is told the `max_staleness` of the tables, at the beginning and after each change."""
+        """`policy`: gets the `max_staleness` of the tables from this object, at the beginning and after each change."""
         super().__init__(client, config, stats, "the generator")
         self._policy = policy
         self._config = config
@@ -40,8 +40,8 @@ class GeneratorServer(InsertingServer):
     async def begin(self) -> bool:
         """Checks the server as `look` does. Returns True if groups for the configured tables need permits.
 
-        They need permits if one of the tables is the table of [admission]. Raises ReplayError if this generator needs
-        a table of partial groups, and the server has none.
+        Groups need permits if one of the configured tables is the table of [admission]. Raises ReplayError as `look`
+        does, for example if the server lacks the table of partial groups.
         """
         info = await self.look(self._config.partial_groups_table, self._config.unscored_table)
         await self.observe(info)
@@ -62,11 +62,11 @@ class GeneratorServer(InsertingServer):
                 await self._client.release_permits(grant)
 
     def used(self, grant: PermitGrant) -> None:
-        """An insert has used the permit up."""
+        """Notes that an insert has used the permit up."""
         self._grants.discard(grant)
 
     async def release_all(self) -> None:
-        """Releases every permit that was not used, and requeues every partial group."""
+        """Requeues every partial group, and releases every permit that was not used."""
         await self.partial_groups.requeue_all()
         releases = [self.release(grant) for grant in self._grants]
         await asyncio.gather(*releases)
@@ -80,11 +80,11 @@ class GeneratorServer(InsertingServer):
         return {**self._config.tags, **work.spec.prompt.tags}
 
     async def insert(self, group: RolloutGroup, work: PartialGroup) -> None:
-        """Returns when the group is in its tables, and its permit, its prompt and its partial group are gone.
+        """Inserts a group. The insert uses up its permit, and closes its prompt or its partial group.
 
-        A group without rewards goes into `unscored_table`, with its permit. Raises the errors of `insert_into`,
-        LeaseLostError if another generator may have the partial group by now, and LeftOut if the lease of its prompt
-        has ended.
+        If the config has an `unscored_table`, the group is inserted into that table, to be scored elsewhere. Raises the
+        errors of `insert_into`, LeaseLostError if another generator may have the partial group by now, and LeftOut if
+        the lease of its prompt has ended.
         """
         spec = work.spec
         unscored_table = self._config.unscored_table
@@ -110,9 +110,9 @@ class GeneratorServer(InsertingServer):
         work.settle()
 
     async def refused_as_old(self, error: BaseException | None) -> None:
-        """Logs that the server has refused a group as too old, and asks it at once for its newest policy version.
+        """Logs that the server has refused a group as too old, and asks the server at once for its newest version.
 
-        Otherwise the next groups would be as old.
+        Without that version, the generator would make the next groups with the same old weights.
         """
         which = f"the {self._stats['groups_refused_stale']}th"
         self._waiting.wait(
@@ -122,7 +122,7 @@ class GeneratorServer(InsertingServer):
         await self.observe(info)
 
     async def observe(self, info: ServerInfo) -> None:
-        """Also tells the policy the newest version there, and the smallest `max_staleness` of the tables."""
+        """Also tells the PolicyFollower the server's newest version, and the smallest `max_staleness` of the tables."""
         await self._policy.observe(info.policy)
         # The smallest bound counts: a group goes to all of its tables or to none.
         names = (self._config.partial_groups_table, self._config.unscored_table, *self._config.tables)

@@ -1,6 +1,6 @@
 """PolicyFollower: loads the trainer's newest weights into an engine, and checks that both compute the same.
 
-It holds generation while the server would refuse groups of the engine's weights as too old.
+It delays new groups as long as the server would refuse groups of the engine's weights as too old.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 _PAUSE = 0.1
 """Seconds before the next attempt at a server that shuts down or is busy."""
 _LOOK = 0.5
-"""Seconds between two requests for the first weights."""
+"""Seconds between two requests for weights that are not published, or cannot be fetched, yet."""
 
 
 class WeightsNotFoundError(ReplayError):
@@ -49,16 +49,16 @@ class TooOldToFinish(Exception):
 
 
 class StaleWeightsError(ReplayError):
-    """The server refuses all groups of the engine's weights as too old, and newer weights do not come."""
+    """The server would refuse all groups of the engine's weights as too old, and no newer weights came in time."""
 
 
 class PolicyFollower:
     """Loads the weights that the trainer publishes.
 
     between_groups:  generate ──▶ [no generation starts; those under way end] ──▶ load ──▶ check ──▶ generate
-    in_flight:         generate ──▶ load ──▶ those under way go on ──▶ check ──▶ use completions since the load
+    in_flight:       generate ──▶ load ──▶ [those under way continue] ──▶ check ──▶ use completions since the load
 
-    Completions of weights that fail their check never leave the generator.
+    If weights fail their check, no completion that they have drawn leaves the generator.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class PolicyFollower:
         self._condition = asyncio.Condition()
         self._generating = 0
         self._under_way: dict[asyncio.Timeout, int] = {}
-        """The generations under way, each with the oldest policy version of its group."""
+        """The generations under way: the timeout that can end each, and the oldest policy version of its group."""
         self._max_staleness: int | None = None
         self._reloading = False
         self._following = False
@@ -85,18 +85,18 @@ class PolicyFollower:
         self.newest_version = 0
         """The trainer's newest version, as far as this process knows."""
         self.without_weights = False
-        """True while the newest policy is one that was published without weights."""
+        """True while the newest policy is a version without published weights."""
         self.version = 0
         """The version of the weights in the engine."""
 
     @contextlib.asynccontextmanager
     async def generation(self, oldest: int | None = None) -> AsyncIterator[None]:
-        """Surrounds all code that draws tokens. After it, the weights of those tokens have passed their check.
+        """Surrounds all code that draws tokens. At its end, waits until the weights of those tokens have been checked.
 
-        `oldest`: the oldest version of the tokens that the group has already; None: it has none.
+        `oldest`: the oldest version of the tokens that the group has already; None: the group has no tokens.
 
-        Raises TooOldToFinish inside, as soon as the newest version is too far from the oldest version of the group. The
-        code inside is cancelled, and with it the requests to the engine. So a reload does not wait for it.
+        Raises TooOldToFinish as soon as the newest version is too far from the oldest version of the group. Then the
+        code inside is cancelled with its requests to the engine, so that a reload does not wait for them.
         """
         async with self._condition:
             if self._config.reload == "between_groups":
@@ -131,7 +131,7 @@ class PolicyFollower:
     async def hold(self) -> None:
         """Returns when a group may be started. It waits while the table would refuse the group as too old.
 
-        Raises StaleWeightsError when neither newer weights nor a looser bound have come for `stale_timeout`.
+        Raises StaleWeightsError after `stale_timeout` without new enough weights, or a looser bound.
         """
         started = time.monotonic()
         timeout = self._config.stale_timeout or math.inf
@@ -170,9 +170,9 @@ class PolicyFollower:
         return self._facts
 
     async def load_first(self, wait: bool) -> None:
-        """Loads the published weights, if there are any. `wait`: waits until there are.
+        """Loads the published weights, if there are any. `wait`: waits until weights are published.
 
-        Without published weights, the engine's own weights are version 0.
+        Without published weights, the engine keeps the weights that it started with, as version 0.
         """
         policy = await self._client.policy()
         log = WaitLog()
@@ -196,7 +196,7 @@ class PolicyFollower:
                 await self._reload(policy)
 
     async def observe(self, policy: Policy) -> None:
-        """Notes the newest policy of the server, and gives up the groups that it makes too old."""
+        """Notes the newest policy of the server, and gives up the groups that are too old for this policy."""
         self.newest_version = policy.version
         self.without_weights = not policy.weights
         await self._give_up()
@@ -213,7 +213,7 @@ class PolicyFollower:
         return self.newest_version - version > self._max_staleness
 
     async def _give_up(self) -> None:
-        """Ends the generations of groups that will be refused as too old, and wakes up the groups that are held."""
+        """Ends the generations of groups that would be refused as too old, and lets `hold` check its groups again."""
         for limit, version in list(self._under_way.items()):
             if self._too_old(version):
                 del self._under_way[limit]
@@ -222,7 +222,7 @@ class PolicyFollower:
             self._condition.notify_all()
 
     async def _watch(self) -> AsyncGenerator[Policy]:
-        """Yields every new policy. Waits for a server that shuts down or is busy, as for one that does not answer."""
+        """Yields every new policy. If the server shuts down or is busy, asks again until it answers."""
         while True:
             with contextlib.suppress(ServerClosedError, ServerBusyError):
                 async for policy in self._client.watch_policy():
@@ -236,15 +236,15 @@ class PolicyFollower:
         if self._config.reload == "between_groups":
             async with self._condition:
                 await self._condition.wait_for(lambda: self._generating == 0)
-            # Load the newest policy: another one may have come while groups finished. A newest policy that must be
-            # fetched is loaded after this one: nothing is generated now, and a fetch takes long.
+            # Load the newest policy: a newer one may have been published while groups finished. If it must be fetched,
+            # it is loaded after this one: nothing is generated now, and a fetch takes long.
             with contextlib.suppress(ServerClosedError, ServerBusyError):
                 newest = await self._client.policy()
                 if newest.weights and not is_remote(newest.weights):
                     policy = newest
                     folder = newest.weights
         await self._load(policy, folder)
-        # Not in a `finally`: after a failure the run ends, and waiting groups must not go on.
+        # This is in no `finally`: after a failure the run ends, and waiting groups must not continue.
         self._reloading = False
         async with self._condition:
             self._condition.notify_all()
@@ -252,8 +252,9 @@ class PolicyFollower:
     async def _fetched(self, policy: Policy) -> tuple[Policy, str]:
         """The policy whose weights are on this machine now, and their folder.
 
-        It is `policy`, or a newer one that was published while the weights of `policy` could not be fetched. The engine
-        continues to generate meanwhile. Before the first weights, raises WeightsNotFoundError after `stale_timeout`.
+        It is `policy`, or a newer policy that was published while the weights of `policy` could not be fetched. The
+        engine continues to generate meanwhile. Raises WeightsNotFoundError only for the first weights, if they cannot
+        be fetched within `stale_timeout`.
         """
         timeout = None if self._following else self._config.stale_timeout
         deadline = Deadline(timeout)
@@ -276,13 +277,13 @@ class PolicyFollower:
         return policy, policy.weights
 
     async def _load(self, policy: Policy, folder: str) -> None:
-        """Loads and checks the weights of `policy`, or of its successor if the trainer has replaced them meanwhile."""
+        """Loads and checks the weights of `policy`, or of a newer policy if their files were removed meanwhile."""
         started = time.monotonic()
         while True:
             try:
                 probe, names = await self._check_folder(policy, folder)
                 await self._engine.load_weights(folder, policy.version)
-                # Several generators may share an engine: another one may have loaded a newer version into it.
+                # Also raises FileNotFoundError: another generator that shares the engine may have loaded a newer one.
                 await self._check(policy, probe)
                 self._names = names or self._names
                 break
@@ -306,12 +307,12 @@ class PolicyFollower:
         facts = await self.facts()
         check = partial(check_folder, folder, root, self._engine.model, self._names, facts)
         try:
-            # The check runs in a thread: it may read all files, as the engine does right after it.
+            # The check runs in a thread, because it may read all files of the weights.
             probe, names = await in_daemon_thread(check)
             unknown = "" if probe is None else why_unknown(self._engine, probe.token_ids)
             if unknown:
                 raise WeightsMismatchError(f"the probe in {folder}/probe.json has {unknown}")
-            # A probe is short, and may look the same with the frequencies of long sequences.
+            # A probe is short. With the frequencies of long sequences, its log-probabilities may be nearly the same.
             served = getattr(self._engine, "served_length", self._engine.max_length)
             why = why_other_frequencies(folder_frequencies(folder), served)
             if why:
@@ -345,5 +346,5 @@ class PolicyFollower:
 
 
 def _named(policy: Policy) -> tuple[int, str]:
-    """The version and the location of its weights, which tell policies apart."""
+    """The version of a policy, and the location of its weights. Two policies are the same if both are equal."""
     return policy.version, policy.weights

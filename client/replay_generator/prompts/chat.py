@@ -2,14 +2,15 @@
 
     messages of a row, a hook or a client ──clean──▶ texts ──ways──▶ the template ──▶ text, and the words to continue
 
-* A null field counts as missing. Arrow has all fields in each message, and null where a message lacks one.
+* A null field counts as missing. Arrow gives each message all fields, with null for each field that the message lacks.
 * Content in parts becomes the text of its parts. A part that is no text is refused.
-* The template gets the arguments of calls as objects. A template that needs their JSON gets that (`_WAYS`).
-* Messages of the system stay where they are. A template that refuses them there gets one, at the top (`_WAYS`).
-* A last message of the assistant is not rendered: the policy continues after its words, whatever the template does to
-  whole messages.
-* Templates that ask for today's date get the day on which the rollout began. Otherwise the head of a conversation would
-  change at midnight.
+* The template gets the arguments of calls as objects. A template that needs the JSON of the arguments gets JSON
+  (`_WAYS`).
+* Messages of the system stay where they are. A template that refuses that gets a single one, at the top (`_WAYS`).
+* If the last message is of the assistant, the template does not render it. Its words are put after the rendered text,
+  and the policy continues them.
+* A template that asks for today's date gets the day on which the rollout began. Otherwise the beginning of a
+  conversation would change at midnight.
 """
 
 from __future__ import annotations
@@ -26,16 +27,16 @@ from replay_generator.prompts.values import HalfSurrogateError, plain_value
 Message = Mapping[str, Any]
 """{"role": "system" | "user" | "assistant" | ..., "content": ...}, and any other field of the chat template."""
 _TEXTS = (None, "text", "input_text", "output_text")
-"""The values of `type` of a part that is a text."""
+"""The values of `type` in parts of a content that are texts. None: the part has no type."""
 _THINKS = "<think>"
 _THOUGHT = "</think>"
 _OURS = ("conversation", "messages", "tools", "add_generation_prompt", "continue_final_message", "tokenize")
-"""Arguments of the template that follow from the messages, or that `render` sets."""
+"""Arguments of the template that follow from the messages, or that `render` sets. Users may not set them."""
 _NOTHING_BEFORE = "no message comes before the words of the assistant: begin with one of the user"
 
 
 class ChatError(ValueError):
-    """Messages that no template takes. The text names the message."""
+    """Messages, tools or arguments that no template takes. The error names the fault."""
 
 
 def render(
@@ -50,8 +51,8 @@ def render(
     """The text that the policy continues: the messages, rendered by the tokenizer's chat template.
 
     `tools`: as the client gave them, or Python functions. `template`: arguments of the template. `began`: when the
-    rollout began; None: now. `ended`: the policy begins a new turn, also if the last message is of the assistant.
-    Tokenize the text without special tokens: the template has written them. Raises ChatError.
+    rollout began; None: now. `ended`: the policy begins a new turn, even if the last message is of the assistant.
+    Tokenize the text without adding special tokens: the template has written them. Raises ChatError.
     """
     arguments = dict(template or {})
     written = _template_of(tokenizer, arguments)
@@ -88,7 +89,7 @@ def render(
 
 
 def _log_ways(ways: Sequence[_Way], failure: Exception | None) -> None:
-    """Logs once that a template refused the usual form of messages, and gets another one."""
+    """Logs once that a template has refused the usual form of messages, and that it gets another form."""
     in_words = ", and ".join(_WAYS[way] for way in ways)
     say_once(
         f"the chat template refuses the messages as they are ({type(failure).__name__}: {failure}): it is told "
@@ -103,11 +104,12 @@ def rendered_ids(tokenizer: Any, rendered: str) -> list[int]:
 
 
 def text_ids(tokenizer: Any, text: str) -> list[int]:
-    """The tokens of a text that the policy continues, which may be one that a template has rendered.
+    """The tokens of a text that the policy continues. A template may have rendered the text.
 
-    The tokenizer's first tokens, such as BOS, come before the text, unless it begins with them. They do not come before
-    a text with other special tokens if the chat template writes none of them either. Tokens that a tokenizer adds after
-    a text, such as EOS, would end it, and are left out. Raises ChatError for half a surrogate.
+    The tokenizer's first tokens, such as BOS, are put before the text, with two exceptions: if the text begins with
+    them, and if it has special tokens of a chat template that does not write the first tokens either. Tokens that a
+    tokenizer adds after a text, such as EOS, are left out, because they would end it. Raises ChatError for half a
+    surrogate.
     """
     _checked("the text", text)
     ids = [int(token) for token in tokenizer.encode(text)]
@@ -116,7 +118,7 @@ def text_ids(tokenizer: Any, text: str) -> list[int]:
         return ids
     plain = rendered_ids(tokenizer, text)
     first = _before(ids, plain)
-    if first is None:  # this tokenizer splits a text in another way after its first tokens
+    if first is None:  # with its first tokens before a text, this tokenizer splits the text in another way
         return ids
     if plain[: len(first)] == first:
         return plain
@@ -129,7 +131,7 @@ def text_ids(tokenizer: Any, text: str) -> list[int]:
 
 
 def _before(ids: list[int], plain: list[int]) -> list[int] | None:
-    """The tokens of `ids` before `plain`; None: `plain` is not in `ids`."""
+    """The tokens in `ids` before the sequence `plain`; None: `ids` does not contain that sequence."""
     for start in range(len(ids) - len(plain) + 1):
         if ids[start : start + len(plain)] == plain:
             return ids[:start]
@@ -137,7 +139,7 @@ def _before(ids: list[int], plain: list[int]) -> list[int] | None:
 
 
 def _special_ids(tokenizer: Any) -> set[int]:
-    """The ids of all special tokens, without that of unknown text."""
+    """The ids of all special tokens, without the id that stands for unknown text."""
     found = set(tokenizer.all_special_ids)
     added = getattr(tokenizer, "added_tokens_decoder", {})
     for token_id, token in added.items():
@@ -147,13 +149,16 @@ def _special_ids(tokenizer: Any) -> set[int]:
 
 
 def _template_of(tokenizer: Any, arguments: Mapping[str, Any]) -> str:
-    """The source of the template, or of all templates if the tokenizer has several; "": it has none."""
+    """The source of the template, or the sources of all templates if any may be used; "": there is none.
+
+    The argument `chat_template` may choose one.
+    """
     own = getattr(tokenizer, "chat_template", None) or ""
     wanted = arguments.get("chat_template")
     if not isinstance(own, Mapping):
         return str(wanted or own)
     if wanted:
-        return str(own.get(wanted, wanted))  # `wanted` is the name of one of them, or the source of another one
+        return str(own.get(wanted, wanted))  # `wanted` names one of these templates, or is the source of another one
     return "\n".join(map(str, own.values()))
 
 
@@ -188,7 +193,10 @@ def _clean(message: Any) -> dict[str, Any]:
 
 
 def text_of(content: Any) -> str:
-    """A text, or the texts of parts, joined as they are; "" for null. Raises ChatError for a part that is no text."""
+    """The content as a text. The texts of parts are joined without a separator, and null becomes "".
+
+    Raises ChatError for a part that is no text.
+    """
     if content is None:
         return ""
     if isinstance(content, str):
@@ -207,7 +215,7 @@ def text_of(content: Any) -> str:
         if not isinstance(text, str | None):
             raise ChatError(f"the 'text' of a part of its content is {text!r:.80}, which is no text")
         others = [name for name, value in part.items() if name not in ("type", "text") and value is not None]
-        if text is None and others:  # an image without the type of an image
+        if text is None and others:  # for example an image in a part without a type
             raise ChatError(
                 f"a part of its content has {', '.join(map(str, others))!r:.80} and no 'text', and no text model "
                 "takes that: leave out the row"
@@ -217,7 +225,7 @@ def text_of(content: Any) -> str:
 
 
 def _clean_calls(calls: Any) -> list[dict[str, Any]]:
-    """The calls without null fields. Their arguments stay as they are: a null in these belongs to the call.
+    """The calls without null fields. The arguments of calls stay as they are: a null in arguments may be meant.
 
     `calls`: a list, or its JSON.
     """
@@ -235,7 +243,10 @@ def _clean_calls(calls: Any) -> list[dict[str, Any]]:
 
 
 def arguments_of(function: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of a call as an object, which may be given as its JSON. Raises ChatError."""
+    """The arguments of a call, as an object. `function`: that of the call, with an object or its JSON as `arguments`.
+
+    Raises ChatError for any other arguments.
+    """
     value = function.get("arguments")
     if isinstance(value, Mapping):
         return dict(value)
@@ -252,7 +263,7 @@ def arguments_of(function: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_words(messages: Sequence[Message]) -> None:
-    """Raises ChatError if the last message is one of the assistant that cannot be continued."""
+    """Raises ChatError if the last message is of the assistant, and cannot be continued."""
     if messages[-1]["role"] != "assistant":
         return
     _words_of(messages[-1])
@@ -261,7 +272,7 @@ def check_words(messages: Sequence[Message]) -> None:
 
 
 def _checked(name: str, value: Any) -> Any:
-    """The value as rows have it (`plain_value`). Raises ChatError for a value that no tokenizer takes."""
+    """The value, converted by `plain_value`. Raises ChatError, with the `name`, for a value that no tokenizer takes."""
     try:
         return plain_value(value)
     except ValueError as error:
@@ -269,9 +280,10 @@ def _checked(name: str, value: Any) -> Any:
 
 
 def functions_of(messages: Sequence[Message]) -> Iterator[Mapping[str, Any]]:
-    """The function of each call in cleaned messages: its `name` and `arguments`."""
+    """Yields the function of each call in cleaned messages, with its `name` and `arguments`."""
     for message in messages:
         for call in message.get("tool_calls", ()):
+            # Some clients write `name` and `arguments` into the call itself.
             function = call.get("function")
             yield function if isinstance(function, Mapping) else call
 
@@ -292,9 +304,9 @@ _Way = Callable[[_Messages], _Messages]
 
 
 def _ways(messages: _Messages) -> Iterator[tuple[tuple[_Way, ...], _Messages]]:
-    """Yields the messages in each form that some template needs, with the ways that lead to this form.
+    """Yields the messages in each form that some template needs. Before each form, the ways that lead to it.
 
-    The usual form is first; a form that comes again is left out. Raises ChatError for half a surrogate.
+    The usual form is first. A form that was yielded already is left out. Raises ChatError for half a surrogate.
     """
     yielded: list[_Messages] = []
     for count in range(len(_WAYS) + 1):
@@ -310,7 +322,7 @@ def _ways(messages: _Messages) -> Iterator[tuple[tuple[_Way, ...], _Messages]]:
 
 
 def _arguments_as_objects(messages: _Messages) -> _Messages:
-    """The messages with the arguments of calls as objects. A text that is no JSON of an object stays as it is.
+    """The messages with the arguments of calls as objects. A text that is not the JSON of an object stays as it is.
 
     Raises ChatError for half a surrogate in the JSON.
     """
@@ -327,7 +339,7 @@ def _arguments_as_objects(messages: _Messages) -> _Messages:
 
 
 def _arguments_as_text(messages: _Messages) -> _Messages:
-    """The messages with the arguments of calls as JSON. Arguments that are a text stay as they are."""
+    """The messages with the arguments of calls as JSON. Arguments that are a text already stay as they are."""
 
     def as_text(function: Mapping[str, Any]) -> Any:
         value = function.get("arguments")
@@ -339,7 +351,7 @@ def _arguments_as_text(messages: _Messages) -> _Messages:
 
 
 def _with_arguments(messages: _Messages, arguments: Callable[[Mapping[str, Any]], Any]) -> _Messages:
-    """The messages with other arguments in their calls. `arguments`: makes them from the function of a call."""
+    """The messages with other arguments in their calls. `arguments` gets the function of a call, and returns them."""
     changed = []
     for message in messages:
         if "tool_calls" in message:
@@ -371,8 +383,8 @@ def _thoughts_apart(messages: _Messages) -> _Messages:
 def _one_system(messages: _Messages) -> _Messages:
     """The messages with one message of the system, at the top.
 
-    It has the words of all that are at the top. Later ones become words of the user, and join the user's messages
-    beside them: many of these templates need turns that alternate.
+    This message has the words of all messages of the system at the top. Later ones become messages of the user, and are
+    joined with the user's messages beside them: many of these templates need turns that alternate.
     """
     top: list[str] = []
     rest = list(messages)
@@ -401,20 +413,21 @@ _WAYS: dict[_Way, str] = {
     _thoughts_apart: "the thoughts of the assistant apart from its content, as reasoning_content",
     _one_system: "the messages of the system as one at the top, and later ones as words of the user",
 }
-"""Changes of messages that some templates need, each with its words in the log. `render` tries them, alone and
-together, only if the template refuses the usual form."""
+"""Changes of messages that some templates need, each with its words in the log. If a template refuses the usual form,
+`render` tries each change alone, and then several together."""
 
 
 def _check_arguments(rendered: str, messages: _Messages) -> None:
-    """Raises ChatError if the template has written arguments as Python does: then it needs their JSON."""
+    """Raises ChatError if the template has written arguments as Python's repr. Then the template needs their JSON."""
     contents = "\n".join(message["content"] for message in messages)
     for function in functions_of(messages):
         arguments = function.get("arguments")
         if not isinstance(arguments, dict):
             continue
         written = repr(arguments)
-        if written == json.dumps(arguments):  # there is no difference
+        if written == json.dumps(arguments):  # repr and JSON are the same, so either is right
             continue
+        # The same text may also be in a content.
         if rendered.count(written) > contents.count(written):
             raise ChatError("the template writes the arguments of calls as Python does")
 
@@ -423,7 +436,7 @@ def _check_arguments(rendered: str, messages: _Messages) -> None:
 
 
 def tools_of(value: Any) -> list[Any]:
-    """The tools in a row's `tools`: a list of objects, or its JSON, as the client gave them. Raises ChatError."""
+    """The tools in a row's `tools`, as they were given. `value`: a list of objects, or its JSON. Raises ChatError."""
     tools = _unpacked("tools", value)
     if not tools:
         return []
@@ -445,7 +458,10 @@ def tools_of(value: Any) -> list[Any]:
 
 
 def template_of(value: Any) -> dict[str, Any]:
-    """The arguments of the template in a row's `chat_template_kwargs`: an object, or its JSON. Raises ChatError."""
+    """The arguments of the template in a row's `chat_template_kwargs`. `value`: an object, or its JSON.
+
+    Raises ChatError.
+    """
     arguments = _unpacked("chat_template_kwargs", value) or {}
     if not isinstance(arguments, Mapping):
         raise ChatError(f"'chat_template_kwargs' must be an object, or its JSON, not {arguments!r:.200}")
@@ -456,7 +472,10 @@ def template_of(value: Any) -> dict[str, Any]:
 
 
 def _unpacked(name: str, value: Any) -> Any:
-    """The value of a column, which may be a JSON text: Arrow has no type for some columns. Raises ChatError."""
+    """The value of a column. A text must be JSON, which is parsed: Arrow has no type for the values of some columns.
+
+    Raises ChatError.
+    """
     if not isinstance(value, str):
         return value
     if not value.strip():

@@ -1,12 +1,12 @@
 """Row files: reads rows by number from files and data sets, in their usual forms.
 
-    JSON lines, a JSON array           read whole; perhaps packed by gzip, from a pipe, or from "-", which is stdin
-    Parquet                            read whole, as Arrow; a row becomes objects of Python when it is asked for
+    JSON lines, a JSON array           read whole. May be packed by gzip, come from a pipe, or from "-", which is stdin
+    Parquet                            read whole, as Arrow. A row is converted to objects of Python when it is needed
     a folder of these                  the files of one split
-    a folder of `datasets`, or a name  by that package, row by row
+    a folder of `datasets`, or a name  read by that package, row by row
 
-The first bytes of a file decide its form, not its name. A row that cannot be read is an error when it is asked for, and
-the error names file and row.
+The first bytes of a file decide its form, and not its name. A row that cannot be read raises an error only when it is
+needed. The error names file and row.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ _OTHER_FILES = (
     (codecs.BOM_UTF16_LE, "text in UTF-16", "convert it with iconv -f UTF-16 -t UTF-8"),
     (codecs.BOM_UTF16_BE, "text in UTF-16", "convert it with iconv -f UTF-16 -t UTF-8"),
 )
-"""The first bytes of files that users give by mistake, each with the words of the error, and the remedy."""
+"""Files that users give by mistake: for each form its first bytes, its name in the error, and the remedy."""
 _ONLY_LINES = (
     (_GZIP, "a gzip file", "unpack it with gunzip"),
     (_PARQUET, "a Parquet file", "write it as JSON lines or, to import items, let its name end with .parquet"),
 )
-"""Further files of this kind, for readers that accept only lines of JSON."""
+"""Further forms like those of _OTHER_FILES, for readers that accept only lines of JSON."""
 _AT_ONCE = 256
 """The number of rows that Arrow converts to Python at once."""
 _HEAD = 8
@@ -54,12 +54,12 @@ _HEAD = 8
 _LOOKED_AT = 1 << 16
 """The number of first bytes that show if a file has one row in each line."""
 _TABLES = {".csv": "read_csv", ".tsv": "read_table", ".xlsx": "read_excel"}
-"""Files without types, and the function of pandas that reads them."""
+"""The ends of names of files whose values have no types, and the function of pandas that reads each."""
 _PACKED = (".gz", ".zst", ".bz2", ".xz", ".zip")
 _LINES_ENDS = (".jsonl", ".jsonl.gz", ".ndjson", ".ndjson.gz")
 _JSON_ENDS = (".json", ".json.gz")
 _NAMES_OF_FILES = (".parquet", ".jsonl", ".ndjson", ".json", ".txt", *_PACKED, *_TABLES)
-"""Ends of names that show that a source is a file, and not a data set on the hub."""
+"""Ends of names by which a source is a file, and not a data set on the hub."""
 _LFS = b"version https://git-lfs"
 """The beginning of the note that git leaves in the place of a large file."""
 _SPLITS = {
@@ -79,7 +79,7 @@ class Rows(Protocol):
 
     @property
     def in_memory(self) -> bool:
-        """True if reading all rows costs little."""
+        """True if it costs little to read all rows."""
         ...
 
     def __len__(self) -> int: ...
@@ -90,12 +90,12 @@ class Rows(Protocol):
         ...
 
     def each(self) -> Iterator[Any]:
-        """All rows in their order; a ValueError stands for one that cannot be read."""
+        """Yields all rows in their order. In place of a row that cannot be read, yields a ValueError."""
         ...
 
 
 def place_of(rows: Any, index: int) -> str:
-    """The name of a row in errors, from the rows if they have names, otherwise by its number."""
+    """The name of a row in errors: the name that `rows` has for it, otherwise its number."""
     if hasattr(rows, "place"):
         return str(rows.place(index))
     return f"row {index + 1} (index {index}) of the prompts"
@@ -106,7 +106,7 @@ def place_of(rows: Any, index: int) -> str:
 
 @contextlib.contextmanager
 def _opened(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
-    """The bytes of a file, a pipe, or stdin, unpacked. The returned file can be read twice."""
+    """A file with the bytes of a file, a pipe, or stdin, unpacked. It can be read twice."""
     with contextlib.ExitStack() as stack:
         if os.fspath(path) == STDIN:
             file: IO[bytes] = stack.enter_context(open(0, "rb", closefd=False))
@@ -135,8 +135,8 @@ def _head(file: IO[bytes]) -> bytes:
 def json_lines(path: str | os.PathLike[str]) -> Iterator[tuple[int, dict[str, Any]]]:
     """The objects of a file in UTF-8 with one JSON object in each line, each with the number of its line.
 
-    Empty lines and a byte order mark are skipped. Raises ValueError, which names file and line, with the remedy, for
-    any other file.
+    Empty lines and a byte order mark are skipped. For any other file, raises ValueError, which names file, line and
+    remedy.
     """
     with Path(path).open("rb") as file:
         if file.seekable():
@@ -148,7 +148,7 @@ def json_lines(path: str | os.PathLike[str]) -> Iterator[tuple[int, dict[str, An
 
 
 def _lines(path: object, file: IO[bytes]) -> Iterator[tuple[int, dict[str, Any] | ValueError]]:
-    """The object of each line, or the error of a line that has none. The number of the line comes first."""
+    """Yields the number of each line, and its object or, if the line is no JSON object, the error."""
     for number, line in enumerate(file, start=1):
         if number == 1:
             line = line.removeprefix(codecs.BOM_UTF8)
@@ -183,7 +183,10 @@ def _decoded(data: bytes) -> str:
 
 
 def _refuse_others(path: object, file: IO[bytes], others: Sequence[tuple[bytes, str, str]] = ()) -> None:
-    """Raises ValueError, with the remedy, for a file that is no rows. `others`: further files that are refused."""
+    """Raises ValueError, with the remedy, for a file without rows in a known form.
+
+    `others`: further forms to refuse, as in _OTHER_FILES.
+    """
     name = str(path)
     line = _line_that_converts(Path(name))
     if line is not None:
@@ -197,7 +200,7 @@ def _refuse_others(path: object, file: IO[bytes], others: Sequence[tuple[bytes, 
 
 
 def _line_that_converts(path: Path) -> str | None:
-    """The command that converts a file without types to JSON lines; None: by its name, it is another file."""
+    """The command that converts a file of _TABLES to JSON lines; None: by its name, the file is none of these."""
     plain = path.with_suffix("") if path.suffix.lower() == ".gz" else path
     reader = _TABLES.get(plain.suffix.lower())
     if reader is None:
@@ -211,7 +214,7 @@ def _line_that_converts(path: Path) -> str | None:
 
 
 def _values(name: str, file: IO[bytes]) -> list[Any] | None:
-    """The values of a file that is one JSON array or one object; None: the file has one row in each line.
+    """The values of a file that is one JSON array or one object; None: read the file line by line.
 
     Raises ValueError for a damaged array.
     """
@@ -230,7 +233,7 @@ def _values(name: str, file: IO[bytes]) -> list[Any] | None:
         return None  # the reader of lines raises an error that names the line
     except json.JSONDecodeError as error:
         first_line = start.partition(b"\n")[0]
-        if is_array and not _is_json(first_line):  # otherwise each line is an array
+        if is_array and not _is_json(first_line):  # if the first line is whole, each line is an array
             raise ValueError(f"{name}: it begins as a JSON array, and is damaged: {error}") from error
         return None
     if isinstance(value, dict):
@@ -241,7 +244,7 @@ def _values(name: str, file: IO[bytes]) -> list[Any] | None:
 
 
 def _has_lines_of_one_object(start: bytes) -> bool:
-    """True if a file begins with an object that has several lines."""
+    """True if a file begins with an object that goes over several lines."""
     first_line, line_end, _ = start.partition(b"\n")
     if not first_line.startswith(b"{") or not line_end:
         return False
@@ -261,9 +264,10 @@ def _is_json(line: bytes) -> bool:
 
 @dataclass
 class FileRows:
-    """The rows of files, one file after the other. A row that cannot be read is an error when it is asked for."""
+    """The rows of files, one file after the other. A row that cannot be read raises an error when it is needed."""
 
     parts: list[Rows] = field(default_factory=list)
+    """The rows of each file."""
     in_memory = True
 
     def __post_init__(self) -> None:
@@ -273,7 +277,7 @@ class FileRows:
             names: list[str] = []
             for part in self.parts:
                 names += part.columns or ()
-            self.columns = list(dict.fromkeys(names))  # each once
+            self.columns = list(dict.fromkeys(names))  # without duplicates
 
     def __len__(self) -> int:
         if not self._ends:
@@ -310,7 +314,7 @@ class _Listed:
     word: str
     """The word before a number in errors: "line" or "row"."""
     rows: list[tuple[int, Any]]
-    """The rows, each with its number, from 1. A ValueError stands for a row that cannot be read."""
+    """The number of each row, from 1, and the row, or a ValueError if it cannot be read."""
     columns: Sequence[str] | None = None
     in_memory: bool = True
 
@@ -333,9 +337,9 @@ class _Listed:
 
 @dataclass
 class ArrowRows:
-    """Rows of a table of pyarrow, or of a data set, in which a null field stands for one that a row lacks.
+    """Rows of a table of pyarrow, or of a data set. If a row lacks a field, Arrow gives it the field with null.
 
-    `template_columns`: the columns from which a chat template gets values. In these, null fields are left out.
+    `template_columns`: the columns from which a chat template gets values. In these columns, null fields are left out.
     """
 
     name: str
@@ -374,7 +378,10 @@ class ArrowRows:
 
 
 def row_of_arrow(row: Mapping[str, Any], template_columns: Sequence[str]) -> dict[str, Any]:
-    """A row without the null fields that Arrow puts into its `template_columns`. Raises ValueError."""
+    """A row without the null fields that Arrow adds to the values in its `template_columns`.
+
+    Raises ValueError for values that are nested too deeply.
+    """
     cleaned = dict(row)
     for name in template_columns:
         if cleaned.get(name) is not None:
@@ -385,10 +392,10 @@ def row_of_arrow(row: Mapping[str, Any], template_columns: Sequence[str]) -> dic
 def numbered_rows(rows: Any, template_columns: Sequence[str]) -> Any:
     """The rows of a DataFrame, a data set of the package `datasets`, or a table of pyarrow, by number.
 
-    Other rows are returned as they are. `template_columns`: as of ArrowRows. Raises ValueError for a data set from
-    which no split was chosen.
+    Other rows are returned unchanged. `template_columns`: see ArrowRows. Raises ValueError for a data set from which no
+    split was chosen.
     """
-    if hasattr(rows, "iloc"):  # a DataFrame of pandas: its numbers are those of its columns
+    if hasattr(rows, "iloc"):  # a DataFrame of pandas, in which rows[0] is a column
         return rows.to_dict("records")
     if isinstance(rows, Mapping):
         raise ValueError(f"the prompts are in splits, {', '.join(map(str, rows))}: choose one, such as rows['train']")
@@ -403,7 +410,7 @@ def is_of_arrow(rows: Any) -> bool:
 
 
 def _rows_of_file(path: str | os.PathLike[str], template_columns: Sequence[str]) -> Rows:
-    """The rows of one file, in the class for its form."""
+    """The rows of one file, as an object of the class for its form."""
     name = str(path)
     with _opened(path) as file:
         _refuse_others(path, file)
@@ -433,7 +440,7 @@ def _parquet(name: str, file: IO[bytes]) -> Any:
 
 
 def file_rows(path: str | os.PathLike[str], template_columns: Sequence[str] = ()) -> FileRows:
-    """The rows of one file. `template_columns`: as of ArrowRows.
+    """The rows of one file. `template_columns`: see ArrowRows.
 
     Raises ValueError for a file of another kind, and OSError.
     """
@@ -453,7 +460,7 @@ def _folder_rows(folder: Path, split: str, template_columns: Sequence[str]) -> F
     if list(by_split) == [""]:  # no file is named after a split
         by_split = {"train": files}
     chosen = by_split.get(split)
-    if not chosen:  # a split with a name of its own
+    if not chosen:  # the split may have a name that is not in _SPLITS
         chosen = [path for path in by_split.get("", ()) if split in path.name]
     if not chosen:
         names = ", ".join(sorted(name or "others" for name in by_split))
@@ -462,7 +469,10 @@ def _folder_rows(folder: Path, split: str, template_columns: Sequence[str]) -> F
 
 
 def _data_files(folder: Path) -> list[Path]:
-    """The files of a folder; if it has none, those of its only subfolder, or of its subfolders for splits."""
+    """The files of a folder. If it has none, the files of its only subfolder, or of its subfolders for splits.
+
+    Raises ValueError if there are none, or if there are several subfolders that are not splits of one data set.
+    """
     found = _files_of_one_kind(folder)
     if found:
         return found
@@ -486,7 +496,7 @@ def _data_files(folder: Path) -> list[Path]:
 
 
 def _files_below(folder: Path) -> list[Path]:
-    """The files of a folder; if it has none, those of its subfolders."""
+    """The files of a folder. If it has none, the files of its subfolders."""
     found = _files_of_one_kind(folder)
     if not found:
         for subfolder in _folders(folder):
@@ -501,8 +511,8 @@ def _folders(folder: Path) -> list[Path]:
 def _files_of_one_kind(folder: Path) -> list[Path]:
     """The Parquet files of a folder, or its files of JSON lines. If it has neither, its JSON files.
 
-    JSON files come last, since they may describe the others. Raises ValueError for a folder with Parquet and JSON
-    lines, of which one would be ignored.
+    JSON files are the last choice, since they may describe the other files. Raises ValueError for a folder with both
+    Parquet files and JSON lines, of which one kind would be ignored.
     """
     files = _files(folder)
     parquet = [path for path in files if path.name.lower().endswith(".parquet")]
@@ -517,12 +527,12 @@ def _files_of_one_kind(folder: Path) -> list[Path]:
 
 
 def _files(folder: Path) -> list[Path]:
-    """The files of a folder, without those that begin with a dot: systems and editors make them."""
+    """The files of a folder, without files whose names begin with a dot: systems and editors make such files."""
     return [path for path in sorted(folder.iterdir()) if path.is_file() and not path.name.startswith(".")]
 
 
 def _other_files(folder: Path) -> str:
-    """The remedy for the first file of a folder that is not read, in words; "": there is none."""
+    """The remedy for the first file of a folder that must be converted or unpacked; "": there is no such file."""
     for path in _files(folder):
         line = _line_that_converts(path)
         if line is not None:
@@ -533,7 +543,7 @@ def _other_files(folder: Path) -> str:
 
 
 def _split_of(path: Path) -> str:
-    """The split after which a file, or its folder, is named; "": it is named after none."""
+    """The split after which a file, or its folder, is named; "": its path names no split."""
     words = re.split(r"[^a-z0-9]+", str(path).lower())
     for split, names in _SPLITS.items():
         if any(name in words for name in names):
@@ -545,10 +555,10 @@ def _split_of(path: Path) -> str:
 
 
 def open_rows(source: str, *, split: str = "train", template_columns: Sequence[str] = ()) -> Rows:
-    """The rows of a file, of a folder, or of a data set named as on the hub. `template_columns`: as of ArrowRows.
+    """The rows of a file, of a folder, or of a data set named as on the hub. `template_columns`: see ArrowRows.
 
-    A data set on the hub with several subsets is named with one: "openai/gsm8k:main". Raises ValueError for a source
-    without rows, or of another kind, OSError, and ImportError if a package is missing.
+    If a data set on the hub has several subsets, add the name of one: "openai/gsm8k:main". Raises ValueError for a
+    source without rows or of an unknown form, OSError, and ImportError if a package is missing.
     """
     path = Path(source)
     if not source:

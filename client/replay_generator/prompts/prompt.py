@@ -35,7 +35,7 @@ from replay_protos.labels import MOST_VALUE_BYTES, TagValue, labels_of
 
 
 class PromptRows(Protocol):
-    """Rows that are read by number: a list, or a data set of the package `datasets`."""
+    """Rows that are read by number, such as a list, or a data set of the package `datasets`."""
 
     def __len__(self) -> int: ...
     def __getitem__(self, index: int, /) -> Any: ...
@@ -43,26 +43,28 @@ class PromptRows(Protocol):
 
 @dataclass(frozen=True)
 class Prompt:
-    """One prompt, with the row that its reward functions see."""
+    """One prompt, with the row that reward functions get."""
 
     prompt_id: str
-    """The same for the same prompt in every epoch."""
+    """The name of the prompt, which is the same in every epoch."""
     content: str | tuple[Message, ...]
-    """A text, which is completed as it is, or the messages of a chat, which go through the tokenizer's template."""
+    """A text, which is completed as it is, or the messages of a chat, which the tokenizer's template renders."""
     row: Mapping[str, Any]
-    """The whole row with the prompt."""
+    """The whole row from which the prompt was made."""
     tags: Mapping[str, TagValue] = field(default_factory=dict)
-    """The tags of its groups: those of the row's `tags` that are not null, if that is an object."""
+    """The tags of groups of this prompt: the fields of the row's `tags`, if that is an object, without null fields."""
 
     @classmethod
     def of(cls, source: Prompt | Mapping[str, Any] | str | Sequence[Message], prompt_field: str = "prompt") -> Prompt:
         """Makes a prompt of a row with a `prompt_field`, of a text, or of a list of messages.
 
-        `prompt_field` may be a path: `extra_info.question`. The row gets values of Python (`plain_row`), and its
-        messages are cleaned (`chat.clean`). Its `prompt_id` is `row["prompt_id"]`, a text or a number, or else a hash
-        of its content and of the row's other fields. Raises ValueError if the content is missing, empty, or neither a
-        text nor messages, for values that no store can hold, such as half of a surrogate pair, for `tools` and
-        `chat_template_kwargs` that no template takes, and for tags that no item can have.
+        `prompt_field` may be a path: `extra_info.question`. The values of the row are converted to Python's own types
+        (`plain_row`), and the messages are cleaned (`chat.clean`). The prompt's `prompt_id` is `row["prompt_id"]`, a
+        text or a number. If the row has none, it is a hash of the content and of the row's other fields.
+
+        Raises ValueError if the content is missing, empty, or neither a text nor messages. Also raises ValueError for
+        values that no store can hold, such as half of a surrogate pair, for `tools` and `chat_template_kwargs` that no
+        template takes, and for tags that no item can have.
         """
         if isinstance(source, Prompt):
             return source
@@ -74,7 +76,7 @@ class Prompt:
         return cls(prompt_id=prompt_id, content=content, row=row, tags=tags)
 
     def packed(self) -> bytes:
-        """The bytes for `unpacked`. Raises PromptError if the row has a value that msgpack has no type for."""
+        """The bytes for `unpacked`. Raises PromptError if the row has a value for which msgpack has no type."""
         fields = {**vars(self), "row": dict(self.row), "tags": dict(self.tags)}
         try:
             packed: bytes = msgpack.packb(fields, default=_packed_number)
@@ -98,9 +100,10 @@ class Prompt:
         return prompt
 
     def as_chat(self, system: str | None = None) -> Prompt:
-        """The prompt as messages. A text becomes the user's message; `system` comes first if there is no other.
+        """The prompt as messages. A text becomes a message of the user.
 
-        Raises ValueError for `tools` that no template takes. As long as the prompt is a text, no template gets them.
+        `system`: the text of a message of the system, which is put first unless there is one already; None: no text.
+        Raises ValueError for `tools` that no template takes. They were not checked before if the prompt was a text.
         """
         messages = self.content
         if isinstance(messages, str):
@@ -112,7 +115,7 @@ class Prompt:
         return prompt
 
     def tools(self) -> list[Any]:
-        """The tools for the chat template: the row's `tools`. A text has none.
+        """The tools for the chat template: the row's `tools`. A prompt that is a text has no tools.
 
         Raises ValueError if the column holds anything else.
         """
@@ -121,17 +124,17 @@ class Prompt:
         return chat.tools_of(self.row.get("tools"))
 
     def template(self) -> dict[str, Any]:
-        """The row's own arguments of the chat template: its `chat_template_kwargs`.
+        """The row's own arguments for the chat template: its `chat_template_kwargs`.
 
         Raises ValueError if the column holds anything else.
         """
         return chat.template_of(self.row.get("chat_template_kwargs"))
 
     def tokenize(self, tokenizer: Any, *, began: datetime | None = None, **template: Any) -> list[int]:
-        """The token ids (P,). Messages go through the tokenizer's chat template, by `chat.render`.
+        """The token ids (P,). The tokenizer's chat template renders messages, by `chat.render`.
 
-        The template gets the arguments `template` and those of the row. `began`: when the rollout began; None: now. If
-        the last message is the assistant's, the completion continues it. Raises PromptError.
+        The template gets the arguments `template`, replaced by those of the row. `began`: when the rollout began; None:
+        now. If the last message is of the assistant, the completion continues that message. Raises PromptError.
         """
         try:
             arguments = {**template, **self.template()}
@@ -144,11 +147,11 @@ class Prompt:
 
 
 _NUMBER = 1
-"""The extension type of msgpack for whole numbers of more than 64 bits."""
+"""The code of the extension type, in msgpack, for whole numbers of more than 64 bits."""
 
 
 def _packed_number(value: Any) -> msgpack.ExtType:
-    """The extension for a large whole number. Raises TypeError for any other value."""
+    """The extension for a large whole number. Raises TypeError, about msgpack, for any other value."""
     if not isinstance(value, int):
         name = type(value).__name__
         article = "an" if name[:1].lower() in "aeiou" else "a"
@@ -183,7 +186,7 @@ def _parsed(
 
 
 def _check_columns(content: str | tuple[Message, ...], row: Mapping[str, Any]) -> None:
-    """Raises ValueError for columns that no template takes."""
+    """Raises ValueError for `tools` or `chat_template_kwargs` that no template takes."""
     prompt = Prompt("", content, row)
     prompt.tools()
     prompt.template()
@@ -194,7 +197,7 @@ def _named(prompt_id: Any) -> str:
     if prompt_id is None:
         return ""
     if isinstance(prompt_id, float) and prompt_id.is_integer():
-        prompt_id = int(prompt_id)  # Arrow and pandas make the numbers of a column floats if it has nulls
+        prompt_id = int(prompt_id)  # if a column has nulls, pandas converts its whole numbers to floats
     if not isinstance(prompt_id, str | int | float):
         raise ValueError(f"'prompt_id' must be a text or a number, not {prompt_id!r:.80}")
     name = str(prompt_id)
@@ -208,16 +211,16 @@ def _named(prompt_id: Any) -> str:
 
 
 def _tags(column: Any) -> dict[str, TagValue]:
-    """The tags in a row's `tags`. A column of other values, such as lists of keywords, is not meant for the server."""
+    """The tags in a row's `tags`. Any value but an object, such as a list of keywords, is not meant as tags."""
     if not isinstance(column, Mapping):
         return {}
-    # A data set has all fields in each row, with null for those that the row lacks.
+    # A data set has all fields in each row, with null for the fields that the row lacks.
     present = {name: value for name, value in column.items() if value is not None}
     return labels_of((), present).tags
 
 
 def _content(name: str, value: Any) -> str | tuple[Message, ...]:
-    """The content of a prompt, from the field `name`. Raises ValueError for a value that is none."""
+    """The content of a prompt. `name`: its field, for errors. Raises ValueError for a value that is no content."""
     if isinstance(value, str) and value:
         return value
     if isinstance(value, list | tuple) and value:
@@ -233,10 +236,10 @@ def _content(name: str, value: Any) -> str | tuple[Message, ...]:
 
 
 def _id_of(content: str | tuple[Message, ...], others: Mapping[str, Any]) -> str:
-    """The name of a prompt that has none: a hash of its content, and of the other fields of its row.
+    """The name of a prompt whose row names none: a hash of its content, and of the other fields of its row.
 
-    The other fields count, since two rows may have the same question and different answers. Null fields do not count,
-    nor do objects without a JSON type, so that a row has the same name however it was stored.
+    The other fields count, since two rows may have the same question and different answers. Null fields and objects
+    without a JSON type do not count. So a row has the same name, in whatever form it is stored.
     """
     text = content if isinstance(content, str) else json_of(content)
     other_fields = json_of(others)
@@ -248,7 +251,7 @@ def _id_of(content: str | tuple[Message, ...], others: Mapping[str, Any]) -> str
 def read_prompts(path: str | os.PathLike[str], prompt_field: str = "prompt") -> list[Prompt]:
     """All prompts of one file: JSON lines, a JSON array or Parquet, perhaps packed by gzip; see `prompts/files.py`.
 
-    Raises ValueError that names file and row, for a row without a prompt and for a file without prompts.
+    Raises ValueError, which names the file, for a file without prompts and, with the row, for a row without a prompt.
     """
     rows = file_rows(path, _template_columns(prompt_field))
     prompts = LoadedPrompts(rows, prompt_field)
@@ -263,9 +266,9 @@ def load_prompts(
 ) -> LoadedPrompts:
     """Prompts of a file, of a folder, or of a data set named as on the hub: docs/how-to/data.md lists the forms.
 
-    The rows of a data set are read when their prompts are asked for. All others are read at once. With `check`, a bad
-    row of these is an error here, otherwise when it is asked for. Raises ValueError if there are no prompts, OSError,
-    and ImportError if a package is needed and missing.
+    The rows of a data set are read one by one, when their prompts are needed. The rows of files are read at once. With
+    `check`, a bad row of a file raises ValueError here. All other bad rows raise PromptError when they are needed.
+    Raises ValueError if there are no prompts, OSError, and ImportError if a needed package is missing.
     """
     rows = open_rows(source, split=split, template_columns=_template_columns(prompt_field))
     head = prompt_field.partition(".")[0]
@@ -281,11 +284,11 @@ def _template_columns(prompt_field: str) -> list[str]:
     """The columns from which a chat template gets values."""
     head = prompt_field.partition(".")[0]
     columns = [prompt_field, head, "tools", "chat_template_kwargs"]
-    return list(dict.fromkeys(columns))  # each once
+    return list(dict.fromkeys(columns))  # without duplicates
 
 
 class LoadedPrompts:
-    """The prompts of files and data sets, each made when it is asked for."""
+    """The prompts of files and data sets. Each prompt is made when it is needed."""
 
     def __init__(self, rows: Rows, prompt_field: str) -> None:
         self._rows = rows
@@ -296,7 +299,7 @@ class LoadedPrompts:
 
     @property
     def in_memory(self) -> bool:
-        """True if reading all rows costs little."""
+        """True if it costs little to read all rows."""
         return self._rows.in_memory
 
     def __getitem__(self, index: int) -> Prompt:
@@ -308,7 +311,7 @@ class LoadedPrompts:
         return self._rows.place(index)
 
     def check(self) -> None:
-        """Checks all rows. Raises ValueError for the first that is no prompt, which names file and row."""
+        """Checks all rows. Raises ValueError for the first row that is no prompt, and names file and row."""
         for index, row in enumerate(self._rows.each()):
             try:
                 if isinstance(row, ValueError):
@@ -319,7 +322,7 @@ class LoadedPrompts:
 
 
 def prompt_rows(rows: PromptRows, prompt_field: str = "prompt") -> PromptRows:
-    """The rows by number of a list, a data set, a table of pyarrow, or a DataFrame.
+    """The rows of a list, a data set, a table of pyarrow, or a DataFrame, to be read by number.
 
     Raises ValueError for a data set from which no split was chosen.
     """
@@ -328,10 +331,10 @@ def prompt_rows(rows: PromptRows, prompt_field: str = "prompt") -> PromptRows:
 
 
 def rows_in_turn(rows: Any) -> Iterable[Any]:
-    """The rows of any iterable, also of a data set or a stream of one. Raises the errors of `prompt_rows`."""
+    """The rows of any iterable, such as a data set or a streamed data set. Raises the errors of `prompt_rows`."""
     template_columns = _template_columns("prompt")
     numbered = numbered_rows(rows, template_columns)
-    if is_of_arrow(numbered):  # a stream
+    if is_of_arrow(numbered):  # a streamed data set, whose rows have no numbers
         return map(partial(row_of_arrow, template_columns=template_columns), numbered)
     if isinstance(numbered, ArrowRows):
         return map(partial(prompt_at, numbered), range(len(numbered)))
@@ -339,7 +342,7 @@ def rows_in_turn(rows: Any) -> Iterable[Any]:
 
 
 def prompt_at(rows: PromptRows, index: int, prompt_field: str = "prompt") -> Prompt:
-    """The prompt of a row. Raises PromptError that names the row."""
+    """The prompt of a row. Raises PromptError, which names the row."""
     try:
         return Prompt.of(rows[int(index)], prompt_field)
     except ValueError as error:
@@ -347,7 +350,7 @@ def prompt_at(rows: PromptRows, index: int, prompt_field: str = "prompt") -> Pro
 
 
 def _at(rows: PromptRows, index: int, error: Exception) -> str:
-    """The message of an error, with the name of the row before it."""
+    """The message of an error, with the name of the row before it, unless the message begins with that name."""
     place = place_of(rows, index)
     message = str(error)
     if message.startswith(place):
@@ -364,8 +367,8 @@ def prompt_for(
 ) -> tuple[Prompt, list[int]]:
     """The prompt and its token ids (P,).
 
-    `template`: arguments of the chat template. `began`: when its group began. Raises PromptError if the source is no
-    prompt or does not fit the engine, of which only the tokenizer and the limits count.
+    `engine`: only its tokenizer and its limits are used. `template`: arguments of the chat template. `began`: when the
+    group of the prompt began; None: now. Raises PromptError if the source is no prompt or does not fit the engine.
     """
     try:
         prompt = Prompt.of(source)
@@ -379,12 +382,12 @@ def prompt_for(
 
 
 class PreparedRows:
-    """Rows as prompts. Each prompt is made when it is asked for, so a large data set costs nothing before."""
+    """Rows as prompts. Each prompt is made only when it is needed, so that a large data set starts at once."""
 
     def __init__(
         self, rows: PromptRows, prompt_field: str = "prompt", system: str | None = None, *, chat: bool = False
     ) -> None:
-        """`chat`: texts become messages of the user. `system`: a message of the system for chats that have none."""
+        """`chat`: makes chats of all prompts, with `system` as their message of the system; see `Prompt.as_chat`."""
         self._rows = prompt_rows(rows, prompt_field)
         self._prompt_field = prompt_field
         self._chat = chat
@@ -408,7 +411,7 @@ class PreparedRows:
         return place_of(self._rows, index)
 
     def check(self) -> None:
-        """Checks all rows. Raises PromptError for the first that is no prompt."""
+        """Checks all rows. Raises PromptError or ValueError for the first row that is no prompt."""
         if isinstance(self._rows, LoadedPrompts) and not self._chat:
             self._rows.check()
             return
@@ -421,8 +424,8 @@ def cycle_prompts(
 ) -> Iterator[Prompt]:
     """Yields every row once in each epoch, in an order that depends on `seed` and the epoch; `epochs` None: for ever.
 
-    Reads the rows one by one, so a large data set starts at once. Raises ValueError if there are no rows. A row that is
-    no prompt raises PromptError when its turn comes, and the next call continues with the next row.
+    Reads the rows one by one, so that a large data set starts at once. Raises ValueError if there are no rows. When the
+    turn of a row comes that is no prompt, `next` raises PromptError. The next call continues with the next row.
     """
     if not len(rows):
         raise ValueError(f"there are no prompts to cycle through: rows is empty, {rows!r:.80}")
@@ -433,21 +436,21 @@ def cycle_prompts(
     def prompt_of(index: int) -> Prompt:
         return prompt_at(numbered, index, prompt_field)
 
-    # A generator would end at the first error. `map` continues with the next row.
+    # A generator function would end at the first error. `map` continues with the next row.
     return map(prompt_of, itertools.chain.from_iterable(orders))
 
 
 def epoch_order(count: int, seed: int, epoch: int) -> npt.NDArray[np.int64]:
-    """The order of `count` rows in this epoch: each index once. A million rows take some 20 ms."""
+    """The order of `count` rows in this epoch: (count,) with each index once. A million rows take some 20 ms."""
     entropy = list(f"{seed}/{epoch}".encode())
     return np.random.default_rng(entropy).permutation(count)
 
 
 def chat_prompts(prompts: Iterable[Prompt], system: str | None = None) -> Iterator[Prompt]:
-    """All prompts as chats; see `Prompt.as_chat`."""
+    """Yields all prompts as chats; see `Prompt.as_chat`."""
 
     def as_chat(prompt: Prompt) -> Prompt:
         return prompt.as_chat(system)
 
-    # A generator would end at the first prompt that cannot be made. `map` continues with the next one.
+    # A generator function would end at the first error. `map` continues with the next prompt.
     return map(as_chat, prompts)

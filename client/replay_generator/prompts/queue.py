@@ -1,8 +1,8 @@
-"""Prompt queue: returns a generator's next prompt, and is told the outcome of each.
+"""Prompt queue: returns a generator's next prompt. The generator reports the outcome of each prompt to the queue.
 
 The prompts of an iterable belong to the generator, and their outcomes are ignored (`IteratedPrompts`). The prompts of a
-table are drawn under a lease, which ends with the group (`table.py`). Partial groups are drawn and held in the same way
-(`LeasedItems`).
+table are drawn under a lease, which ends when the group is done (`table.py`). `LeasedItems` draws such prompts, and
+partial groups.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ Answer = Callable[..., Awaitable[Any]]
 _THE_END = object()
 """Marks the end of the iterable. None cannot mark it: an iterable may yield None."""
 _MOST_FOREIGN = 100
-"""Items that cannot be decoded. So many before the first group mean that this is the wrong table."""
+"""The number of items that cannot be decoded, before the first group, after which the table must be the wrong one."""
 
 
 class PromptItem(NamedTuple):
-    """The item of a prompt in its table, as a generator has drawn it."""
+    """The item of a prompt, with the values that it had when a generator drew it."""
 
     key: int
     priority: float
@@ -49,35 +49,36 @@ class DrawnPrompt:
 
     source: PromptSource
     closes: tuple[Sample, ...] = ()
-    """The item of the prompt under its lease, which the insert of the group closes.
+    """The item of the prompt, under its lease. The insert of the group closes this item.
 
-    Empty: the prompt came from an iterable, or a partial group has replaced it."""
+    Empty: the prompt came from an iterable, or a partial group has replaced the prompt. Otherwise one item, in the form
+    that `insert` takes."""
     item: PromptItem | None = None
     """The item of the prompt; None: the prompt came from an iterable."""
 
 
 class PromptQueue:
-    """Returns prompts one by one. Each ends with exactly one of `finished`, `requeued` and `reject`.
+    """Returns prompts one by one. For each, exactly one of `finished`, `requeued` and `reject` is called at its end.
 
-    If partial groups are stored, such a group replaces its prompt when it is opened (`opened`). It may end at another
-    generator than the one that drew the prompt.
+    If partial groups are stored, a group replaces its prompt when it is opened (`opened`). Then these calls may be made
+    by another generator than the one that drew the prompt.
     """
 
     ended = False
-    """True when no prompt will come any more."""
+    """True if there will be no further prompt."""
 
     async def begin(self) -> None:
         """Prepares the queue. Raises ReplayError, which names the remedy, if there can be no prompts."""
 
     async def next(self) -> DrawnPrompt | None:
-        """The next prompt; None: there is none now. Then call it again, unless `ended`.
+        """The next prompt; None: there is none now. After None, call `next` again, unless `ended`.
 
-        Raises PromptError for a row that is no prompt; the next call continues with the next row.
+        Raises PromptError for a row that is no prompt. The next call continues with the next row.
         """
         raise NotImplementedError
 
     async def finished(self, drawn: DrawnPrompt, rewards: npt.ArrayLike | None, *, inserted: bool) -> None:
-        """Is called when the prompt is done: its group was `inserted`, or is left out for good.
+        """Is called when the prompt is done: its group was `inserted`, or was left out for good.
 
         `rewards` (G,): the rewards of the group; None: they are unknown.
         """
@@ -86,13 +87,16 @@ class PromptQueue:
         """Is called when the insert of a partial group has closed the prompt."""
 
     async def requeued(self, drawn: DrawnPrompt, partial: Sample | None = None) -> None:
-        """Returns a prompt that is not done, for any generator. It replaces `partial`, if there is one."""
+        """Puts a prompt that is not done back into its table, for any generator.
+
+        `partial`: the item of a partial group that the prompt replaces; None: there is none.
+        """
 
     async def reject(self, sample: Sample, why: Exception) -> None:
         """Removes an item from which no generator can make a group."""
 
     async def close(self) -> None:
-        """Returns all prompts that are under way, if the server can be reached soon."""
+        """Puts all prompts that are under way back into their table, if the server can be reached soon."""
 
 
 class IteratedPrompts(PromptQueue):
@@ -103,7 +107,7 @@ class IteratedPrompts(PromptQueue):
         self._count = 0
 
     async def next(self) -> DrawnPrompt | None:
-        # It runs in a thread: the next prompt of a streamed data set may take long.
+        # The iterable runs in a thread: the next prompt of a streamed data set may take long.
         source = await in_daemon_thread(lambda: next(self._prompts, _THE_END))
         if source is _THE_END:
             self.ended = True
@@ -129,8 +133,9 @@ class LeasedItems(Generic[T]):
         on_lost: Callable[[Sample, T], object],
         stats: GeneratorStats,
     ) -> None:
-        """`what`: the contents of the table, for errors. `decode`: makes the value of an item; it raises ValueError for
-        an item that nobody can use, which is then rejected. `on_lost`: is called when the lease of an item has ended.
+        """`lease`: the seconds of each lease. `what`: the contents of the table, for errors. `decode`: makes the value
+        of an item. If it raises ValueError, nobody can use the item, which is then rejected. `on_lost`: is called with
+        an item and its value after the lease has ended.
         """
         self._client = client
         self._answer = answer
@@ -142,10 +147,10 @@ class LeasedItems(Generic[T]):
         self._stats = stats
         self._renewer = AsyncLeaseRenewer(client.renew, lease, self._lose)
         self.held: dict[int, tuple[Sample, T]] = {}
-        """The items and their values, by the number of the lease."""
+        """The items and their values, by the id of the lease."""
 
     async def draw(self, timeout: float, exclude: Sequence[int] = ()) -> tuple[Sample, T]:
-        """The next item. Raises DeadlineExceededError if there is none."""
+        """The next item and its value. `exclude`: keys of items to skip. Raises DeadlineExceededError if none comes."""
         while True:
             (sample,) = await self._answer(
                 self._client.sample, self._table, timeout=timeout, lease=self._lease, exclude=exclude
@@ -159,7 +164,7 @@ class LeasedItems(Generic[T]):
                     raise ReplayError(wrong) from error
                 continue
             self.held[sample.info.lease_id] = (sample, item)
-            # From its first renewal on, the sample counts as in use: its lease survives a restart of the server.
+            # The lease is renewed at once. From then on it survives a restart of the server.
             self._renewer.add([sample])
             return sample, item
 
@@ -168,11 +173,13 @@ class LeasedItems(Generic[T]):
         logger.warning("item %d of table %r is rejected: %s", sample.info.key, self._table, why)
         self._stats["items_rejected"] += 1
         self.forget([sample])
-        await self._answer(self._client.delete, self._table, [sample.info.key])  # a curriculum would keep it
+        # A table whose items are drawn again and again, such as a curriculum, would keep an item that is only
+        # acknowledged.
+        await self._answer(self._client.delete, self._table, [sample.info.key])
         await self._answer(self._client.acknowledge, [sample])
 
     def forget(self, samples: Sequence[Sample]) -> list[Sample]:
-        """Forgets items that were closed or lost. Returns those that were held until now."""
+        """Forgets items that were closed or lost. Returns the items among them that were still held."""
         self._renewer.forget(samples)
         forgotten = []
         for sample in samples:
@@ -186,7 +193,7 @@ class LeasedItems(Generic[T]):
             assert sample.info.lease_id == lease, (lease, sample.info)
 
     async def end(self, samples: Sequence[Sample], *, requeue: bool = False) -> None:
-        """Ends the leases of these items: they are consumed, or return to their places in the table."""
+        """Ends the leases of these items. They are consumed or, with `requeue`, return to their places in the table."""
         held = self.forget(samples)
         if held:
             await self._answer(self._client.acknowledge, held, requeue=requeue)
@@ -199,6 +206,7 @@ class LeasedItems(Generic[T]):
                 await self.end([sample for sample, _ in self.held.values()], requeue=True)
 
     def _lose(self, lost: list[SampleInfo]) -> None:
+        """Forgets the items whose leases have ended, and calls `on_lost` for each."""
         held = [self.held[info.lease_id] for info in lost if info.lease_id in self.held]
         for sample, item in held:
             self.forget([sample])

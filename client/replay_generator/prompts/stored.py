@@ -1,7 +1,7 @@
 """Stored prompts: the items of a table of prompts, as bytes. docs/how-to/prompts.md describes their use.
 
 Such a table holds two kinds of items: `StoredPrompt`, from which a generator makes a group, and `PromptCursor`, which
-says how many prompts are loaded. Both are one msgpack map after eight bytes that name the format.
+says how many prompts are loaded. Each item is eight bytes that name the format, and a map in msgpack.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from replay_protos.labels import MOST_TAGS, TagValue
 MAGIC = b"RPLYPRM\x01"
 """The last byte is the format version."""
 CURSOR_TAG = "prompts"
-"""The tag of a PromptCursor. Items with this tag are no prompts."""
+"""The name of a tag that only items with a PromptCursor have."""
 _PROBED = 16
-"""The number of rows whose names tell one set of prompts from another."""
+"""The number of rows whose names are compared to see whether two generators have the same prompts."""
 _MOST_NAME = 256
 """The most bytes of a `prompt_id` that can be a tag."""
 
@@ -34,7 +34,7 @@ class StoredPrompt:
     prompt: Prompt
     epoch: int
     position: int
-    """Its position in the order of the epoch; in a curriculum, its position in the file."""
+    """The position of the prompt in the order of the epoch or, in a curriculum, in the file."""
 
     def encode(self) -> bytes:
         """The bytes for `decode_item`. Raises PromptError for a value that msgpack cannot hold, such as an image."""
@@ -42,7 +42,7 @@ class StoredPrompt:
         return MAGIC + bytes(msgpack.packb(fields))
 
     def item_tags(self) -> dict[str, TagValue]:
-        """The tags of its item: the tags of the prompt, and its name if that fits."""
+        """The tags of the item: the tags of the prompt, and its `prompt_id` unless that is too long for a tag."""
         tags = dict(self.prompt.tags)
         name = self.prompt.prompt_id
         name_bytes = len(name.encode(errors="replace"))
@@ -53,20 +53,20 @@ class StoredPrompt:
 
 @dataclass(frozen=True)
 class PromptCursor:
-    """States that the prompts before `position` of `epoch` are loaded, and none after them.
+    """States that the prompts before `position` of `epoch` are loaded, and that no later prompts are.
 
     The generator that has the cursor under a lease loads the next prompts. Its insert of the next cursor closes this
-    one, so there is always exactly one cursor.
+    cursor, so there is always exactly one.
     """
 
     run: int
-    """A random number, from which the keys of all prompts follow. It is a new one after the table was emptied."""
+    """A random number, from which the keys of all prompts follow. After the table is emptied, it is a new number."""
     seed: int
-    """The seed of the order of the prompts: that of the generator that inserted the first cursor."""
+    """The seed of the order of the prompts, from the generator that inserted the first cursor."""
     rows: int
     """The number of prompts in an epoch."""
     names: str
-    """A hash of the names of some of these prompts."""
+    """A hash of the names of some of these prompts; see `names_of`."""
     epoch: int = 0
     position: int = 0
 
@@ -75,7 +75,7 @@ class PromptCursor:
 
 
 def names_of(rows: PromptRows) -> str:
-    """A hash that differs between sets of prompts with other names in the same places."""
+    """A hash of the names of some prompts in `rows`. Two sets of prompts with one hash are taken for the same."""
     positions = {len(rows) * part // _PROBED for part in range(_PROBED)}
     positions.add(len(rows) - 1)
     names = [_name_at(rows, position) for position in sorted(positions)]
@@ -84,7 +84,7 @@ def names_of(rows: PromptRows) -> str:
 
 
 def _name_at(rows: PromptRows, position: int) -> str:
-    """The name of a prompt; "": the row is no prompt."""
+    """The `prompt_id` of the prompt in a row; "": the row is no prompt."""
     try:
         return prompt_at(rows, position).prompt_id
     except PromptError:
@@ -92,7 +92,7 @@ def _name_at(rows: PromptRows, position: int) -> str:
 
 
 def key_of(*parts: object) -> int:
-    """The key of the item that these parts name. Its highest bit is set, unlike that of keys that clients choose."""
+    """The key of the item that these parts name. Its highest bit is set, and in keys that clients choose it is not."""
     text = "\0".join(map(str, parts)).encode(errors="replace")
     digest = hashlib.blake2b(text, digest_size=8).digest()
     return 1 << 63 | int.from_bytes(digest, "big") >> 1
@@ -120,7 +120,7 @@ def decode_item(payload: Buffer) -> StoredPrompt | PromptCursor:
 
 
 def check_places(*numbers: Any) -> None:
-    """Raises ValueError unless all are whole numbers from 0."""
+    """Raises ValueError unless all `numbers` are whole and at least 0."""
     for number in numbers:
         is_whole = type(number) is int and number >= 0
         if not is_whole:

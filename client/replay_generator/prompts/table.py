@@ -1,24 +1,27 @@
 """Prompts of a table: all generators draw from it under leases, and the insert of a group closes its prompt.
 
-One request inserts a group and closes its prompt (`closes`), so a kill leaves one of them, and never both or neither. A
-generator that dies loses its leases. Its prompts return to their places, and other generators draw them.
+One request inserts a group and closes its prompt (`closes`). So a kill leaves either the prompt or the group, and never
+both or neither. A generator that dies loses its leases. Its prompts return to their places, and other generators draw
+them.
 
-`EpochPrompts` makes a group of each prompt once an epoch, in an order by seed. The table is a queue, which never holds
-a whole epoch. Behind the loaded prompts lies a PromptCursor, which has the position of the next prompt. The generator
-that draws the cursor loads the next WINDOW prompts. It then inserts the next cursor, which closes the one that it drew:
+`EpochPrompts` makes a group of each prompt once an epoch, in an order that depends on a seed. The table is a queue,
+which need not hold a whole epoch. Behind the loaded prompts lies a PromptCursor, which has the position of the next
+prompt. The generator that draws the cursor loads the next WINDOW prompts. It then inserts the next cursor, and the same
+request closes the cursor that it has drawn:
 
     p1 p2 p3 cursor(3)  ──▶  cursor(3) drawn  ──▶  p4 p5 p6 cursor(6)
 
-So the generator that has the lease of the cursor loads prompts. A kill has these effects, at each step:
+So only the generator that has the lease of the cursor loads prompts. If it is killed, this depends on its last step:
 
-    the cursor is drawn          its lease ends, and another generator loads
-    some prompts are loaded      the same. Keys follow from run, epoch and position, so the server refuses duplicates
-    the next cursor is there     the old one has gone at the same moment
+    the cursor is drawn             its lease ends, and another generator loads the prompts
+    some prompts are loaded         the same. Keys follow from run, epoch and position, so the server refuses duplicates
+    the next cursor is inserted     nothing is left to do: the same request has closed the old cursor
 
-The server must remember the keys of one window until the next cursor is there, and no key after that. So epochs may
-have any length. The table is empty, with no item drawn, only before the first cursor and after a reset.
+The server must remember the keys of one window until the next cursor is inserted, and need not remember them after
+that. So epochs may have any length. The table is empty, with no item drawn, only before the first cursor and after a
+reset.
 
-`CurriculumPrompts` draws by priority, and prompts stay in the table. The priority is its only memory of a prompt.
+`CurriculumPrompts` draws by priority, and prompts stay in the table. It remembers only the priority of a prompt.
 """
 
 from __future__ import annotations
@@ -70,21 +73,22 @@ logger = logging.getLogger(__name__)
 WINDOW = 1024
 """The number of prompts of an epoch that are loaded at once."""
 LEAST_ROOM = 16 * WINDOW
-"""The least `max_size` of a table of prompts: a window, and the prompts that are requeued when generators die."""
+"""The least `max_size` of a table of epochs: a window, and the prompts that are requeued when generators die."""
 LEAST_BOUND = 1_000_000
-"""The least `max_staleness` of partial groups that replace prompts: no run has so many versions."""
+"""The least `max_staleness` of a table of partial groups that replace prompts. No run has so many versions, so the
+server drops none of these groups."""
 FIRST_PRIORITY = 0.25
-"""The priority of a prompt in a curriculum that has had no group yet: the maximum of p (1 - p)."""
+"""The priority of a prompt of a curriculum before its first group: the maximum of p (1 - p)."""
 LEARNING_RATE = 0.5
-"""The weight of the newest group of a prompt in its priority."""
+"""The weight of the newest group of a prompt in the prompt's priority."""
 LEAST_PRIORITY = 0.02
-"""The priority of a prompt that was always solved, or never: it is tried again, but more seldom."""
+"""The priority of a prompt that was always solved, or never. It is drawn again, but less often."""
 _PAUSE = 1.0
 """Seconds to wait for a prompt before the state of the table is checked again."""
 MOST_BAD = 100
-"""The run ends when so many successive rows are no prompts: the cause is not a single row."""
+"""The number of successive rows that are no prompts after which the run ends: the cause is not a single row."""
 _MOST_BEGINNINGS = 64
-"""The number of times that a table may be emptied while the server remembers the key of its first cursor."""
+"""The number of times that a table may be emptied while the server remembers the keys of its first cursors."""
 
 
 class PromptsTable(PromptQueue):
@@ -122,7 +126,10 @@ class PromptsTable(PromptQueue):
         )
 
     async def begin(self) -> None:
-        """Loads the first prompts, if no generator has. Raises ReplayError for a table that cannot hold prompts."""
+        """Checks the table, and loads the first prompts or the first cursor unless another generator has done so.
+
+        Raises ReplayError for a table that cannot hold prompts.
+        """
         if not len(self._rows):
             raise ReplayError("there are no prompts to load: the file has no rows")
         self._names = await in_daemon_thread(lambda: names_of(self._rows))
@@ -142,7 +149,7 @@ class PromptsTable(PromptQueue):
     async def next(self) -> DrawnPrompt | None:
         """The next prompt, under a lease; None: there is none now."""
         exclude: list[int] = []
-        if not self._times:  # prompts stay in the table, which could return the same one again
+        if not self._times:  # drawn prompts stay in the table, which could return one of them again
             exclude = [sample.info.key for sample, _ in self._items.held.values()]
         try:
             sample, item = await self._items.draw(_PAUSE, exclude)
@@ -156,7 +163,7 @@ class PromptsTable(PromptQueue):
         return DrawnPrompt(item.prompt, closes=(sample,), item=prompt_item)
 
     async def finished(self, drawn: DrawnPrompt, rewards: npt.ArrayLike | None, *, inserted: bool) -> None:
-        """Forgets a prompt that an insert has closed, and acknowledges the prompt of a group that is left out."""
+        """Forgets a prompt that an insert has closed. If the group was left out, acknowledges the prompt."""
         if inserted:
             self.opened(drawn)
         else:
@@ -177,23 +184,23 @@ class PromptsTable(PromptQueue):
     # ------------------------------------------------------------------------------- the differences of the modes
 
     _what = ""
-    """The mode, for messages."""
+    """The name of the mode, for errors."""
     _sampler = ""
-    """The `sampler` that its table must have."""
+    """The `sampler` that the table must have."""
     _times = 0
-    """The `max_times_sampled` that its table must have."""
+    """The `max_times_sampled` that the table must have; 0: prompts are drawn any number of times."""
 
     @abstractmethod
     async def _cursor_drawn(self, sample: Sample, cursor: PromptCursor) -> None:
-        """Is called when the cursor was drawn."""
+        """Is called when the cursor has been drawn, as `sample`."""
 
     async def _look(self) -> None:
-        """Is called when there was no prompt for a while."""
+        """Is called when no prompt could be drawn for _PAUSE seconds."""
 
     # ---------------------------------------------------------------------------------------------- for both modes
 
     def _faults(self, config: Mapping[str, Any]) -> Iterator[str]:
-        """Yields the settings of a table that make it unfit for prompts, in words."""
+        """Yields the settings of a table that make the table unfit for prompts, in words, with the remedy."""
         sampler = config["sampler"]["type"]
         times = config["max_times_sampled"]
         limiter = config["rate_limiter"]
@@ -221,7 +228,7 @@ class PromptsTable(PromptQueue):
     async def _is_empty(self) -> bool:
         """True if the table holds no items, and none is drawn."""
         info = await self._info()
-        if getattr(info, "gone", ()):  # a server that is gone may hold items
+        if getattr(info, "gone", ()):  # one of several servers does not answer, and may hold items
             return False
         table = info.tables[self.table]
         return not table.size and not table.reserved
@@ -229,8 +236,9 @@ class PromptsTable(PromptQueue):
     async def _first_cursor(self, priority: float) -> None:
         """Inserts the first cursor if the table is empty.
 
-        Generators that begin at the same time use the same key, so there is one cursor. After a reset the server still
-        knows that key: then the table stays empty, and the next key is tried.
+        Generators that begin at the same time use the same key, so that only one cursor is inserted. After a reset the
+        server may still know that key, and not insert the cursor. Then the table stays empty, and the next key is
+        tried.
         """
         cursor = PromptCursor(run=secrets.randbits(63), seed=self._seed, rows=len(self._rows), names=self._names)
         for beginning in range(_MOST_BEGINNINGS):
@@ -252,17 +260,17 @@ class PromptsTable(PromptQueue):
         )
 
     async def _load(self, cursor: PromptCursor, rows: Sequence[int], priority: float = 1.0) -> None:
-        """Inserts the prompts of these rows, of which the first has the position of the cursor.
+        """Inserts the prompts of these rows. The first prompt has the position of `cursor`.
 
-        Prompts that the table has already are not inserted again. A row that is no prompt, or that no table can hold,
-        is left out: otherwise it would end every generator in turn.
+        Prompts that the table has already are not inserted again. A row that is no prompt, or whose prompt no table can
+        hold, is left out. Otherwise such a row would end one generator after the other.
         """
 
         def encoded() -> list[tuple[bytes, dict[str, TagValue]] | PromptError]:
             return [self._stored(row, cursor, position) for position, row in enumerate(rows, cursor.position)]
 
         prompts = await in_daemon_thread(encoded)
-        indices: dict[int, int] = {}
+        indices: dict[int, int] = {}  # the index of each prompt in `prompts` and `rows`, by its key
         for index in range(len(prompts)):
             key = key_of(cursor.run, cursor.epoch, cursor.position + index)
             indices[key] = index
@@ -291,7 +299,7 @@ class PromptsTable(PromptQueue):
             self._count_bad(prompt)
 
     def _stored(self, row: int, cursor: PromptCursor, position: int) -> tuple[bytes, dict[str, TagValue]] | PromptError:
-        """The bytes and the tags of the prompt of a row, or the error of a row that is no prompt."""
+        """The bytes and the tags of the prompt in a row, or the error if the row is no prompt."""
         try:
             stored = StoredPrompt(prompt_at(self._rows, row), cursor.epoch, position)
             return stored.encode(), stored.item_tags()
@@ -299,7 +307,10 @@ class PromptsTable(PromptQueue):
             return error
 
     def _count_bad(self, prompt: object) -> None:
-        """Counts a row that is no prompt. Raises ReplayError after so many that the cause is not a single row."""
+        """Counts successive rows that are no prompts. Raises ReplayError after MOST_BAD, or if all rows are like that.
+
+        `prompt`: the PromptError of such a row. Any other value is a prompt, and resets the count.
+        """
         if not isinstance(prompt, PromptError):
             self._bad_in_a_row = 0
             return
@@ -310,7 +321,7 @@ class PromptsTable(PromptQueue):
         logger.warning("left out of table %r: %s", self.table, prompt)
 
     def _check(self, cursor: PromptCursor) -> None:
-        """Raises ReplayError if the table was loaded from other prompts: from another number, or with other names."""
+        """Raises ReplayError if the table was loaded from other prompts: from more, from fewer, or with other names."""
         if (cursor.rows, cursor.names) != (len(self._rows), self._names):
             loaded = counted(cursor.rows, "prompt")
             has = "others" if cursor.rows == len(self._rows) else str(len(self._rows))
@@ -323,8 +334,8 @@ class PromptsTable(PromptQueue):
 async def _beside_too_large(call: Callable[[], Awaitable[object]]) -> None:
     """Calls a method of a writer, and repeats the call after an error about a prompt that is too large.
 
-    A writer raises such an error once, for an earlier item, which it adds to `refused`. Then it has not executed this
-    call.
+    A writer raises such an error once, about an earlier item, which it adds to `refused`. In that case the writer has
+    not executed this call.
     """
     while True:
         try:
@@ -343,7 +354,7 @@ def _lose(_: Sample, __: StoredPrompt | PromptCursor) -> None:
 
 
 class EpochPrompts(PromptsTable):
-    """Each prompt once an epoch, with any number of generators, also after restarts."""
+    """Returns each prompt once an epoch, with any number of generators, also after restarts."""
 
     _what = "an epoch"
     _sampler = "fifo"
@@ -366,16 +377,16 @@ class EpochPrompts(PromptsTable):
         await self._first_cursor(1.0)
 
     async def requeued(self, drawn: DrawnPrompt, partial: Sample | None = None) -> None:
-        """Requeues a prompt. If it replaces a partial group, it comes behind the loaded prompts."""
+        """Requeues a prompt. A prompt that replaces a partial group is put behind the loaded prompts."""
         await super().requeued(drawn)
         if partial is None or drawn.item is None:
             return
         prompt = StoredPrompt(Prompt.of(drawn.source), drawn.item.epoch, drawn.item.position)
-        # The key follows from the key of the partial group: if an answer is lost, the prompt is not inserted twice.
+        # The key follows from the key of the partial group. So the prompt is not inserted twice if an answer was lost.
         key = key_of("again", partial.info.key)
         tags = prompt.item_tags()
         table = {self.table: 1.0}
-        with contextlib.suppress(LeaseEndedError):  # another generator has the group, and continues it
+        with contextlib.suppress(LeaseEndedError):  # another generator has drawn the group, and continues it
             await self._answer(self._client.insert, prompt.encode(), table, key=key, tags=tags, closes=[partial])
 
     async def _look(self) -> None:
@@ -398,7 +409,7 @@ class EpochPrompts(PromptsTable):
         assert (epoch, position) > (cursor.epoch, cursor.position), "a cursor goes forward"
         assert len(rows) <= WINDOW, len(rows)
         try:
-            # A generator that was suspended for longer than the lease must stop: another one loads these prompts.
+            # A generator that was suspended for longer than the lease must stop, as another one loads these prompts.
             async with asyncio.timeout(self._config.prompts_lease):
                 await self._load(cursor, rows)
                 key = key_of(cursor.run, epoch, position, "cursor")
@@ -409,7 +420,10 @@ class EpochPrompts(PromptsTable):
         self._items.forget([sample])
 
     async def _wait_for_others(self) -> None:
-        """Waits, after all epochs are drawn, until no prompt can return, and no partial group is left."""
+        """Sets `ended` if no prompt can return and no partial group is left. Otherwise waits for _PAUSE seconds.
+
+        All prompts of all epochs have been drawn before.
+        """
         info = await self._info()
         table = info.tables[self.table]
         partial_groups = info.tables.get(self._config.partial_groups_table or "")
@@ -421,7 +435,7 @@ class EpochPrompts(PromptsTable):
 
 
 class CurriculumPrompts(PromptsTable):
-    """Prompts by the learnability of their groups, again and again.
+    """Returns prompts again and again, and more often if their groups have a higher learnability.
 
     The priority of a prompt is a running mean of p (1 - p), with p the share of its completions that are right
     (learnability, arXiv 2502.12272; `scoring.group_learnability`):
@@ -429,7 +443,8 @@ class CurriculumPrompts(PromptsTable):
         priority = (1 - LEARNING_RATE) * priority + LEARNING_RATE * max(p (1 - p), LEAST_PRIORITY)
 
     So the weight of a group halves with each further group of its prompt, and no prompt is forgotten. The priority is
-    the only state of a prompt: the generator that makes its next group starts from it, also after a restart.
+    the only state of a prompt. The generator that makes the next group of the prompt updates this priority, also after
+    a restart.
     """
 
     _what = "a curriculum"
@@ -450,7 +465,7 @@ class CurriculumPrompts(PromptsTable):
         await self._insert_cursor(replace(cursor, position=cursor.rows), loaded, 0.0)
 
     async def finished(self, drawn: DrawnPrompt, rewards: npt.ArrayLike | None, *, inserted: bool) -> None:
-        """Also updates the priority of the prompt. A kill before that loses only the effect of this group on it."""
+        """Also updates the priority of the prompt. A kill before the update loses only the effect of this group."""
         await super().finished(drawn, rewards, inserted=inserted)
         item = drawn.item
         if item is None:
@@ -460,7 +475,7 @@ class CurriculumPrompts(PromptsTable):
         await self._answer(self._client.update_priorities, self.table, {item.key: mean})
 
     async def _run(self) -> int:
-        """The number `run` of the first cursor."""
+        """The number `run` of the first cursor. Raises ReplayError if there is none, or if it has other prompts."""
         keys = [key_of("begin", self.table, beginning) for beginning in range(_MOST_BEGINNINGS)]
         for item in await self._answer(self._client.get, keys):
             with contextlib.suppress(ValueError):  # a damaged item is no cursor
@@ -474,7 +489,7 @@ class CurriculumPrompts(PromptsTable):
         )
 
     async def _cursor_drawn(self, sample: Sample, cursor: PromptCursor) -> None:
-        await self._items.end([sample], requeue=True)  # a user has raised its priority
+        await self._items.end([sample], requeue=True)  # its priority was 0, so a user must have raised it
 
 
 def prompt_queue_of(
@@ -484,7 +499,10 @@ def prompt_queue_of(
     config: GeneratorConfig,
     stats: GeneratorStats,
 ) -> PromptQueue:
-    """The queue for these prompts. Raises ValueError if `config` asks for a table, and `prompts` are no rows."""
+    """The queue for these prompts. Raises ValueError if `config` has a prompts_table and `prompts` cannot be indexed.
+
+    Also raises ValueError if `config` has prompts_epochs, and its other settings allow no epochs.
+    """
     if config.prompts_table is None:
         if config.prompts_epochs is not None:
             raise ValueError("prompts_epochs needs a prompts_table: without one, `prompts` says how many there are")

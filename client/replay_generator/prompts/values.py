@@ -1,8 +1,8 @@
 """Values of rows: converts the values of users' rows to values that JSON, msgpack and reward functions all accept.
 
-Rows come from JSON, Arrow, pandas and Python. A reader of a row need not know its origin: numbers and arrays of numpy
-become those of Python, sets become lists, a number that JSON cannot write becomes null, and values without a JSON type
-become texts: dates, times, decimals, UUIDs, paths.
+Rows come from JSON, Arrow, pandas and Python. A reader of a row need not know from which. Numbers and arrays of numpy
+become numbers and lists of Python. Sets become lists. A number that JSON cannot write becomes None. Some values without
+a JSON type become texts: dates, times, decimals, UUIDs, paths.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from uuid import UUID
 import numpy as np
 
 MOST_DEPTH = 64
-"""The most lists and objects inside one another. So code that walks through a row may use recursion."""
+"""The most lists and objects inside one another. With this limit, other code may walk through a row by recursion."""
 _NULLS = ("NAType", "NaTType")
 """Types of pandas for missing values."""
 _TEXTS = (Decimal, Fraction, UUID, PurePath, timedelta)
@@ -38,9 +38,10 @@ class HalfSurrogateError(ValueError):
 
 
 def plain_row(row: Mapping[str, Any]) -> dict[str, Any]:
-    """The row with values of JSON. NaN and infinities become None; objects of unknown types stay as they are.
+    """The row with values of JSON. NaN and infinities become None. Objects of unknown types stay as they are.
 
-    Raises ValueError, which names the field, for a text with half a surrogate, and for values nested too deeply.
+    Raises ValueError, which names the field, for a text with half of a surrogate pair, and for values that are nested
+    too deeply.
     """
     try:
         plain: dict[str, Any] = _rebuilt(row, _plain)
@@ -60,9 +61,9 @@ def plain_value(value: Any) -> Any:
 
 
 def without_nulls(value: Any) -> Any:
-    """A value of Arrow without null fields, at any depth. In Arrow each object has the fields of all rows.
+    """A value of Arrow without null fields, at any depth. In Arrow, each object has the fields of all rows.
 
-    Null in a list stays: it stands for no missing field.
+    A null in a list stays, because no field is missing there.
     """
     return _rebuilt(value, lambda unchanged: unchanged, drop_nulls=True)
 
@@ -70,7 +71,8 @@ def without_nulls(value: Any) -> Any:
 def _rebuilt(value: Any, change: Callable[[Any], Any], *, drop_nulls: bool = False, most: int = MOST_DEPTH) -> Any:
     """A copy of the value in which `change` was applied to each value and each name, at any depth.
 
-    `most`: the largest depth. Raises ValueError for a deeper value.
+    `most`: the largest depth. Raises ValueError for a deeper value. There is no recursion, which a deep value could
+    exhaust.
     """
     top = [change(value)]
     todo: list[tuple[Any, Any, int]] = [(top, 0, 0)]
@@ -106,7 +108,7 @@ def _holds_others(value: Any) -> bool:
 
 
 def _plain(value: Any) -> Any:
-    """The value as JSON and msgpack have it. Lists and objects stay. Raises ValueError for half a surrogate."""
+    """The value in a type of JSON. Lists and objects stay as they are. Raises ValueError for half a surrogate."""
     if type(value) is str:
         return _whole(value)
     if value is None or type(value) in (bool, int, dict, list):
@@ -148,9 +150,10 @@ def _whole(text: str) -> str:
 
 
 def field_of(row: Mapping[str, Any], path: str) -> Any:
-    """The value of a field. `path` is its name, or a path of names: `reward_model.ground_truth`.
+    """The value of a field. `path`: its name, or a path of names, such as `reward_model.ground_truth`.
 
-    A field whose own name is the whole path comes first. Raises KeyError, whose text names the fields that exist.
+    A field that has the whole path as its name comes first. In a list, a name is an index. Raises KeyError, whose text
+    names the fields that exist.
     """
     if path in row:
         return row[path]
@@ -175,9 +178,9 @@ def _names(value: Any) -> str:
 
 
 def json_of(value: Any) -> str:
-    """JSON that is the same for equal values from any source: sorted, and without null fields.
+    """JSON that is the same for equal values from any source: with sorted names, and without null fields.
 
-    `value`: a result of `plain_row` or `plain_value`, or an object of such values. Values without a JSON type count as
+    `value`: a result of `plain_row` or `plain_value`, or an object of such values. Values without a JSON type become
     null.
     """
     rebuilt = _rebuilt(value, _json_value, drop_nulls=True, most=MOST_DEPTH + 2)
@@ -188,7 +191,7 @@ def json_of(value: Any) -> str:
 
 
 def _json_value(value: Any) -> Any:
-    """A value for `json_of`. 1.0 becomes 1: Arrow makes all numbers of a column floats if one has a fraction."""
+    """A value for `json_of`. 1.0 becomes 1: in Arrow, all numbers of a column are floats if one has a fraction."""
     value = _plain(value)
     if isinstance(value, float) and value.is_integer():
         return int(value)

@@ -1,7 +1,7 @@
 """Addresses of weights over HTTP: the rules for addresses from which a generator may fetch.
 
-Any client that may write to the server can set the address of the weights. So a generator uses it only inside of
-`weights_root`, which its own user sets, and only in a spelling that every server and proxy reads alike.
+Any client that may write to the server can set the address of the weights. So a generator fetches only from addresses
+inside of `weights_root`, which its own user sets, in a spelling that every server and proxy reads alike.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 
 _PORTS = {"http": 80, "https": 443}
 _LETTERS = re.compile(r"https?://[A-Za-z0-9._~+=,:\[\]/-]+")
-"""Addresses without user, password, query, fragment and backslashes, and without %, which could hide another letter."""
+"""Matches addresses without user, password, query, fragment, backslashes, and %, which could hide another letter."""
 _VERSION = re.compile(r"step-[0-9]+")
 
 
@@ -33,7 +33,7 @@ class WeightsAddress:
 
     @classmethod
     def of(cls, text: str) -> Self:
-        """Raises ValueError for an address that some server could read otherwise than it is written."""
+        """The parts of an address. Raises ValueError for an address that some server could read in another way."""
         if _LETTERS.fullmatch(text) is None:
             raise ValueError(
                 f"{text!r:.200} is no address of weights: it needs http:// or https://, a host, and folders of "

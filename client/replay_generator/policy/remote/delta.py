@@ -1,13 +1,14 @@
 """Deltas: the changes between two files of weights of the same size, whatever tensors they hold.
 
     a delta     a record for each 16 MiB of the files, in order
-    a record    three lengths in bytes, as uint32, and then, each compressed by zlib:
-                gaps    a byte for each changed number: how many unchanged ones stand before it. 255: add the next byte
-                low     the low byte of each change, from the old bit pattern to the new one
+    a record    the lengths in bytes of the three parts that follow, as uint32, and then the parts, compressed by zlib:
+                gaps    a byte for each changed number: how many unchanged numbers stand before it, at most 254.
+                        255: add the next byte to it
+                low     the low byte of each change from the old bit pattern to the new one
                 high    the high byte of each change
 
 A number has 16 bits, as in bfloat16. Between two steps few numbers change, and nearly all of them by the smallest
-possible step. Changes are coded so that small ones, up or down, are small numbers: 0, -1, 1, -2, … are 0, 1, 2, 3, …
+possible step. Changes are coded so that small changes, up or down, are small numbers: 0, -1, 1, -2, … are 0, 1, 2, 3, …
 """
 
 from __future__ import annotations
@@ -27,9 +28,9 @@ import xxhash
 from replay_generator.engines.weights import MANIFEST
 
 FOLDER = "delta"
-"""The subfolder of a version that has a delta for each file of weights, under the name of that file."""
+"""The subfolder of a version with a delta for each file of weights. A delta has the name of its file."""
 BASE = f"{FOLDER}/base.json"
-"""The version that the deltas start from, and the checksums of its files."""
+"""The file that names the version from which the deltas start, and the checksums of that version's files."""
 _CHUNK = 16 << 20
 _LENGTHS = struct.Struct("<3I")
 _FASTEST = 1
@@ -48,14 +49,14 @@ def is_weights(name: str) -> bool:
 
 
 def weights_of(checksums: Mapping[str, str]) -> frozenset[tuple[str, str]]:
-    """The names and checksums of the files of weights. They are equal for versions with equal weights."""
+    """The names and checksums of the files of weights. Versions with equal weights have equal sets of these."""
     return frozenset((name, checksum) for name, checksum in checksums.items() if is_weights(name))
 
 
 def write_deltas(base: Path, folder: Path) -> None:
-    """Writes into `folder` the changes since the version in `base`.
+    """Writes into `folder` the deltas from the version in `base` to the version in `folder`.
 
-    Writes nothing if their files of weights have other names or sizes: then `folder` holds another model.
+    Writes nothing if the files of weights of the two have different names or sizes: these are different models.
     """
     sizes = _sizes(folder)
     if _sizes(base) != sizes:
@@ -74,7 +75,7 @@ def write_deltas(base: Path, folder: Path) -> None:
 
 
 def patch(file: Path, delta: Path) -> None:
-    """Applies a delta to a file. Raises ValueError if the delta is damaged; the file may be changed then."""
+    """Applies a delta to a file. Raises ValueError if the delta is damaged. Then the file may be half changed."""
     numbers = np.memmap(file, "<u2", "r+", shape=(file.stat().st_size // 2,))
     try:
         with delta.open("rb") as records:
@@ -89,7 +90,7 @@ def _sizes(folder: Path) -> dict[str, int]:
 
 
 def _chunks(file: IO[bytes]) -> Iterator[Words]:
-    """The numbers of a file, in chunks. A last odd byte is left out: if it changes, the whole file is fetched."""
+    """The numbers of a file, in chunks. The last byte of an odd size is left out: if it changes, checksums differ."""
     while data := file.read(_CHUNK):
         yield np.frombuffer(data, "<u2", len(data) // 2)
 
@@ -112,7 +113,7 @@ def _record(before: Words, after: Words) -> bytes:
 
 
 def _change(words: Words, delta: IO[bytes]) -> None:
-    """Makes the changes of the next record."""
+    """Applies the next record of `delta` to the chunk `words`."""
     lengths = _LENGTHS.unpack(delta.read(_LENGTHS.size))
     packed = [delta.read(length) for length in lengths]
     coded_gaps, low, high = (np.frombuffer(zlib.decompress(part), np.uint8) for part in packed)

@@ -4,11 +4,11 @@
                                      part/       a version that is being fetched
                                    0.lock        locked by the generator that uses the folder 0
 
-* Each generator takes the first folder that no other generator uses. So several may share a `weights_cache`, and a
-  generator that is restarted finds its versions again.
-* A folder keeps the version that the engine has and the newest version, beside the version that is being fetched.
-* A file that was made by deltas must have the checksum that the trainer wrote for the whole file. If it has another
-  one, if a delta is missing, or if no deltas lead from a version here to the newest version, whole files are fetched.
+* Each generator takes the first folder that no other generator uses. So several generators may share a `weights_cache`,
+  and a generator that is restarted finds the versions of its last run.
+* A folder keeps the two versions that were fetched last: the engine may still have the older one.
+* A file that was made by deltas must have the checksum that the trainer wrote for the whole file. Whole files are
+  fetched if a checksum differs, if a delta is missing, or if no deltas lead from a version here to the newest version.
 """
 
 from __future__ import annotations
@@ -81,8 +81,8 @@ class Fetcher:
         """A folder on this machine with the weights at a remote location.
 
         Raises WeightsNotAllowedError without weights_cache, weights_root or the right token, for an address outside of
-        weights_root, and where the token would go unencrypted to another machine. Raises WeightsAwayError if the server
-        does not answer, or not with the bytes that the trainer wrote.
+        weights_root, and if the token would be sent unencrypted to another machine. Raises WeightsAwayError if the
+        server does not answer, or answers with other bytes than the trainer wrote.
         """
         location = location.rstrip("/")
         if self._config.weights_cache is None:
@@ -154,12 +154,12 @@ class Fetcher:
         return self._own
 
     def _fetch(self, location: str, cache: Path) -> Path:
-        """Fetches a version into `cache`. Returns its folder there, after older versions are removed."""
+        """Fetches a version into `cache`, and removes older versions. Returns the folder of the version."""
         manifest = b"".join(self._read(f"{location}/{MANIFEST}"))
         wanted = json.loads(manifest)["checksums"]
         folder = cache / location.rpartition("/")[2]
         part = cache / "part"
-        held: dict[Any, Held] = {}
+        held: dict[Any, Held] = {}  # by the checksums of their weights
         for path in cache.glob(f"step-*/{MANIFEST}"):
             checksums = json.loads(path.read_text())["checksums"]
             held[weights_of(checksums)] = (path.parent, checksums)
@@ -182,9 +182,10 @@ class Fetcher:
         return folder
 
     def _way(self, location: str, wanted: Checksums, held: Mapping[Any, Held]) -> tuple[Held, list[str]]:
-        """A version on this machine, and the locations of the deltas that lead from it to the wanted version.
+        """A version on this machine, and the locations of the deltas that lead from this version to the wanted one.
 
-        The oldest delta is first. Raises FileNotFoundError if no version here leads to the wanted one.
+        The oldest delta is first. `held`: the versions on this machine, by `weights_of`. Raises FileNotFoundError if no
+        deltas lead from any of them to the wanted version.
         """
         steps: list[str] = []
         weights = weights_of(wanted)
@@ -203,7 +204,8 @@ class Fetcher:
     ) -> None:
         """Writes the files of the version at `location` into `folder`.
 
-        With `held`, files are copied from that version, and weights are changed by the deltas at `steps`. Raises
+        `wanted`: the checksums of these files. `held`: a version on this machine, or None. Its files are copied if they
+        are the same, and its weights are changed by the deltas at `steps`. All other files are downloaded. Raises
         ValueError if a file has other bytes than the trainer wrote.
         """
         shutil.rmtree(folder, ignore_errors=True)
@@ -231,9 +233,10 @@ class Fetcher:
             out.writelines(self._read(url))
 
     def _read(self, url: str) -> Iterator[bytes]:
-        """The bytes at an address, in pieces.
+        """Yields the bytes at an address, in pieces.
 
-        Raises FileNotFoundError if there is no such file, and OSError or HTTPException for other trouble.
+        Raises FileNotFoundError if there is no such file, WeightsNotAllowedError if the server refuses the token or
+        redirects, and OSError or HTTPException for other failures.
         """
         config = self._config
         request = Request(url)
@@ -267,7 +270,7 @@ class _NoRedirects(HTTPRedirectHandler):
 
 
 def _opener(url: str, tls: ssl.SSLContext) -> OpenerDirector:
-    """An opener like that of `urlopen`, without redirects, and without a proxy for addresses of a private network."""
+    """An opener as `urlopen` uses it, but without redirects, and without a proxy for addresses of a private network."""
     handlers: list[BaseHandler] = [HTTPSHandler(context=tls), _NoRedirects()]
     if is_near(urlsplit(url).hostname or ""):
         handlers.append(ProxyHandler({}))

@@ -2,11 +2,12 @@
 
     GET /step-12/NAME    a file that the manifest of this version names, or the manifest itself
 
-* The server reads and never writes. It answers only with these files, whatever a path says.
-* Each connection has a thread, which ends after a minute without a sign of the client.
+* The server reads and never writes. It answers only with such files, whatever a path says.
+* Each connection has a thread, which ends after a minute in which the client neither sends nor reads.
 * The bounds are those of `replay_protos.connection_bounds`. If the maximum of connections is open, a new connection
-  replaces the oldest one whose request is incomplete, or one whose client reads its file too slowly. If there is
-  neither, the new connection is closed: generators try again. A client that reads fast enough is never cut.
+  replaces the oldest connection whose request is incomplete, or a connection whose client reads its file too slowly.
+  Without such connections, the new one is closed, and generators try again. A client that reads fast enough is never
+  cut off.
 """
 
 from __future__ import annotations
@@ -43,10 +44,11 @@ class _Progress:
     """The progress of one connection."""
 
     since: float = field(default_factory=lambda: time.monotonic())
-    """The time of the client's last step: it connected, sent its whole request, or took a whole piece."""
+    """The time at which the client last connected, sent its whole request, or took a whole piece of its file."""
     has_request: bool = False
+    """True if the client has sent its whole request."""
     taken: int = 0
-    """Bytes of its file that the client has taken since then."""
+    """The number of bytes of its file that the client has taken since its last step."""
 
     @property
     def is_late(self) -> bool:
@@ -60,7 +62,7 @@ class _Progress:
 
 
 class WeightsServer(ThreadingTCPServer):
-    """Listens from construction on, and answers in `serve_forever`. Raises OSError if it cannot have the address."""
+    """Listens from construction on, and answers in `serve_forever`. Raises OSError if it cannot listen there."""
 
     allow_reuse_address = True
     request_queue_size = 1024
@@ -71,7 +73,7 @@ class WeightsServer(ThreadingTCPServer):
         self.listen = listen
         self._lock = threading.Lock()
         self._open: dict[socket.socket, _Progress] = {}
-        """Connections, the oldest first."""
+        """The open connections with their progress, the oldest first."""
         self._most = connection_bounds.most_connections()
         self.address_family = socket.AF_INET6 if ":" in listen.socket_address[0] else socket.AF_INET
         super().__init__(listen.socket_address, partial(_VersionsHandler, directory=str(self._folder)))
@@ -89,7 +91,7 @@ class WeightsServer(ThreadingTCPServer):
         connection, where = super().get_request()
         tls = self.listen.tls()
         if tls is not None:
-            # The handshake comes with the first read, in the thread of the connection: here it would hold up others.
+            # The handshake happens at the first read, in the thread of the connection. Here it would delay all others.
             connection = tls.wrap_socket(connection, server_side=True, do_handshake_on_connect=False)
         return connection, where
 
@@ -107,7 +109,7 @@ class WeightsServer(ThreadingTCPServer):
             time.sleep(min(max(seconds, 0.0), _LOOK))
 
     def _replaceable(self) -> tuple[socket.socket | None, float]:
-        """The connection that a new one may replace, and the seconds until then. None: there is no such connection."""
+        """The connection that a new one may replace, and the seconds until it may do so; None: there is none."""
         incomplete = self._oldest_incomplete()
         seconds = 0.0
         if incomplete is not None:
@@ -121,7 +123,7 @@ class WeightsServer(ThreadingTCPServer):
         return incomplete, seconds
 
     def _oldest_incomplete(self) -> socket.socket | None:
-        """The oldest connection whose request is incomplete."""
+        """The oldest connection whose request is incomplete; None: there is none."""
         for connection, progress in self._open.items():
             if not progress.has_request:
                 return connection
@@ -157,8 +159,9 @@ class WeightsServer(ThreadingTCPServer):
                 progress.since = time.monotonic()
 
     def _end(self, connection: socket.socket) -> None:
-        """Wakes the thread of a connection, which closes it. A handshake of TLS goes through the plain socket too."""
+        """Shuts a connection down, which wakes its thread. The thread then closes the connection."""
         del self._open[connection]
+        # The method of the plain socket also ends a connection whose handshake of TLS is not finished.
         with suppress(OSError):
             socket.socket.shutdown(connection, socket.SHUT_RDWR)
 
