@@ -90,7 +90,7 @@ def _weighted_mean(values: Sequence[float], weights: Sequence[float]) -> float:
 
 
 def _by_size(values: Sequence[M], sizes: Sequence[int]) -> M | None:
-    """The merged message of the shards that hold items, weighted by their numbers of items; None if no shard holds items."""
+    """The merged message of the shards that hold items, weighted by their numbers; None if no shard holds items."""
     messages = [value for value, size in zip(values, sizes, strict=True) if size]
     if not messages:
         return None
@@ -196,7 +196,7 @@ the shard's name, and the names of the shards that did not answer."""
 
 
 def read_page(page: str) -> dict[str, str]:
-    """The page that each shard is asked for, by the shard's name. Raises InvalidRequestError for a text of another origin."""
+    """The page to ask each shard for, by the shard's name. Raises InvalidRequestError for a text of another origin."""
     try:
         pages = json.loads(page or "{}")
     except ValueError:

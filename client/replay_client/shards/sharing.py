@@ -95,7 +95,7 @@ def _weight_left(weight: Weight, drawn: int, distinct: bool) -> float:
 def share_values(
     weights: Sequence[Weight], rows: int, *, distinct: bool, rng: np.random.Generator
 ) -> list[list[pb.ValueRows]]:
-    """For each shard, the number of rows of each value that it gives, at most `rows` together. For a balancing table."""
+    """For a table that balances: the rows of each value that each shard gives, at most `rows` together."""
     left = [int(weight.samples) for weight in weights]
     # The weight that each shard offers for a value, by the value.
     parts: dict[str, list[Weight]] = {}
@@ -161,7 +161,7 @@ def _chosen(chances: Sequence[float], rng: np.random.Generator) -> int | None:
 
 
 def use_up(weight: Weight, count: int, values: Sequence[pb.ValueRows]) -> None:
-    """Subtracts from the weight the `count` rows that the shard gives, and the rows of each value, for the next draw."""
+    """Subtracts from the weight the `count` rows that the shard gives, and those of each value, for the next draw."""
     left = 0.0
     if weight.items:
         left = 1.0 - min(1.0, count / weight.items)
