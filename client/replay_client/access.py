@@ -102,7 +102,7 @@ class TLS:
     """The certificates with which client and server identify each other. All files are in PEM format."""
 
     ca: PathLike | None = None
-    """Certificates of the authorities that may have signed the server's; None: those public ones that gRPC knows."""
+    """Certificates of the authorities that may have signed the server's certificate; None: gRPC's public ones."""
     cert: PathLike | None = None
     """The client's own certificate, for a server that asks its clients for certificates."""
     key: PathLike | None = None
@@ -187,7 +187,7 @@ class Access:
         """A channel that sends the name of this client with every call. It belongs to the running event loop."""
         name = own_name() if self.name is None else self.name
         if name:
-            # The user agent goes with every call anyway, so that a name costs nothing.
+            # Every call has a user agent anyway, so that the name costs nothing.
             options = [*options, ("grpc.primary_user_agent", f"replay/{name}")]
         hosts = [address.rpartition(":")[0] for address in split_addresses(self.address).values()]
         # No proxy leads to this machine or to a private network, so ignore the proxy variables of the environment.
@@ -289,7 +289,7 @@ def _find_settings(options: Mapping[str, Any], environment: Mapping[str, str]) -
     if config is not None and config.value:
         found = _read_config(config.value)
     for settings in (variables, arguments):
-        # A token from one source replaces a token file from another, and the reverse.
+        # A token replaces a token file from an earlier source, and a token file replaces a token.
         if "token" in settings or "token_file" in settings:
             found.pop("token", None)
             found.pop("token_file", None)

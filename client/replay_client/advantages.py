@@ -40,7 +40,7 @@ _TRIED = 4
 
 
 def name_of(advantages: str | AdvantageFunction) -> str:
-    """The name of a function for messages: the name in the settings, or that of the function itself."""
+    """The name of a function for messages: the name in the settings, or the function's own name."""
     if isinstance(advantages, str):
         return advantages
     return getattr(advantages, "__qualname__", type(advantages).__name__)

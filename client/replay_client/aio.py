@@ -133,7 +133,7 @@ class AsyncReplayClient:
         `shared_memory=False` sends payloads over gRPC even to a server on this host. `name`: how the server lists this
         client among those that insert, sample or publish; host:pid unless given.
 
-        A token goes to other machines only over TLS, unless `allow_insecure_token` says that the network is trusted.
+        A token is sent to other machines only over TLS, unless `allow_insecure_token` says that the network is trusted.
         Raises ValueError for an address, token or file that cannot be used, and RuntimeError in a process that was
         forked while gRPC was in use.
         """
@@ -459,8 +459,8 @@ class AsyncReplayClient:
         """One page of the items of a table, without their payloads. All bounds are inclusive.
 
         `tags`: only items that have all of these. Values are compared as text, so "3" finds the number 3; "" finds
-        items without the tag. A tag that the table indexes is found at once; for others the server looks at each item.
-        `page` is the `next_page` of the page before. Raises TableNotFoundError or InvalidRequestError.
+        items without the tag. Tags that the table indexes are found at once. For other tags the server looks at each
+        item. `page` is the `next_page` of the page before. Raises TableNotFoundError or InvalidRequestError.
         """
         request = message_of(
             pb.ListItemsRequest,

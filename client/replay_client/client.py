@@ -177,7 +177,7 @@ class Sampler(_Blocking[AsyncSampler]):
         return self
 
     def __next__(self) -> list[Sample]:
-        """The next batch. Raises DeadlineExceededError, with the reason, if there is none within the timeout."""
+        """The next batch. Raises DeadlineExceededError, with the reason, if no batch comes within the timeout."""
         try:
             return self._thread.run(self._aio.__anext__())
         except StopAsyncIteration:

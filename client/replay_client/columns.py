@@ -13,7 +13,7 @@ The axis of a column says what its rows belong to. Code that cuts a group into s
 its extras by the axis, and never by the shape of the array: in a group of 8 completions with 8 tokens in all, arrays of
 the same shape can mean different things. An array without an axis belongs to the group as a whole, and is never cut.
 
-Segments are columns that arrive after their group was stored, as bytes that are appended to those of the group:
+Segments are columns that arrive after their group was stored, as bytes that are appended to the bytes of the group:
 
     group | segment | segment | ...
 

@@ -64,7 +64,7 @@ class Connection:
     """A client's connection to one server. Raises RuntimeError in a forked process in which gRPC cannot work."""
 
     name = ""
-    """The name of this server, if the client has several servers; empty: it has one."""
+    """The name of this server, if the client has several servers; empty: the client has one server."""
     is_up = True
     """True while the server can be reached. Always True for the only server of a client, which nobody watches."""
 
@@ -153,7 +153,7 @@ class Connection:
         return Patience(judge, timeout, first=_FIRST_PAUSE, longest=_LONGEST_PAUSE)
 
     def _no_answer(self, details: str, timeout: float | None) -> ServerUnavailableError:
-        """The error of a call that no server has answered in time. `details` are those of gRPC's error."""
+        """The error of a call that no server has answered in time. `details` are from gRPC's error."""
         waited = f" (tried for {timeout:.3g} s)" if timeout else ""
         host = self.address.rpartition(":")[0]
         return ServerUnavailableError(

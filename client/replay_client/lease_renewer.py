@@ -92,7 +92,7 @@ class AsyncLeaseRenewer(AbstractAsyncContextManager["AsyncLeaseRenewer"]):
             self._note_missing(set(renewed.missing), leases)
 
     def _note_missing(self, missing: set[int], leases: set[int]) -> None:
-        """Reports the leases that are missing for the first time, and forgets those that have been missing for long.
+        """Reports leases that are missing for the first time, and forgets leases that have been missing for long.
 
         `leases` are those of the last renewal. A lease that `forget` has removed meanwhile is not reported.
         """
@@ -105,8 +105,8 @@ class AsyncLeaseRenewer(AbstractAsyncContextManager["AsyncLeaseRenewer"]):
                 self._lost_at[lease] = now
                 lost += self._batches[lease]
             elif now - self._lost_at[lease] > self._lease:
-                # Until now the lease was still renewed: those of a shard that is away count as missing too, and may be
-                # valid again when it is back. By now the shard has taken its samples back.
+                # A missing lease is renewed a while longer, because the leases of a shard that is away count as
+                # missing, too. By now, that shard has taken its samples back.
                 del self._batches[lease]
                 del self._lost_at[lease]
         self.check()

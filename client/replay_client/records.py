@@ -91,7 +91,7 @@ class Sample(Holding):
 
     info: SampleInfo
     payload: Buffer
-    """The inserted bytes, followed by those of the columns that `extend` added."""
+    """The inserted bytes, followed by the bytes of the columns that `extend` added."""
 
 
 @dataclass(frozen=True)
@@ -261,9 +261,9 @@ class ServerInfo:
 
 @dataclass(frozen=True)
 class ShardedInfo(ServerInfo):
-    """All shards as one server. Counts, bytes and rates are sums. The policy is the one with the lowest version.
+    """All shards as one server. Counts, bytes and rates are sums. The policy is the lowest version's.
 
-    Quantiles of a table: `min`, `max` and `mean` are those of all items. The other quantiles are means of the shards'
+    Quantiles of a table: `min`, `max` and `mean` are exact for all items. The other quantiles are means of the shards'
     quantiles, each weighted by the number of its items.
     """
 

@@ -98,7 +98,7 @@ def message_of(kind: type[M], **fields: Any) -> M:
 
 
 def _explain(kind: type[Message], fields: Mapping[str, Any], error: Exception) -> str:
-    """The error of the first field that is refused without the other fields; if there is none, `error` as a text."""
+    """The error of the first field that is refused on its own; if there is no such field, `error` as a text."""
     for name, value in fields.items():
         try:
             kind(**{name: value})
@@ -157,7 +157,7 @@ class Item:
     timeout: float | None
     """Seconds that the item may wait for its tables; None: for ever."""
     permits: int = 0
-    """The id of the grant from which the item uses up a permit; 0: it uses up none."""
+    """The id of the grant from which the item uses up a permit; 0: the item uses no permit."""
     granted_by: str = ""
     """The name of the shard that granted the permit."""
     labels: Labels = NO_LABELS

@@ -110,7 +110,7 @@ class SharedMemory:
             self.keep(kind(segment))
 
     def keep(self, ring: Ring) -> None:
-        """Keeps a ring for later calls. Its call, if it had one, has ended in good order."""
+        """Keeps a ring for later calls. The ring is new, or its call has ended in good order."""
         idle = self._idle[type(ring)]
         assert all(ring is not idle_ring for idle_ring in idle), "two calls would use one ring"
         if len(idle) < _MOST_IDLE:
@@ -142,7 +142,7 @@ class SharedMemory:
         return task
 
     async def _ask(self, capacity: int) -> Segment | None:
-        """The memory of a new ring; None, with the reason in `carries`, if there is none."""
+        """The memory of a new ring; None if the server gives no memory. Then `carries` has the reason."""
         try:
             async with self._one_exchange:
                 return await self._open_ring(capacity)

@@ -127,7 +127,7 @@ class RolloutGroup:
     "token": T rows. "whole": P + T rows, of the shared prompt and of the tokens after it, such as the routing of
     experts. "sequence": S rows. "rollout": G rows. "group": any shape; nobody cuts it. "ragged:token": a set of any
     size for each token, such as the tokens that top-p kept: `extras[name]` holds the values of all sets (N, ...), and
-    `extras[name + "/offsets"]` T + 1 integers from 0 to N: those of token t are values[offsets[t]:offsets[t + 1]].
+    `extras[name + "/offsets"]` T + 1 integers from 0 to N. The values of token t are values[offsets[t]:offsets[t + 1]].
     An array whose name is absent here has the axis "group"."""
     meta: dict[str, Any] = field(default_factory=dict)
     """Small facts that msgpack can hold. Any program may write and read them."""
@@ -316,7 +316,7 @@ class RolloutGroup:
 
     @property
     def trained_mask(self) -> Bool:
-        """(T,) True for tokens to train on: those after the contexts that `loss_mask` does not exclude."""
+        """(T,) True for tokens to train on: tokens after the contexts that `loss_mask` does not exclude."""
         mask_T = self._sampled_mask()
         if self.loss_mask is None:
             return mask_T
@@ -444,7 +444,7 @@ class RolloutGroup:
         return mask_T
 
     def _arrays(self) -> dict[str, npt.NDArray[Any]]:
-        """The arrays beside the extras, by name, without those that are None."""
+        """The arrays that are no extras, by name. Arrays that are None are absent."""
         arrays: dict[str, npt.NDArray[Any]] = {}
         for name in _ARRAYS:
             array = getattr(self, name)
@@ -511,7 +511,7 @@ def check_tokens(prompt_lengths_S: Int32, prompt_ids: Int32, completion_ids: Int
 
 
 def check_logprobs(logprobs_T: Float32) -> None:
-    """Raises ValueError for a log-probability that no token can have. NaN, an unknown one, is fine."""
+    """Raises ValueError for a log-probability that no token can have. NaN (unknown) is allowed."""
     # A comparison with NaN is False.
     if (logprobs_T > MAX_LOGPROB).any():
         highest = f"{np.nanmax(logprobs_T):.3g}"

@@ -375,7 +375,7 @@ class AsyncSampler(AbstractAsyncContextManager["AsyncSampler"]):
         # A batch that is drawn ahead belongs to the stream. Its lease begins when the caller asks for the batch.
         series.request.lease = 0.0
         self._ahead: deque[asyncio.Future[Batch]] = deque()
-        """The draws of batches that the caller has not got yet."""
+        """The draws of the batches that the caller has not received yet."""
         self._taking: tuple[int, list[Sample]] | None = None
         """The id and the samples of the next batch, until the server has confirmed or revoked it."""
         self._answer: asyncio.Future[pb.SampleResponse] | None = None
@@ -386,7 +386,7 @@ class AsyncSampler(AbstractAsyncContextManager["AsyncSampler"]):
         return self
 
     async def __anext__(self) -> list[Sample]:
-        """The next batch. Raises DeadlineExceededError, with the reason, if there is none within the timeout.
+        """The next batch. Raises DeadlineExceededError, with the reason, if no batch comes within the timeout.
 
         Raises ServerUnavailableError if no server answers until this timeout or the client's own ends.
         """

@@ -39,8 +39,8 @@ server -9999."""
 def truncates(sampling: Mapping[str, Any]) -> bool:
     """True if tokens are drawn from a part of the vocabulary, and their log-probabilities are relative to that part.
 
-    `sampling` is that of a group. Raw log-probabilities are relative to the whole vocabulary, whatever sampling cut
-    off.
+    `sampling` is the field of a group. Raw log-probabilities are relative to the whole vocabulary, whatever sampling
+    cut off.
     """
     if not _are_processed(sampling):
         return False
@@ -50,7 +50,7 @@ def truncates(sampling: Mapping[str, Any]) -> bool:
 
 
 def other_sampling(drawn: Mapping[str, Any], assumed: Mapping[str, Any]) -> tuple[str, Any, Any] | None:
-    """The first setting by which the log-probabilities of `drawn` differ from those of `assumed`; None if none does.
+    """The first setting that makes the log-probabilities of `drawn` differ from those of `assumed`; None: no setting.
 
     Returns the name of the setting and both values. `drawn` is as in a group. Raw log-probabilities are those that
     tokens have without any setting.
@@ -131,7 +131,7 @@ def unknown_masks(group: RolloutGroup) -> int:
 
 
 def why_no_masks(group: RolloutGroup, vocabulary: int | None = None) -> str:
-    """The reason why no trainer can use the sampling masks of a group; empty if it can, or if there are none.
+    """The reason why no trainer can use the sampling masks of a group; empty if it can, or if there are no masks.
 
     `vocabulary` is the number of tokens that the model has; None: unknown.
     """

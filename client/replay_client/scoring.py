@@ -73,7 +73,7 @@ def group_advantages(
 def group_priority(rewards_G: npt.ArrayLike, advantages_G: npt.ArrayLike) -> float:
     """Replay priority of a group: sum |A| * std of the rewards; 0 for a group without variance (TRL's score).
 
-    A single reward has no std: the priority of a group of one is its |A|.
+    A single reward has no std: the priority of a group of one rollout is its |A|.
     """
     rewards = _rewards(rewards_G)
     if rewards.size == 1:

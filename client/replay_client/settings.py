@@ -109,7 +109,7 @@ def _name_of(value: object) -> str:
 
 
 def load_function(kind: str, name: str, built_in: Mapping[str, Callable[..., Any]]) -> Callable[..., Any]:
-    """The built-in function `name`, or the one that "package.module:function" names.
+    """The built-in function `name`, or the function that `name` gives as "package.module:function".
 
     `kind` is the purpose of the function, for errors. Raises ValueError for a name that leads to no function.
     """

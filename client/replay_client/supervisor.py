@@ -58,8 +58,8 @@ def children_of(pid: int) -> list[int]:
 def kill_all_below(pid: int) -> None:
     """Kills all descendants of a process that cannot kill them itself, and then the process.
 
-    First each process is stopped, ancestors before their children, so that none starts another one meanwhile. Processes
-    that have ended, and those of another user, are left out.
+    First each process is suspended, parents before their children, so that no process starts another one meanwhile.
+    Processes that have ended, and processes of another user, are left out.
     """
     found = [pid]
     for process in found:  # the list grows in the loop

@@ -34,7 +34,7 @@ class LocalServer:
         self._clients = clients
 
     def client(self, **options: Any) -> ReplayClient:
-        """A blocking client of this server, closed at the end of the block. `options` are those of ReplayClient."""
+        """A blocking client of this server, which is closed with the server. `options` are those of ReplayClient."""
         return self._clients.enter_context(ReplayClient(self.address, **options))
 
 

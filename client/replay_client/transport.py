@@ -2,7 +2,7 @@
 
 This is the only interface between the client and the network: a call with one answer, and streams of messages. All code
 that uses it runs on any transport: `rings` sends payloads through shared memory, and tests bring servers of their own.
-A transport raises grpc.aio.AioRpcError, and its Connection turns this error into those of the package.
+A transport raises grpc.aio.AioRpcError, and its Connection turns this error into one of `replay_client.errors`.
 """
 
 from __future__ import annotations
@@ -244,7 +244,7 @@ class IdleStreams:
     async def exchange(self, messages: Callable[[int], Iterable[Any]], timeout: float | None) -> Any:
         """Sends messages, and returns the answer to them. Raises AioRpcError if it is late, or if the stream breaks.
 
-        `messages` makes the messages. Its argument is the number of payload bytes that each one should carry.
+        `messages` makes the messages. Its argument is the number of payload bytes that each message should carry.
         """
         stream = self._idle.pop() if self._idle else self._open()
         self._busy += 1

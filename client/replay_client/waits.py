@@ -50,8 +50,8 @@ _SHORT_WAIT = 1.0
 def stop_signals() -> list[int]:
     """The signals that end a program of this package as Ctrl-C does.
 
-    A terminal that is closed sends SIGHUP, and schedulers send others before they kill a process. A signal that is
-    ignored, as SIGHUP under `nohup`, stays ignored and is not in the result.
+    A terminal that is closed sends SIGHUP, and schedulers send other signals before they kill a process. A signal that
+    is ignored, as SIGHUP under `nohup`, stays ignored and is not in the result.
     """
     wanted = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
     return [number for number in wanted if number == signal.SIGINT or signal.getsignal(number) != signal.SIG_IGN]
@@ -273,7 +273,7 @@ def _async(function: Callable[P, T]) -> Callable[P, Coroutine[Any, Any, T]]:
 
 
 class WaitLog:
-    """Logs waits of one kind. Waits that are under way at once count as one wait."""
+    """Logs waits of one kind. Several waits at the same time count as one wait."""
 
     def __init__(self, who: str = "the generator", *, every: float = LOG_SECONDS, late: bool = False) -> None:
         """`who` names the program that waits. `every`: seconds between two lines.

@@ -155,8 +155,8 @@ class AsyncWriter(AbstractAsyncContextManager["AsyncWriter"]):
         """
         with self.lock:
             self._raise()
-            # Not before the fleet has tried to reach each server: one that is only slow to connect would lose its items
-            # to another server.
+            # Before the fleet has tried to reach each server, the items of a server that is only slow to connect would
+            # go to another server.
             if not (self._fleet.decided and self._has_room(item)):
                 if when_room is not None:
                     self._room.append(when_room)
@@ -242,7 +242,7 @@ class AsyncWriter(AbstractAsyncContextManager["AsyncWriter"]):
         self._notify_waiters(now=True)
 
     def check(self) -> None:
-        """Asserts that the items in flight are those of the lines, or are being decided. Any thread may call it."""
+        """Asserts that all items of the lines count as in flight, with their bytes. Any thread may call this."""
         with self.lock:
             lines = self._lines.values()
             assert self._in_flight >= sum(line.in_flight for line in lines), (self._in_flight, lines)

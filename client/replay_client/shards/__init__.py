@@ -5,17 +5,17 @@ ReplayClient does the same. Its methods, promises and errors are those of a clie
 request goes straight to it. With several servers, each method follows one rule. The module that applies the rule is in
 brackets.
 
-A shard is known by its name. Its address may have a name (`NAME=host:port`), and Ray's actor has one. Otherwise the
-address is the name.
+A shard is known by its name: the NAME of `NAME=host:port`, or the name of its actor in Ray. Without these, the address
+is the name.
 
 * insert, writer [placing, ../writer]: a key belongs to one shard, its owner, by rendezvous hashing. A group with a
   permit goes to the shard that granted the permit. If that shard drains, the permit goes to another shard with the
   group. So every client finds an item without asking, and each admission counts its own groups.
-* insert again [placing]: a key that was tried on a shard never goes to another one. It waits for that shard until its
-  deadline, because the shard may have the item.
+* insert again [placing]: a key that was tried on a shard never goes to another one. The insert waits for that shard
+  until its deadline, because the shard may have the item.
 * sample [sampling, sharing]: a batch is filled from shard after shard. A shard of a queue gives the rows that it has. A
   shard of a pool is chosen by its total priority or size. It gives the whole batch, if that is small beside its items.
-  Order is kept per shard.
+  The order of a queue holds for the items of each shard, and not across shards.
 * sampler [sampling]: as sample. Each sampler draws ahead on streams of its own.
 * distinct, scope [sampling]: each shard keeps its own record. That suffices, because a key is on one shard only.
 * acknowledge, renew [../sampling]: sent to the shards that gave the samples. The batch of a shard that cannot be

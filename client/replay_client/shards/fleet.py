@@ -68,7 +68,7 @@ class Shard(Connection):
         self.is_up = False
         """True while the connection stands and the server answers. Any thread may read it."""
         self.draining_until = 0.0
-        """Until this time, on time.monotonic's clock, no new item goes to this shard, because it refused one as
+        """Until this time, on time.monotonic's clock, no new item goes to this shard, because it refused one while
         draining."""
         self.decided = asyncio.Event()
         """Set when the first attempt to connect has ended."""
@@ -97,7 +97,7 @@ class Shard(Connection):
         return self.is_up and time.monotonic() >= self.draining_until
 
     def is_draining(self) -> None:
-        """Notes that the shard has refused a new item as draining: no new item goes there for a while."""
+        """Notes that the shard has refused a new item because it is draining. No new item is sent there for a while."""
         self.draining_until = time.monotonic() + _DRAINING
 
     def watch(self) -> None:
@@ -302,7 +302,7 @@ class Fleet:
         return up
 
     async def _changes(self, deadline: Deadline) -> bool:
-        """Waits until a shard comes or goes. Returns False if the deadline passes before."""
+        """Waits until a shard comes back or goes away. Returns False if the deadline passes before."""
         try:
             async with asyncio.timeout(deadline.seconds):
                 await self.changed.wait()
@@ -313,9 +313,9 @@ class Fleet:
     async def insist(
         self, attempt: Callable[[Deadline], Awaitable[T]], timeout: float | None, *also: type[ReplayError]
     ) -> T:
-        """The result of `attempt`. If it fails because a shard is gone, it is made again, within `timeout` seconds.
+        """The result of `attempt`. If it fails because a shard is gone, tries again for `timeout` seconds.
 
-        `also` are further errors after which it is made again.
+        `also` are further errors after which the attempt is made again.
         """
 
         async def judge(error: Exception, late: bool) -> None:

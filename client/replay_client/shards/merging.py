@@ -1,8 +1,8 @@
 """Merging: makes one answer of the answers of all shards.
 
-replay.proto declares for each field of ServerInfo how it is merged. `_merged` applies that to one message: it goes
-through the fields, and makes one value of the values of all shards. A field whose values are messages is merged in the
-same way, field by field. So a new field needs no line here.
+replay.proto declares for each field of ServerInfo how it is merged. `_merged` applies these rules to one message: for
+each field it makes one value of the values of all shards. A field whose values are messages is merged in the same way,
+field by field. So a new field needs no line here.
 """
 
 from __future__ import annotations

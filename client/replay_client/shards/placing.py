@@ -66,7 +66,7 @@ class Rendezvous:
         return owners
 
     def owner(self, key: int) -> int:
-        """As `owners`, for one key. It is fast for successive keys, such as those that a client chooses."""
+        """As `owners`, for one key. Successive keys, as a client chooses them, take little time."""
         number, owners = self._block
         if key // _BLOCK != number:
             number = key // _BLOCK
@@ -98,7 +98,7 @@ def chosen_by_client(key: int) -> bool:
 
 
 class Placement:
-    """Chooses the shard for each item of one client. A key that was tried on one shard never goes to another one."""
+    """Chooses the shard for each item of one client. A key that was tried on one shard is never sent to another one."""
 
     def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet
@@ -106,8 +106,8 @@ class Placement:
         """For the key of an insert that may or may not have succeeded: the shard that may have the item, and the item's
         `moved`."""
         self._ranked: tuple[Rendezvous, Sequence[Shard]] = (Rendezvous([]), ())
-        """The scores of the shards that the fleet had last, and these shards. The rows of Rendezvous are indices of
-        them."""
+        """The scores of the shards that the fleet had last, and these shards. Rendezvous returns indices of these
+        shards."""
         self._passed_over: set[Shard] = set()
         """Shards that granted permits and are away. The log already has a line about each of them."""
 

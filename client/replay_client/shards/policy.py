@@ -1,6 +1,6 @@
 """Policy and permits: keeps one policy version on all shards, and gets permits from each shard's share.
 
-Every shard is told each new version, and the lowest version that a shard has counts. A generator must never see a
+Every shard is told each new version. The lowest version of the shards that are up counts. A generator must never see a
 version that some shard does not have yet: for that shard, the generator's groups would be newer than the policy. A
 shard may come back with an older version. The other shards keep the newer one, and the client that published it brings
 the shard up to date: it sends the version, and any state or rollback that the shard has missed.
@@ -27,10 +27,10 @@ from replay_client.waits import Deadline
 from replay_protos import replay_pb2 as pb
 
 _AWAY_SECONDS = 5.0
-"""Seconds for which a shard is away before the others grant its share. A shorter break changes nothing."""
+"""Seconds for which a shard is away before the other shards grant its share. A shorter break changes nothing."""
 _SECONDS_PER_ROUND = 2.0
-"""Seconds for which all shards are asked for permits at once. If several of them grant some, one grant is used, and the
-others are released."""
+"""Seconds for which all shards are asked for permits at once. If several of them grant some, the first grant is used,
+and the other grants are released."""
 _SECONDS_PER_QUESTION = 5.0
 """Seconds in which a shard must answer when it is brought up to date."""
 
@@ -64,9 +64,9 @@ class PolicyBoard:
         """Shards that were told the last version, and have not been away since. They are not told again, even if
         another client has taken them back to an older version meanwhile."""
         self._away: set[Shard] = set()
-        """Shards whose share the others grant, because these shards are away."""
+        """Shards that are away. The other shards grant their share."""
         self._draining: set[Shard] = set()
-        """Shards whose share the others grant, because these shards take no more inserts."""
+        """Shards that drain: they take no more inserts. The other shards grant their share."""
         self._divided: list[Shard] = []
         """The shards that granted permits when indices were sent last."""
         self._one_at_a_time = asyncio.Lock()

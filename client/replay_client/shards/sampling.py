@@ -47,14 +47,14 @@ logger = logging.getLogger(__name__)
 
 WEIGHTS_AGE = 1.0
 """Seconds for which the last weight of a shard is used. Draws do not see changes of the weight in this time. A shard
-goes through its whole table to compute its weight, so it is asked at most twice in this time."""
+goes through its whole table to compute its weight, so the shard is asked at most twice in this time."""
 _ANSWER_SECONDS = 5.0
 """Seconds in which a shard must answer. A shard that answers later gives nothing to the batch."""
 _WEIGH_SECONDS = 2.0
 """Seconds in which a shard must answer if it is only asked for its weight."""
 _FIRST_PAUSE = 0.005
-"""Seconds between the first two attempts, while all shards together have too few rows. Each pause doubles the last
-one."""
+"""Seconds between the first two attempts, while all shards together have too few rows. Each pause is twice the
+last."""
 _LONGEST_PAUSE = 0.1
 """Seconds of the longest of these pauses."""
 
@@ -102,7 +102,7 @@ class Drawer:
         """As `SingleBatches.end`, for each sample on the shard that gave it.
 
         The batches of a shard that cannot be reached count as missing: nobody may use their samples. So do the batches
-        of a shard that this client does not have, for example because a run goes on without it.
+        of a shard that this client does not have, for example because a run goes on without that shard.
         """
         deadline = Deadline(timeout)
         leases = leases_of(samples)
@@ -277,7 +277,7 @@ class Drawer:
     async def _fill(
         self, request: pb.SampleRequest, least: int, weights: dict[Shard, Weight], lease: float
     ) -> list[Sample]:
-        """Up to `num_samples` rows, from shard after shard; none if the shards have fewer than `least` now."""
+        """Up to `num_samples` rows, from shard after shard; an empty list if the shards have fewer than `least` now."""
         distinct = not request.allow_repeats
         rows = min(request.num_samples, _possible(weights, distinct))
         if rows < least:
@@ -313,7 +313,7 @@ class Drawer:
         return drawn
 
     def _plan(self, weights: Mapping[Shard, Weight], rows: int, distinct: bool) -> Plan:
-        """The rows that each shard is asked for, at most `rows` together. A shard that gives none is absent."""
+        """The rows that each shard is asked for, at most `rows` together. A shard that gives no rows is absent."""
         shard_weights = list(weights.values())
         plan: Plan = {}
         if any(weight.values for weight in shard_weights):
@@ -437,7 +437,7 @@ class ShardedSampler(AsyncSampler):
         self._closed = False
 
     async def __anext__(self) -> list[Sample]:
-        """The next batch. Raises DeadlineExceededError, with the reason, if there is none within the timeout."""
+        """The next batch. Raises DeadlineExceededError, with the reason, if no batch comes within the timeout."""
         if self._closed:
             raise StopAsyncIteration
         deadline = Deadline(self._series.timeout)
