@@ -11,8 +11,8 @@ class ReplayError(Exception):
     """Base of every error of this package.
 
     Programs read the `code`. The message is for people; do not parse it. If several errors share a code, the server
-    sends a text with it, the `reason` of the error. An error with an empty `reason` is for all other texts, and for
-    none.
+    sends a text with it, the `reason` of the error. An error with an empty `reason` stands for its code with any
+    other text, or without a text.
     """
 
     code: ClassVar[grpc.StatusCode] = grpc.StatusCode.UNKNOWN
@@ -32,7 +32,7 @@ class InvalidRequestError(ReplayError, ValueError):
 
 
 class StaleItemError(InvalidRequestError):
-    """The item's policy version lags by more than the table's `max_staleness`; it was not inserted."""
+    """The item's policy version lags by more than the table's `max_staleness`. The item was not inserted."""
 
     code = grpc.StatusCode.FAILED_PRECONDITION
 
