@@ -50,12 +50,15 @@ SETTINGS = (
     "shared_memory",
     "name",
 )
+"""The names of all settings."""
 _SWITCHES = ("tls", "allow_insecure_token", "shared_memory")
+"""The names of the settings that are on or off."""
 _FLAGS = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False, "": False}
+"""The value of a switch, by the text that stands for it in the environment."""
 
 
 def joined_addresses(address: str | Sequence[str]) -> str:
-    """The addresses of a list in one text, with commas. Raises ValueError for a value that is neither text nor list."""
+    """One text with all addresses, separated by commas. Raises ValueError unless `address` is a text or texts."""
     if isinstance(address, str):
         return address
     if not isinstance(address, Iterable) or any(not isinstance(part, str) for part in address):
@@ -64,10 +67,10 @@ def joined_addresses(address: str | Sequence[str]) -> str:
 
 
 def split_addresses(address: str) -> dict[str, str]:
-    """host:port by the name of each server, from a text with commas. Empty for a ray:// address: Ray knows both.
+    """host:port by the name of each server, from a text with commas. Empty for a ray:// address, which Ray resolves.
 
-    `NAME=host:port` gives a server its name. A server without a name is called by its address, in one spelling. Raises
-    ValueError for a name that cannot be used or comes twice.
+    `NAME=host:port` gives a server its name. The name of any other server is its address, in the spelling of
+    `_name_of_address`. Raises ValueError for a name that cannot be used or comes twice.
     """
     if address.startswith(RAY_SCHEME):
         return {}
@@ -87,7 +90,7 @@ def split_addresses(address: str) -> dict[str, str]:
 
 
 def _name_of_address(address: str) -> str:
-    """The address in one spelling."""
+    """The address in lower case, with 127.0.0.1 for localhost: different spellings of an address give one name."""
     host, colon, port = address.lower().rpartition(":")
     if host == "localhost":
         host = "127.0.0.1"
@@ -99,16 +102,16 @@ class TLS:
     """The certificates with which client and server identify each other. All files are in PEM format."""
 
     ca: PathLike | None = None
-    """Authorities that may have signed the server's certificate; None: the public authorities that gRPC knows."""
+    """Certificates of the authorities that may have signed the server's certificate; None: gRPC's public ones."""
     cert: PathLike | None = None
-    """The client's own certificate, for a server that asks for one."""
+    """The client's own certificate, for a server that asks its clients for certificates."""
     key: PathLike | None = None
     """The private key of `cert`."""
     server_name: str | None = None
-    """The name in the server's certificate, if the address has another one (an IP address, a tunnel)."""
+    """The name in the server's certificate, if the address has a different host (an IP address, a tunnel)."""
 
     def credentials(self) -> grpc.ChannelCredentials:
-        """The files as gRPC takes them. Raises ValueError that names an unusable file."""
+        """gRPC's credentials, from these files. Raises ValueError that names an unusable file."""
         files = PemFiles.read(cert=self.cert, key=self.key, ca=self.ca)
         return grpc.ssl_channel_credentials(files.ca, files.key, files.cert)
 
@@ -118,7 +121,7 @@ class Access:
     """All settings, checked together with their files. Raises ValueError with the remedy."""
 
     address: str = DEFAULT_ADDRESS
-    """host:port, several of these with commas, each perhaps as NAME=host:port, or ray://NAMESPACE/NAME"""
+    """host:port or NAME=host:port; several of these, separated by commas; or ray://NAMESPACE/NAME"""
     token: str | None = field(default=None, repr=False)
     tls: TLS | None = None
     """None: not encrypted."""
@@ -127,7 +130,7 @@ class Access:
     shared_memory: bool = True
     """Payloads go through shared memory if the server is on this host. Otherwise they always go over gRPC."""
     name: str | None = None
-    """The name of this client at the server, if it inserts, samples or publishes. None: host:pid. Empty: no name."""
+    """The name by which the server lists this client, if it inserts, samples or publishes. None: host:pid."""
     _credentials: grpc.ChannelCredentials | None = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -150,7 +153,7 @@ class Access:
 
     @classmethod
     def find(cls, *, environment: Mapping[str, str] | None = None, **options: Any) -> Self:
-        """Reads the settings from `options`, the environment and the file, in this order.
+        """Takes each setting from the first of `options`, the environment and the file that has it.
 
         `options` may have any of SETTINGS, and `client_config`; None counts as not given. Raises ValueError that names
         the source of a bad setting.
@@ -170,23 +173,24 @@ class Access:
         for address in split_addresses(values.get("address", DEFAULT_ADDRESS)).values():
             check_address(address, source)
         files = {name: values.pop(f"tls_{name}", None) for name in ("ca", "cert", "key", "server_name")}
-        # A file turns TLS on, unless `tls` says otherwise.
+        # Each of these settings turns TLS on, unless `tls` says otherwise.
         uses_tls = values.get("tls", any(files.values()))
         values["tls"] = TLS(**files) if uses_tls else None
         return cls(**values)
 
     def arguments(self) -> dict[str, Any]:
-        """The arguments of a client for these settings, without the address."""
+        """The keyword arguments of a client with these settings, without the address."""
         names = ("token", "allow_insecure_token", "shared_memory", "name")
         return {name: getattr(self, name) for name in names} | {"tls": self.tls or False}
 
     def channel(self, options: list[tuple[str, Any]]) -> grpc.aio.Channel:
-        """A channel that sends the name with every call. It belongs to the running event loop."""
+        """A channel that sends the name of this client with every call. It belongs to the running event loop."""
         name = own_name() if self.name is None else self.name
         if name:
-            # The user agent goes with every call anyway, so that a name costs nothing.
+            # Every call has a user agent anyway, so that the name costs nothing.
             options = [*options, ("grpc.primary_user_agent", f"replay/{name}")]
         hosts = [address.rpartition(":")[0] for address in split_addresses(self.address).values()]
+        # No proxy leads to this machine or to a private network, so ignore the proxy variables of the environment.
         if all(is_near(host) for host in hosts):
             options = [*options, ("grpc.enable_http_proxy", 0)]
         if self.tls is not None and self.tls.server_name:
@@ -198,7 +202,8 @@ class Access:
     @property
     def metadata(self) -> tuple[tuple[str, str], ...]:
         """The metadata of every call: the token."""
-        # gRPC's call credentials need TLS and use a thread for each call. Its interceptors slow streams down.
+        # The token is not sent as gRPC's call credentials, which need TLS and use a thread for each call, nor by gRPC's
+        # interceptors, which slow streams down.
         if self.token is None:
             return ()
         return (("authorization", f"Bearer {self.token}"),)
@@ -225,7 +230,7 @@ def check_token_way(address: str, *, is_encrypted: bool, is_allowed: bool, remed
 
 
 def own_name() -> str:
-    """host:pid of this process: the name of a client that was given none."""
+    """host:pid of this process: the default name of a client."""
     host = "".join(letter for letter in socket.gethostname() if _may_be_in_name(letter))
     return f"{host[:48]}:{os.getpid()}"
 
@@ -259,7 +264,7 @@ def read_token(path: PathLike, source: str) -> str:
 
 
 class _Found(NamedTuple):
-    """The value of a setting, and its source for errors."""
+    """The value of a setting, and the source that had it, for errors."""
 
     value: Any
     source: str
@@ -268,7 +273,7 @@ class _Found(NamedTuple):
 def _find_settings(options: Mapping[str, Any], environment: Mapping[str, str]) -> dict[str, _Found]:
     """The settings of `options`, the environment and the file, each from the first source that has it.
 
-    Raises TypeError for an unknown option.
+    Raises TypeError for an unknown option, and ValueError for a bad file or for both a token and a token file.
     """
     arguments = {name: _Found(value, name) for name, value in options.items() if value is not None}
     unknown = arguments.keys() - {*SETTINGS, "client_config"}
@@ -284,7 +289,7 @@ def _find_settings(options: Mapping[str, Any], environment: Mapping[str, str]) -
     if config is not None and config.value:
         found = _read_config(config.value)
     for settings in (variables, arguments):
-        # A token from one source replaces a token file from another, and the reverse.
+        # A token replaces a token file from an earlier source, and a token file replaces a token.
         if "token" in settings or "token_file" in settings:
             found.pop("token", None)
             found.pop("token_file", None)
@@ -324,13 +329,14 @@ def _flag(value: bool | str, source: str) -> bool:
 
 @dataclass(frozen=True)
 class ListenAddress:
-    """An address at which a part of this package listens, with the token that it asks for, and its certificate.
+    """An address at which a part of this package listens, its certificate, and the token that clients must send.
 
     Raises ValueError for an address, a token file or a certificate that cannot be used, and for an address that other
     machines reach without a token.
     """
 
     what: str
+    """The name of the part that listens, for errors and warnings."""
     address: str
     """host:port"""
     token_file: PathLike | None = None
@@ -338,6 +344,7 @@ class ListenAddress:
     cert: PathLike | None = None
     """None: connections are not encrypted."""
     key: PathLike | None = None
+    """The private key of `cert`."""
     token_setting: str = "token_file"
     """The name of the setting that gives `token_file`, for errors."""
 
@@ -367,7 +374,10 @@ class ListenAddress:
         return context
 
     def authorized(self, authorization: str) -> bool:
-        """True if this header carries the token that is in the file now. The header may be any text."""
+        """True if this Authorization header has the token that is in the file now, or if no token is needed.
+
+        The header may be any text.
+        """
         if self.token_file is None:
             return True
         token = authorization.removeprefix("Bearer ").encode(errors="surrogatepass")

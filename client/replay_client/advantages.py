@@ -1,12 +1,13 @@
-"""Advantage functions of the user: loads, checks and calls them. `advantages = "package.module:function"` names one.
+"""Advantage functions of the user: loads, checks and calls them.
 
-The function gets the rewards of one group, and returns the advantage of each rollout. The caller checks the result.
+The setting `advantages = "package.module:function"` names such a function. It gets the rewards of one group, and
+returns the advantage of each rollout. The caller checks the result.
 
     def leave_one_out(rewards_G):
         others_G = (rewards_G.sum() - rewards_G) / (len(rewards_G) - 1)
         return rewards_G - others_G
 
-A parameter with one of the names in `FACTS` gets more than the rewards. Axis: G rollouts of the group.
+A function gets more than the rewards if it has parameters with names in `FACTS`. Axis: G rollouts of the group.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ from replay_client.settings import load_function, raised_in
 from replay_client.words import counted
 
 AdvantageFunction = Callable[..., npt.ArrayLike]
-"""A function that takes float64 rewards (G,), and by name those of FACTS for which it has a parameter. It returns (G,)
-advantages."""
+"""A function that takes float64 rewards (G,), and as keyword arguments those facts for which it has a parameter (see
+FACTS). It returns (G,) advantages."""
 FloatArray = npt.NDArray[np.float32]
 FACTS = ("row", "lengths_G", "rewards_by_function")
 """The names of the facts that a function may ask for.
@@ -33,13 +34,13 @@ row: the row of the prompt, a mapping. lengths_G: int64 (G,) tokens that the pol
 rewards_by_function: float64 (G,) rewards of each reward function, before its weight, by the function's name; NaN where
 the function abstained."""
 ADVANTAGES_BY = "advantages_by"
-"""The key in `RolloutGroup.meta` that names the function of the user which computed the advantages of the group."""
+"""A key in `RolloutGroup.meta`. Its value is the name of the user's function that computed the group's advantages."""
 _TRIED = 4
-"""The number of rollouts of the made-up groups, if that of the real groups is not known."""
+"""The number of rollouts in a made-up group, if the size of the real groups is not known."""
 
 
 def name_of(advantages: str | AdvantageFunction) -> str:
-    """The name of a function for messages: the name in the settings, or that of the function itself."""
+    """The name of a function for messages: the name in the settings, or the function's own name."""
     if isinstance(advantages, str):
         return advantages
     return getattr(advantages, "__qualname__", type(advantages).__name__)
@@ -58,7 +59,7 @@ def load_advantages(advantages: str | AdvantageFunction) -> AdvantageFunction:
         raise ValueError(f"advantages {name!r} is async: write it without async, it runs in a thread")
     try:
         signature = inspect.signature(function)
-    except (TypeError, ValueError):  # some functions written in C
+    except (TypeError, ValueError):  # some functions written in C have no signature
         return function
     try:
         signature.bind(np.zeros(1), **facts_for(function, dict.fromkeys(FACTS)))
@@ -73,9 +74,9 @@ def load_advantages(advantages: str | AdvantageFunction) -> AdvantageFunction:
 def check_advantages(advantages: str | AdvantageFunction, group_size: int = _TRIED) -> None:
     """Calls the function with made-up rewards, so that a mistake ends a run before its first group.
 
-    One group has different rewards, and one has equal rewards, for which a division by their standard deviation is NaN.
-    A function that asks for rows, or for the rewards of each function, is not called, because such facts cannot be made
-    up. Raises ValueError as `load_advantages` and `advantages_by` do.
+    The rewards of the first made-up group differ. Those of the second are equal, so that a division by their standard
+    deviation gives NaN. A function that asks for rows, or for the rewards of each function, is not called, because such
+    facts cannot be made up. Raises ValueError as `load_advantages` and `advantages_by` do.
     """
     function = load_advantages(advantages)
     facts = {"lengths_G": np.arange(1, group_size + 1)}
@@ -91,7 +92,7 @@ def check_advantages(advantages: str | AdvantageFunction, group_size: int = _TRI
 def advantages_by(
     advantages: str | AdvantageFunction, rewards_G: npt.NDArray[np.float64], facts: Mapping[str, Any]
 ) -> FloatArray:
-    """Float32 (G,) advantages that the function computes from these rewards. `facts` has the known ones of FACTS.
+    """Float32 (G,) advantages that the function computes from these rewards. `facts` has the FACTS that are known.
 
     Raises ValueError, which names the function, if the function raises an exception, and as `as_advantages` does.
     """
@@ -131,7 +132,7 @@ def as_advantages(result: Any, rewards_G: npt.NDArray[np.float64], name: str) ->
         raise ValueError(f"{failed} {_shown(result)}: return {wanted}")
     if returned.shape != (size,):
         raise ValueError(f"{failed} an array of shape {returned.shape}: return {wanted}")
-    # A comparison with NaN is False, so that NaN is wrong too.
+    # A comparison with NaN is False, so that NaN counts as wrong too.
     wrong_G = ~(np.abs(returned) <= MAX_VALUE)
     if wrong_G.any():
         rollout = int(wrong_G.argmax())
@@ -143,10 +144,10 @@ def as_advantages(result: Any, rewards_G: npt.NDArray[np.float64], name: str) ->
 
 
 def facts_for(function: AdvantageFunction, facts: Mapping[str, Any]) -> dict[str, Any]:
-    """The facts for which the function has a parameter."""
+    """The facts for which the function has a parameter; all facts if it has a parameter like `**facts`."""
     try:
         parameters = inspect.signature(function).parameters
-    except (TypeError, ValueError):  # some functions written in C
+    except (TypeError, ValueError):  # some functions written in C have no signature
         return {}
     takes_all = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
     return {name: value for name, value in facts.items() if takes_all or name in parameters}

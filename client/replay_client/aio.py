@@ -62,13 +62,18 @@ WRITER_BYTES = 256 << 20
 
 
 class Servers(NamedTuple):
-    """The objects to which a client hands its calls, one for each subject: items, draws, the policy, permits."""
+    """The objects to which a client hands its calls. A client of one server has the first class of each pair."""
 
     fleet: OneServer | Fleet
+    """Holds the connections, and asks all servers."""
     placement: OneServer | Placement
+    """Inserts items, and changes items by their keys."""
     draws: SingleBatches | Drawer
+    """Draws batches, and acknowledges, requeues or renews them."""
     board: OneServer | PolicyBoard
+    """Publishes and watches the policy version."""
     permits: OneServer | PermitOffice
+    """Acquires and releases permits."""
 
 
 def servers_of(access: Access, timeout: float | None) -> Servers:
@@ -128,7 +133,7 @@ class AsyncReplayClient:
         `shared_memory=False` sends payloads over gRPC even to a server on this host. `name`: how the server lists this
         client among those that insert, sample or publish; host:pid unless given.
 
-        A token goes to other machines only over TLS, unless `allow_insecure_token` says that the network is trusted.
+        A token is sent to other machines only over TLS, unless `allow_insecure_token` says that the network is trusted.
         Raises ValueError for an address, token or file that cannot be used, and RuntimeError in a process that was
         forked while gRPC was in use.
         """
@@ -175,9 +180,9 @@ class AsyncReplayClient:
 
     @property
     def transport(self) -> str:
-        """The way of the payloads: "shared memory", or "grpc: " with the reason.
+        """How payloads travel: "shared memory", or "grpc: " with the reason.
 
-        For several servers: "SHARD: TRANSPORT" of each one that has an address, with semicolons.
+        For several servers: "SHARD: TRANSPORT" of each server whose address is known, separated by semicolons.
         """
         return self._fleet.carries
 
@@ -208,8 +213,9 @@ class AsyncReplayClient:
         which the item can be found, such as {"environment": "math"}.
 
         `closes`: samples that were drawn with a lease, and from which the group was made. They are acknowledged in the
-        same moment in which the group enters its tables, so that a kill leaves both or neither. If the lease of one has
-        ended, another reader may have it: LeaseEndedError, and the group is not inserted.
+        same moment in which the group enters its tables, so that a kill leaves both changes or neither. If one of the
+        leases has ended, another reader may have the sample. Then LeaseEndedError is raised, and the group is not
+        inserted.
 
         Raises InvalidRequestError, TableNotFoundError, StaleItemError, PayloadTooLargeError, TableFullError,
         ServerBusyError, StorageError, or DeadlineExceededError with the reason of the wait.
@@ -244,15 +250,16 @@ class AsyncReplayClient:
     ) -> ExtendResult:
         """Adds columns to a stored group. Readers find them in its extras from then on.
 
-        `extras` and `axes` are those of RolloutGroup. They have to fit the group, or nobody can read it any more. The
-        server cannot see that. Give the Sample or StoredItem in the place of its key, and the client checks it before
-        it sends anything; with a key alone it checks nothing.
+        `extras` and `axes` are those of RolloutGroup. The columns must fit the group, or nobody can read the group any
+        more. The server cannot check that they fit. The client checks it before it sends anything, but only if `key`
+        is the Sample or StoredItem and not just its key.
 
-        Returns when the server has acknowledged the columns. A name that the item has already is an answer, and no
-        error: the column stays as it was. Nothing in the item ever changes, and a batch that is drawn already stays as
-        it was drawn. Rows of tables that require these columns can be sampled from now on.
+        Returns when the server has acknowledged the columns. If the item already has a column of the same name, that
+        column stays as it is. This is no error: the result has the name in `present`. Batches that were drawn before
+        stay as they were drawn. Tables that require these columns can give the item from now on.
 
-        `held`: samples that were drawn with a lease. If another reader may have one of them by now, nothing is added.
+        `held`: samples that were drawn with a lease. If one of the leases has ended, so that another reader may have
+        the sample, nothing is added.
 
         Raises PayloadTooLargeError, TableFullError, ServerBusyError or StorageError if the item cannot grow,
         LeaseEndedError if a lease of `held` has ended, and InvalidRequestError for columns that no group can have. Then
@@ -268,7 +275,7 @@ class AsyncReplayClient:
         deadline = Deadline(self._seconds(timeout))
         columns = dict(extras)
         present: set[str] = set()
-        # The server refuses a segment if the item has one of its columns already. Then only the others are sent.
+        # The server refuses a segment if the item already has one of the columns. Then send the other columns alone.
         while True:
             column_axes = {name: axis for name, axis in (axes or {}).items() if name not in present}
             item = Item.segment(key, columns, column_axes, deadline.seconds)
@@ -299,13 +306,14 @@ class AsyncReplayClient:
     ) -> list[Sample]:
         """Draws `num_samples` items of a table.
 
-        When the time is up, `min_samples` items are enough; without it all are needed. `distinct`: no item comes twice
-        in the result. `scope`: no item comes that any client drew under the same scope before, for example a training
-        step that several ranks share. `exclude`: keys that must not come. `lease`: seconds within which `acknowledge`
-        must follow, or the server takes the items back as if they were never drawn; 0: no lease.
+        When the time is up, `min_samples` items are enough; without `min_samples` all are needed. `distinct`: no item
+        is twice in the result. `scope`: a name, for example of a training step that several ranks share; the result has
+        no item that any client drew under the same name before. `exclude`: keys that the result must not have.
+        `lease`: seconds within which `acknowledge` must follow, or the server takes the items back as if they were
+        never drawn; 0: no lease.
 
-        An item of a queue reaches one reader, once: the client repeats what a broken connection or a restart of the
-        server has lost. If the time is up before the server has confirmed a batch, the next call with the same
+        An item of a queue reaches one reader, once: the client asks again for what a broken connection or a restart of
+        the server has lost. If the time is up before the server has confirmed a batch, the next call with the same
         arguments goes on with that batch.
 
         Raises TableNotFoundError, ServerBusyError, or DeadlineExceededError with the reason of the wait.
@@ -328,34 +336,35 @@ class AsyncReplayClient:
     ) -> MutationResult:
         """Acknowledges samples that were drawn with a lease, or requeues them.
 
-        The result counts batches, and not samples. It names a batch as `missing` if its lease had ended; the server
-        has then taken the items back.
+        The result counts batches, and not samples. A batch is `missing` if its lease had ended: the server has then
+        taken the items back.
         """
         what = "requeue" if requeue else "acknowledge"
         return await self._draws.end(samples, what, self._seconds(timeout))
 
     async def renew(self, samples: Iterable[Sample], lease: float, *, timeout: Timeout = DEFAULT) -> MutationResult:
-        """Lets the leases of samples end `lease` seconds from now. The samples are in use from then on.
+        """Lets the leases of samples end `lease` seconds from now, and tells the server that the samples are in use.
 
-        Their items join the table of `forward_to`, and their leases go on after a restart of a durable server. The
-        result counts batches, and names as `missing` those whose lease had ended; `consume` then consumes their items.
+        Items in use join the table of `forward_to`, and their leases go on after a restart of a durable server. The
+        result counts batches. A batch is `missing` if its lease had ended; `consume` then consumes its items.
         """
         return await self._draws.end(samples, "renew", self._seconds(timeout), lease)
 
     def auto_renew(self, samples: Iterable[Sample], lease: float, on_lost: OnLost) -> AsyncLeaseRenewer:
-        """Renews the leases of samples in the background, each four times within `lease` seconds, until it is closed.
+        """Renews the leases of samples in the background, each four times within `lease` seconds.
 
-        `add` and `forget` change which samples. From the first renewal on, which follows at once, they are in use, as
-        with `renew`. `on_lost` is called once with the `info` of samples whose lease has ended, on the thread of the
-        event loop: another reader may have them by now. A server that is away ends no lease. When it answers again, it
-        says which have ended.
+        `add` and `forget` of the result change which samples are renewed; `close` ends all renewals. The first renewal
+        follows at once, and tells the server that the samples are in use, as `renew` does. `on_lost` is called once
+        with the `info` of samples whose lease has ended, on the thread of the event loop: another reader may have these
+        samples by now. While no server answers, `on_lost` is not called: the server says which leases have ended when
+        it answers again. With several servers, the samples of one that cannot be reached count as lost.
         """
         renewer = AsyncLeaseRenewer(self.renew, lease, on_lost)
         renewer.add(samples)
         return renewer
 
     async def consume(self, table: str, keys: Iterable[int], *, timeout: Timeout = DEFAULT) -> MutationResult:
-        """Consumes the items that a reader has used, and that are back in the table because its lease has ended.
+        """Consumes items that a reader has used, but that are back in the table because the reader's lease has ended.
 
         The items count as sampled once more. `missing` has the keys that are not in the table.
         """
@@ -375,9 +384,10 @@ class AsyncReplayClient:
     ) -> AsyncSampler:
         """An endless iterator over batches of `batch_size` samples, with up to `prefetch` batches drawn ahead.
 
-        `timeout` bounds the wait for each batch, in seconds. `lease`: a batch that the caller gets is in use, and goes
-        back after this many seconds, unless `renew` or `acknowledge` comes before; 0: the batch is the caller's.
-        `on_lease` is called with each batch just before its lease begins, on the thread of the event loop.
+        `timeout` bounds the wait for each batch, in seconds. `lease`: seconds. A batch that the caller gets is in use,
+        as after `renew`, and returns to its table after this time, unless `renew` or `acknowledge` is called before; 0:
+        the batch is the caller's for good. `on_lease` is called with each batch just before its lease begins, on the
+        thread of the event loop.
         """
         request = message_of(
             pb.SampleRequest,
@@ -421,8 +431,8 @@ class AsyncReplayClient:
     async def get(self, keys: Iterable[int], *, payloads: bool = True, timeout: Timeout = DEFAULT) -> list[StoredItem]:
         """The items with these keys, as far as the server holds them. Does not count as sampling.
 
-        Without `payloads` no bytes travel, and the payloads of the items are empty. So a caller can see which items are
-        there.
+        With `payloads=False` no payload is sent, and the payloads of the items are empty. This is enough to see which
+        items the server holds.
         """
         wanted = list(keys)
         request = message_of(pb.GetRequest, keys=wanted, without_payloads=not payloads)
@@ -449,8 +459,8 @@ class AsyncReplayClient:
         """One page of the items of a table, without their payloads. All bounds are inclusive.
 
         `tags`: only items that have all of these. Values are compared as text, so "3" finds the number 3; "" finds
-        items without the tag. A tag that the table indexes is found at once; for others the server looks at each item.
-        `page` is the `next_page` of the page before. Raises TableNotFoundError or InvalidRequestError.
+        items without the tag. Tags that the table indexes are found at once. For other tags the server looks at each
+        item. `page` is the `next_page` of the page before. Raises TableNotFoundError or InvalidRequestError.
         """
         request = message_of(
             pb.ListItemsRequest,
@@ -497,14 +507,14 @@ class AsyncReplayClient:
         """Announces that the trainer has finished `version` updates, and where it saved the weights.
 
         `state` names the training checkpoint that is saved with this version: any id that was not used before. The
-        checkpoint contains the effect of all items that were acknowledged until now. Tables with retain_consumed retain
-        the items that are acknowledged later.
+        checkpoint contains the effect of all items that were acknowledged before this call. Tables with retain_consumed
+        retain the items that are acknowledged after it.
 
         With `rollback` the trainer starts again from this version, which may be the current one or a lower one, and the
-        server counts permits anew. With `state` too, the items that were acknowledged after that state are back in
-        their tables, and items of later versions are dropped. Without `state`, acknowledged items stay away. Raises
-        InvalidRequestError for a lower version without `rollback`, and for a state that the server does not know or
-        that has another version.
+        server counts permits anew. With `rollback` and `state`, the items that were acknowledged after that state
+        return to their tables, and items of later versions are dropped. With `rollback` alone, acknowledged items do
+        not return. Raises InvalidRequestError for a lower version without `rollback`, and for a state that the server
+        does not know or that has another version.
         """
         request = message_of(
             pb.SetPolicyVersionRequest,
@@ -524,7 +534,7 @@ class AsyncReplayClient:
     async def watch_policy(self) -> AsyncGenerator[Policy]:
         """Yields the current policy, then every new one. If several come quickly, it may yield only the newest.
 
-        Connects again by itself.
+        Connects again by itself after a broken connection.
         """
         async with aclosing(self._board.watch()) as watch:
             async for policy in watch:
@@ -549,7 +559,7 @@ class AsyncReplayClient:
     async def describe(self, settings: Mapping[str, str], *, timeout: Timeout = 5.0) -> None:
         """Sends the settings of this client, if a server answers. `server_info` has them beside the client's name.
 
-        They replace the settings that this client sent before. A server that starts again has forgotten them. Raises
+        The settings replace those that this client sent before. A server that restarts has forgotten them. Raises
         InvalidRequestError for more than 64 settings, for more than 4096 bytes as JSON, and if another connection of
         the same name is open.
         """
@@ -557,15 +567,18 @@ class AsyncReplayClient:
         await self._fleet.say("Describe", request, self._seconds(timeout))
 
     async def leave(self, *, timeout: Timeout = 5.0) -> None:
-        """Tells the server, if it answers, that this client ends on purpose. Otherwise `replay doctor` misses it."""
+        """Tells the server, if one answers, that this client ends on purpose.
+
+        Otherwise `replay doctor` may report that the client is gone.
+        """
         await self._fleet.say("Leave", pb.LeaveRequest(), self._seconds(timeout))
 
     async def create_checkpoint(self, name: str = "", *, timeout: Timeout = DEFAULT) -> str:
         """Makes the server write a checkpoint: a copy of all tables at one moment. Returns its name.
 
-        The server goes on meanwhile, and finishes the checkpoint even if the client stops waiting. Without `name` the
-        server chooses one, and keeps only the last few checkpoints that it named. Raises UnsupportedError if the server
-        has no place for checkpoints, and StorageError if it cannot write one.
+        The server serves other requests meanwhile, and finishes the checkpoint even if the client stops waiting.
+        Without `name` the server chooses one, and keeps only the last few checkpoints that it named. Raises
+        UnsupportedError if the server has no place for checkpoints, and StorageError if it cannot write one.
         """
         request = message_of(pb.CreateCheckpointRequest, name=name)
         return await self._fleet.ask_all(

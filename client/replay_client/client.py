@@ -39,7 +39,7 @@ def blocking(
     def call(self: ReplayClient, /, *args: P.args, **kwargs: P.kwargs) -> T:
         return self._thread.run(method(self._aio, *args, **kwargs))
 
-    # `wraps` copies these too. Tracebacks and the reference must name the method of this class.
+    # `wraps` copies these from the method of AsyncReplayClient. Tracebacks and the reference must name this class.
     call.__module__ = __name__
     call.__qualname__ = f"ReplayClient.{method.__name__}"
     return call
@@ -48,7 +48,7 @@ def blocking(
 def handing_out(
     method: Callable[Concatenate[AsyncReplayClient, P], T], wrapper: Callable[[LoopThread, T], W]
 ) -> Callable[Concatenate[ReplayClient, P], W]:
-    """The blocking form of a method that makes a writer, sampler or renewer: it wraps what the method makes."""
+    """The blocking form of a method that makes a writer, sampler or renewer. It returns the result in `wrapper`."""
 
     @wraps(method)
     def call(self: ReplayClient, /, *args: P.args, **kwargs: P.kwargs) -> W:
@@ -81,7 +81,7 @@ class _Blocking(Generic[A]):
         self._aio: A = aio
 
     def close(self) -> None:
-        """Ends its work in the background."""
+        """Ends the background work of the writer, sampler or renewer."""
         self._thread.run(self._aio.close())
 
     def __enter__(self) -> Self:
@@ -94,8 +94,8 @@ class _Blocking(Generic[A]):
 class Writer(_Blocking[AsyncWriter]):
     """Inserts without waiting for each acknowledgement; made by `ReplayClient.writer()`, for `with`.
 
-    The end of the `with` block flushes the writer. `close` alone does not wait: the server may or may not have the
-    items that it has not acknowledged.
+    The end of the `with` block flushes the writer, unless the block raises. `close` alone does not wait: the server may
+    or may not have the items that it has not acknowledged.
     """
 
     def __init__(self, thread: LoopThread, writer: AsyncWriter) -> None:
@@ -103,10 +103,10 @@ class Writer(_Blocking[AsyncWriter]):
         self.refused: Mapping[int, ReplayError] = writer.refused
         """The reason for each item that the server refused, by the key of the item."""
         self.evicted: Mapping[int, tuple[str, ...]] = writer.evicted
-        """The tables that an item left at once because they were full and their remover chose it, by the item's key.
+        """The tables that were full and removed an item as soon as it was inserted, by the item's key.
 
-        The mapping has the newest 65,536 of these items. They were inserted, so this is no error: a pool that keeps the
-        best items does not keep them.
+        The mapping has the newest 65,536 of these items. This is no error: a pool that keeps the best items does not
+        keep these.
         """
 
     def insert(
@@ -135,7 +135,7 @@ class Writer(_Blocking[AsyncWriter]):
         return item.key
 
     def flush(self, timeout: Timeout = DEFAULT) -> None:
-        """Returns when everything inserted so far is acknowledged. Raises the first error of any of it."""
+        """Returns when the server has acknowledged all items inserted so far. Raises the first error of them."""
         self._thread.run(self._aio.flush(timeout))
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
@@ -151,7 +151,7 @@ class LeaseRenewer(_Blocking[AsyncLeaseRenewer]):
 
     `ReplayClient.auto_renew()` makes it, for `with`.
 
-    The end of the `with` block ends the renewals, and no lease: `acknowledge` does that.
+    The end of the `with` block ends the renewals, but not the leases. `acknowledge` ends a lease.
     """
 
     def add(self, samples: Iterable[Sample]) -> None:
@@ -159,7 +159,7 @@ class LeaseRenewer(_Blocking[AsyncLeaseRenewer]):
         self._thread.run(self._call(self._aio.add, samples))
 
     def forget(self, samples: Iterable[Sample]) -> None:
-        """Renews the leases of these samples no more. All samples of one draw have one lease."""
+        """Renews the leases of these samples no more. All samples of one draw share a lease."""
         self._thread.run(self._call(self._aio.forget, samples))
 
     async def _call(self, method: Callable[[Iterable[Sample]], None], samples: Iterable[Sample]) -> None:
@@ -170,14 +170,14 @@ class Sampler(_Blocking[AsyncSampler]):
     """An endless iterator over batches; made by `ReplayClient.sampler()`, for `with` and `for`.
 
     The server draws up to `prefetch` batches ahead. A batch counts as sampled when it is handed to the caller. `close`
-    requeues what was drawn ahead.
+    requeues the batches that were drawn ahead.
     """
 
     def __iter__(self) -> Self:
         return self
 
     def __next__(self) -> list[Sample]:
-        """The next batch. Raises DeadlineExceededError, with the reason, if there is none within the timeout."""
+        """The next batch. Raises DeadlineExceededError, with the reason, if no batch comes within the timeout."""
         try:
             return self._thread.run(self._aio.__anext__())
         except StopAsyncIteration:
@@ -215,12 +215,12 @@ class ReplayClient:
 
     @property
     def address(self) -> str:
-        """host:port of the server."""
+        """As `AsyncReplayClient.address`."""
         return self._aio.address
 
     @property
     def transport(self) -> str:
-        """The way of the payloads: "shared memory", or "grpc: " with the reason. Asks the server if it is not known."""
+        """How payloads travel: "shared memory", or "grpc: " with the reason. Asks the server if it is not known yet."""
         return self.find_transport()
 
     find_transport = blocking(AsyncReplayClient.find_transport)
@@ -271,7 +271,7 @@ class ReplayClient:
         await self._aio.close()
         # End the watches here: an iterator of `watch_policy` that outlives the client can no longer use this loop.
         for watch in list(self._watches):
-            with suppress(RuntimeError):  # a thread waits for it; that call is cancelled, which ends the watch
+            with suppress(RuntimeError):  # a thread waits in `anext(watch)`; LoopThread.close cancels it
                 await watch.aclose()
 
     def __reduce__(self) -> NoReturn:
@@ -287,12 +287,13 @@ class ReplayClient:
 # -------------------------------------------------------------------------------------------------------- the thread
 
 # gRPC may still call a loop after the last call on it has ended, and writes an error to stderr if the loop is closed.
-# So the loops of closed clients stay open, and later clients use them again. The number is that of `forks()` when the
-# loop was made: a loop is of no use after a fork.
+# Therefore the loops of closed clients stay open, and later clients use them again. The number beside a loop is the
+# value of `forks()` when the loop was made: a loop is of no use after a fork.
 _idle_loops: deque[tuple[int, asyncio.AbstractEventLoop]] = deque()
 
 
 def _event_loop() -> asyncio.AbstractEventLoop:
+    """An idle loop that was made in this process, or else a new one."""
     while _idle_loops:
         made_at, loop = _idle_loops.pop()
         if made_at == forks():
@@ -301,9 +302,9 @@ def _event_loop() -> asyncio.AbstractEventLoop:
 
 
 class Wake:
-    """A flag that one thread waits for and another one sets. The wait clears it.
+    """A flag that one thread waits for and another thread sets. The wait clears the flag.
 
-    It costs a quarter of a `threading.Event`.
+    It costs a quarter of the time of a `threading.Event`.
     """
 
     def __init__(self) -> None:
@@ -311,7 +312,7 @@ class Wake:
         self._lock.acquire()
 
     def set(self) -> None:
-        with suppress(RuntimeError):  # it is set already
+        with suppress(RuntimeError):  # the flag is set already
             self._lock.release()
 
     def wait(self) -> None:

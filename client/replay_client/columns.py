@@ -5,20 +5,21 @@
     | magic  | header length | msgpack header       | padding   | array 0  | array 1
     +--------+---------------+----------------------+-----------+----------+--------- ...
 
-The header names every array with its dtype, shape, offset and, if it has one, its axis; and it holds small fields.
-Arrays are little-endian, in C order, each aligned to 64 bytes. The whole is a multiple of 64 bytes, so that appended
-bytes are aligned too. Decoding makes views of the buffer and checks everything in it.
+H is the end of the header. The header has the name, dtype, shape and offset of every array, its axis if it has one, and
+small fields. Arrays are little-endian, in C order, each aligned to 64 bytes. The total length is a multiple of 64
+bytes, so that appended bytes are aligned too. Decoding makes views of the buffer and checks everything in it.
 
 The axis of a column says what its rows belong to. Code that cuts a group into sequences or rollouts cuts each array of
-its extras by its axis, and never by its shape: a group of 8 completions with 8 tokens has arrays of one shape that mean
-different things. An array without an axis belongs to the group as a whole, and is never cut.
+its extras by the axis, and never by the shape of the array: in a group of 8 completions with 8 tokens in all, arrays of
+the same shape can mean different things. An array without an axis belongs to the group as a whole, and is never cut.
 
-Segments are columns that arrive after their group was stored, as bytes that are appended to those of the group:
+Segments are columns that arrive after their group was stored, as bytes that are appended to the bytes of the group:
 
     group | segment | segment | ...
 
-Stored bytes never change. A reader gets the group with the columns of all segments that were there at that moment. Of
-several columns with one name the first counts. So an append that is repeated after a broken connection changes nothing.
+Stored bytes never change. A reader gets the group with the columns of all segments that were stored when the group was
+drawn. Of several columns with the same name the first counts. So an append that is repeated after a broken connection
+changes nothing.
 """
 
 from __future__ import annotations
@@ -39,16 +40,18 @@ ALIGNMENT = 64
 MAGIC_BYTES = 8
 """Bytes of a magic number. Its last byte is the version of the format."""
 _PREFIX = MAGIC_BYTES + 8
+"""Bytes before the header: the magic number and the length of the header."""
 _FIELDS = 4
-"""The number of fields of an array in the header: name, dtype, shape and offset. The axis is a fifth one."""
+"""The number of values that the header has for each array: name, dtype, shape and offset. The axis may be a fifth."""
 _EXTRAS = "extras/"
-"""The beginning of the names of extras in a header."""
+"""The beginning of the name of each extra in a header."""
 _MAX_HEADER = 4 * 2**20
 """The most bytes of a header. A decoded hostile header takes about 60 times as much memory."""
 _INTEGERS = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
 _FLOATS = ("float16", "float32", "float64", "complex64", "complex128")
 DTYPES = {name: np.dtype(name).newbyteorder("<") for name in ("bool", *_INTEGERS, *_FLOATS)}
 DTYPES["bfloat16"] = np.dtype(ml_dtypes.bfloat16)
+"""The dtypes that the format has, by name."""
 DAMAGE = (KeyError, TypeError, AttributeError, IndexError, OverflowError, RecursionError, msgpack.UnpackException)
 """The errors, beside ValueError, with which decoding fails for bytes that encoding cannot have written."""
 
@@ -59,19 +62,22 @@ class Decoded(NamedTuple):
     fields: dict[str, Any]
     """The small fields."""
     arrays: dict[str, Any]
-    """The arrays beside the extras by name, as read-only views of the bytes."""
+    """The arrays that are no extras, by name, as views of the bytes."""
     extras: dict[str, Array]
-    """The extras by name, as read-only views of the bytes."""
+    """The extras by name, as views of the bytes."""
     axes: dict[str, str]
     """The axes of the extras that have one, by name."""
     rest: memoryview
-    """The bytes that follow."""
+    """The bytes after the last array."""
 
 
 def encode_arrays(
     magic: bytes, fields: dict[str, Any], arrays: Arrays, extras: Arrays, axes: Mapping[str, str]
 ) -> list[Buffer]:
-    """Consecutive buffers: the header, then each array without a copy. `axes` has the axes of some extras."""
+    """Consecutive buffers: the header, then each array without a copy. `axes` has the axis of an extra, by its name.
+
+    Raises ValueError for fields that msgpack cannot hold, and for a header that is too long.
+    """
     table: list[list[Any]] = []
     stored: list[Array] = []
     offset = 0
@@ -149,7 +155,7 @@ def decode_arrays(view: memoryview, header_length: int) -> Decoded:
 
 
 def _aligned(nbytes: int) -> int:
-    """The next multiple of ALIGNMENT from `nbytes` on."""
+    """The smallest multiple of ALIGNMENT that is not below `nbytes`."""
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
@@ -165,7 +171,7 @@ def _view(body: memoryview, name: str, dtype_name: str, shape: list[int], offset
     if offset % ALIGNMENT or stop > len(body):
         raise ValueError(f"array {name!r} lies at {offset} to {stop}, outside {len(body)} bytes or unaligned")
     if not count:
-        offset = 0  # an empty array has no bytes
+        offset = 0  # an empty array has no bytes, and numpy refuses an offset behind the end of the buffer
     return np.frombuffer(body, dtype=dtype, count=count, offset=offset).reshape(shape), stop
 
 
@@ -182,16 +188,16 @@ AXES = {
 }
 """The meaning of the first dimension of an array, by its axis."""
 OFFSETS = "/offsets"
-"""The end of the name of the offsets that belong to an array with the axis "ragged:token"."""
+"""The ending that makes the name of an array with the axis "ragged:token" into the name of its offsets."""
 
 
 def checked_columns(extras: Mapping[str, npt.ArrayLike]) -> dict[str, Array]:
-    """The values as arrays of a dtype that the byte format has. Raises ValueError that names a value that is none."""
+    """The values as arrays of a dtype that the byte format has. Raises ValueError that names any other value."""
     columns: dict[str, Array] = {}
     for name, values in extras.items():
         try:
             array = np.asarray(values)
-        # numpy raises these for a tensor on a GPU, in bfloat16, or in a graph.
+        # numpy raises these for a tensor that is on a GPU, in bfloat16, or needs a gradient.
         except (TypeError, ValueError, RuntimeError) as error:
             raise ValueError(
                 f"extras[{name!r}] is no array of numpy: {error}; of a tensor take x.detach().cpu().numpy(), of one in "
@@ -239,13 +245,16 @@ def check_axes(extras: Arrays, axes: Mapping[str, str], sizes: Mapping[str, int]
 
 
 def check_row_axis(name: str, axis: str) -> None:
-    """Raises ValueError for an axis that the columns of `group_from_rows` do not have."""
+    """Raises ValueError for an axis that a column of `group_from_rows` cannot have."""
     if axis not in ("token", "whole", RAGGED):
         raise ValueError(f"columns has {name!r} with the axis {axis!r}: put it into extras and axes")
 
 
 def _check_ragged(name: str, values: Array, offsets: Array | None, known: dict[str, int]) -> None:
-    """Raises ValueError unless `offsets` cut `values` into one set for each token."""
+    """Raises ValueError unless `offsets` cut `values` into one set for each token.
+
+    `known` has the number of rows by the axis, as far as it is known. Adds that of "token".
+    """
     if offsets is None:
         raise ValueError(f"extras[{name!r}] has the axis {RAGGED!r}: put T + 1 offsets into extras[{name + OFFSETS!r}]")
     tokens = known.setdefault("token", max(offsets.size - 1, 0))
@@ -263,15 +272,15 @@ def _check_ragged(name: str, values: Array, offsets: Array | None, known: dict[s
 # ---------------------------------------------------------------------------------------------------------- segments
 
 SEGMENT_MAGIC = b"RPLYSEG\x01"
-"""The last byte is the format version."""
+"""The first bytes of a segment. The last of them is the version of the format."""
 
 
 def encode_columns(extras: Mapping[str, npt.ArrayLike], axes: Mapping[str, str] | None = None) -> list[Buffer]:
-    """A segment with these columns, as consecutive buffers; together they are a multiple of 64 bytes.
+    """A segment with these columns, as consecutive buffers, whose total length is a multiple of 64 bytes.
 
-    `extras` and `axes` are as in RolloutGroup. Raises ValueError, which names the column, for an unknown dtype or axis,
-    and for arrays of one axis that differ in rows. Raises it for no columns, too. Only a reader of the group can see
-    if the numbers of rows fit the group: `RolloutGroup.decode` refuses a group with wrong ones.
+    `extras` and `axes` are as in RolloutGroup. Raises ValueError if there are no columns. Raises ValueError that names
+    the column for an unknown dtype or axis, and for arrays of one axis that differ in rows. Only a reader of the group
+    can see if the columns fit the group: `RolloutGroup.decode` refuses a group with columns that do not fit.
     """
     columns = checked_columns(extras)
     axes = axes or {}
@@ -282,7 +291,7 @@ def encode_columns(extras: Mapping[str, npt.ArrayLike], axes: Mapping[str, str] 
 
 
 def decode_segments(view: memoryview, extras: dict[str, Array], axes: dict[str, str]) -> None:
-    """Adds the columns of all segments in `view` to `extras` and `axes`. A column whose name is there is left out.
+    """Adds the columns of all segments in `view` to `extras` and `axes`. A column whose name they have is left out.
 
     Raises as `check_magic` and `decode_arrays`.
     """
@@ -295,7 +304,7 @@ def decode_segments(view: memoryview, extras: dict[str, Array], axes: dict[str, 
         view = decoded.rest
         names_before = set(extras)
         for name, array in decoded.extras.items():
-            # Offsets are left out if their values are left out.
+            # The offsets of a ragged column are left out if its values are left out.
             values_name = name.removesuffix(OFFSETS)
             owner = values_name if decoded.axes.get(values_name) == RAGGED else name
             if owner not in names_before:

@@ -13,7 +13,7 @@ from replay_client.rollout import Int32, RolloutGroup, vector
 from replay_protos.words import counted
 
 Columns = Mapping[str, tuple[str, Sequence[Any]]]
-"""The columns of S rows by name. Each has an axis and one entry for each row."""
+"""Columns by name: the axis of the column, and its entry for each of S rows."""
 
 
 def group_from_completions(
@@ -28,8 +28,8 @@ def group_from_completions(
     """A group of S completions, each given as one array of tokens and one of log-probabilities.
 
     `prompt_ids` (P,), `rewards` (G,) and `advantages` (G,) are arrays; `fields` are the other fields of RolloutGroup.
-    Each completion is a rollout, G = S, unless `sequence_counts` says how many make one. Raises ValueError that names
-    the field or completion.
+    Each completion is a rollout, so G = S, unless `sequence_counts` says how many completions make a rollout. Raises
+    ValueError that names the field or completion.
     """
     tokens_S = [vector("completions", np.asarray(ids).reshape(-1), np.int32) for ids in completions]
     logprobs_S = [np.asarray(row, dtype=np.float32).reshape(-1) for row in logprobs]
@@ -63,18 +63,23 @@ def group_from_rows(
     columns: Columns | None = None,
     **fields: Any,
 ) -> RolloutGroup:
-    """A group of S rows that each have their own prompt, completion, log-probabilities and, if given, loss mask and
-    advantages of tokens: one value for each token of the completion.
+    """A group of S rows. Each row has its own prompt and completion.
+
+    `logprobs`, `loss_masks` and `token_advantages` have an array for each row, with one value for each token of the
+    completion.
 
     The common beginning of the prompts becomes `prompt_ids`, and the rest of each prompt the context of its row.
-    `RolloutGroup.prompts` and `sampled_spans` give the rows back.
+    `RolloutGroup.prompts` and `sampled_spans` return the rows again.
 
-    `columns` become `extras` with axes. For each row they have an array, by their axis:
+    `columns` become `extras` with axes. The axis of a column says what its entry for a row is:
 
-    "token": one entry for each token of the completion. "whole": one for each token of the prompt and the completion;
-    prompts are shared only as far as these agree too. "ragged:token": a pair of values and of offsets into them, one
-    more than the completion has tokens. `row_of` gives them back. An extra in `fields` must itself have entries for the
-    contexts. Other arguments and errors: `group_from_completions`.
+    "token": an array with one value for each token of the completion. "whole": an array with one value for each token
+    of the prompt and of the completion; prompts are shared only as far as these values agree too. "ragged:token": a
+    pair of values and of offsets into them, with one offset more than the completion has tokens. `row_of` returns the
+    entries again.
+
+    `fields` are the other fields of RolloutGroup. An extra in `fields` must have values for the contexts, too. Other
+    arguments and errors: `group_from_completions`.
     """
     prompts_S = [vector("prompts", np.asarray(ids).reshape(-1), np.int32) for ids in prompts]
     whole_columns = [rows for axis, rows in (columns or {}).values() if axis == "whole"]
@@ -117,7 +122,7 @@ def group_from_rows(
 
 
 def _behind(contexts_S: Sequence[int], rows: Iterable[npt.NDArray[Any]]) -> npt.NDArray[Any]:
-    """(T, ...) the values of all rows, with zeros for the tokens of their contexts."""
+    """(T, ...) the values of all rows, with zeros for contexts. `contexts_S` has the lengths of the contexts."""
     parts: list[npt.NDArray[Any]] = []
     for context, row in zip(contexts_S, rows, strict=True):
         parts.append(np.zeros_like(row, shape=(context, *row.shape[1:])))
@@ -141,7 +146,11 @@ def row_of(group: RolloutGroup, name: str, sequence: int) -> Any:
 def _column(
     name: str, axis: str, rows: Sequence[Any], shared: int, contexts_S: Sequence[int]
 ) -> dict[str, npt.NDArray[Any]]:
-    """The array of a column, and its offsets if it is ragged. Tokens of contexts have zeros, or empty sets."""
+    """The array of a column, and its offsets if it is ragged, by their names in `extras`.
+
+    `shared` is the number of tokens of the shared prompt, and `contexts_S` the lengths of the contexts. Tokens of
+    contexts have zeros, or empty sets.
+    """
     check_row_axis(name, axis)
     if axis == "whole":
         rows_S = [np.asarray(row) for row in rows]
@@ -176,6 +185,6 @@ def _common_beginning(rows: list[Int32], columns: Sequence[Sequence[Any]] = ()) 
 
 
 def _joined(*arrays: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """The arrays one after the other. Empty arrays are left out: NumPy makes floats of them."""
+    """The arrays one after the other. Empty arrays are left out, because they would make the result floats."""
     filled = [array for array in arrays if array.size]
     return np.concatenate(filled or [np.zeros(0, np.int32)])

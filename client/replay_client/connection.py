@@ -1,4 +1,4 @@
-"""Connection: the way to one server. It gives all calls the same deadlines, retries and errors."""
+"""Connection: sends calls to one server. It gives all calls the same deadlines, retries and errors."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ from replay_protos.transport import proxy_remedy
 T = TypeVar("T")
 
 _SHORT_BYTES = 1 << 20
-"""Bytes of a request from which on a call of its own costs no more than an exchange on an idle stream."""
+"""The most bytes of a request that is sent on an idle stream. For a larger one, a call of its own costs no more."""
 _GRACE = 5.0
-"""Seconds after the timeout. In this time the server can still answer why the request waited."""
+"""Seconds that a call lasts longer than its timeout, so that the server can still answer why the request waited."""
 _FIRST_PAUSE = 0.05
 """Seconds between the first two attempts to reach a server that does not answer. Each pause doubles the last one."""
 _LONGEST_PAUSE = 1.0
@@ -44,7 +44,7 @@ _LONGEST_PAUSE = 1.0
 
 
 LATE_SECONDS = 0.5
-"""Seconds after which a server of several that has not answered is asked for a sign of life."""
+"""Seconds after which the client probes one of several servers that has not answered a call (`Shard.doubt`)."""
 
 
 class Unset:
@@ -64,9 +64,9 @@ class Connection:
     """A client's connection to one server. Raises RuntimeError in a forked process in which gRPC cannot work."""
 
     name = ""
-    """The name of this server among those of a client; empty: it is the only one."""
+    """The name of this server, if the client has several servers; empty: the client has one server."""
     is_up = True
-    """True while the server can be reached. It stays True for a server that nobody watches."""
+    """True while the server can be reached. Always True for the only server of a client, which nobody watches."""
 
     def __init__(self, access: Access, timeout: float | None) -> None:
         check_grpc()
@@ -76,7 +76,7 @@ class Connection:
         self._made_at = 0
         """The value of `forks()` when the transport was made."""
         self._left: list[Transport] = []
-        """The transports to earlier addresses."""
+        """The transports to earlier addresses, on which calls may still be under way."""
         self._closed = False
 
     @property
@@ -85,7 +85,7 @@ class Connection:
 
     @property
     def carries(self) -> str:
-        """The way of the payloads: "shared memory", or "grpc: " with the reason."""
+        """How payloads travel: "shared memory", or "grpc: " with the reason."""
         return NOT_KNOWN if self._transport is None else self._transport.carries
 
     async def find_transport(self) -> str:
@@ -95,8 +95,8 @@ class Connection:
 
     @property
     def transport(self) -> Transport:
-        """The way to the server, without retries."""
-        # A transport belongs to the event loop that runs when it is made. So make it at the first use.
+        """The transport to the server. Its calls are not tried again."""
+        # A transport belongs to the event loop that runs when the transport is made. So make it at the first use.
         if self._transport is None:
             if self._closed:
                 raise ServerClosedError("this client is closed")
@@ -117,7 +117,10 @@ class Connection:
             self._transport = None
 
     async def call(self, attempt: Callable[[float | None], Awaitable[T]], timeout: float | None) -> T:
-        """The result of `attempt(rpc_timeout)`. Tries again until a server answers or the timeout ends."""
+        """The result of `attempt(rpc_timeout)`. Tries again until a server answers or the timeout ends.
+
+        `rpc_timeout` is the seconds for one attempt; None: no limit.
+        """
         patience = self.patience(timeout)
         deadline = patience.start()
 
@@ -130,7 +133,7 @@ class Connection:
         return await patience.result(again)
 
     def patience(self, timeout: float | None) -> Patience:
-        """Tries again for `timeout` seconds while the server does not answer, and raises any other failure at once."""
+        """A Patience for calls: it tries again while the server does not answer, and raises other errors at once."""
 
         async def judge(error: Exception, late: bool) -> None:
             if not isinstance(error, grpc.aio.AioRpcError):
@@ -143,14 +146,14 @@ class Connection:
                 raise reported(error, self.address, timeout) from None
             if not late:
                 return
-            if (error.trailing_metadata() or {}).get(REASON_KEY):  # a server answers, and says why it cannot do it now
+            if (error.trailing_metadata() or {}).get(REASON_KEY):  # the server answers, and says why it cannot do this
                 raise reported(error, self.address, timeout) from None
             raise self._no_answer(details, timeout) from None
 
         return Patience(judge, timeout, first=_FIRST_PAUSE, longest=_LONGEST_PAUSE)
 
     def _no_answer(self, details: str, timeout: float | None) -> ServerUnavailableError:
-        """The error of a call that no server has answered in time. `details` are those of gRPC's error."""
+        """The error of a call that no server has answered in time. `details` are from gRPC's error."""
         waited = f" (tried for {timeout:.3g} s)" if timeout else ""
         host = self.address.rpartition(":")[0]
         return ServerUnavailableError(
@@ -188,10 +191,10 @@ class Connection:
         return answer
 
     def doubt(self) -> None:
-        """Notes that an answer is late. A `Shard`, one of several servers, is then asked for a sign of life."""
+        """Notes that an answer is late. Does nothing here; a `Shard`, one of several servers, is then probed."""
 
     async def close(self) -> None:
-        """Closes the channel. With the last channel gRPC ends its threads; the process may then fork."""
+        """Closes the channel. With the last channel of a process, gRPC ends its threads, and a fork is safe."""
         transports = list(self._left)
         if self._transport is not None:
             transports.append(self._transport)
@@ -204,19 +207,19 @@ class Connection:
 class OneServer(Connection):
     """The only server of a client. Each request goes straight to it.
 
-    It has the methods of a Fleet, a Placement, a PolicyBoard and a PermitOffice, which a client of several servers has
-    in its place. `aio.servers_of` chooses between the two, once. Timeouts are in seconds; None waits for ever. Errors
-    are those of `Connection.unary`.
+    It has the methods of a Fleet, a Placement, a PolicyBoard and a PermitOffice. A client of several servers has these
+    four in its place; `aio.servers_of` makes the choice when the client is made. Timeouts are in seconds; None waits
+    for ever. Errors are those of `Connection.unary`.
     """
 
     decided = True
-    """A writer need not wait until it is known which servers can be reached."""
+    """Always True: a writer need not wait until it is known which servers can be reached."""
 
     def __init__(self, access: Access, timeout: float | None) -> None:
         super().__init__(access, timeout)
         self.shards = [self]
         self.listeners: list[Callable[[Any], None]] = []
-        """Functions that are never called, because nobody watches the only server."""
+        """Functions that a Fleet would call. They are never called here, because nobody watches the only server."""
 
     # ------------------------------------------------------------------------------------------------ as a Fleet
 
@@ -244,10 +247,11 @@ class OneServer(Connection):
         return self
 
     def forget(self, key: int, shard: Connection) -> bool:
+        """Returns False: the item cannot go to another server, because there is none."""
         return False
 
     async def settle(self, item: Item) -> None:
-        """All permits are of this server."""
+        """Does nothing: this server granted all permits, so that none has to be released elsewhere."""
 
     async def extend(self, item: Item) -> pb.UnchangedRow | None:
         return unchanged_row(await self.insert(item))
@@ -259,7 +263,7 @@ class OneServer(Connection):
     # ---------------------------------------------------------------------- as a PolicyBoard and a PermitOffice
 
     async def publish(self, request: pb.SetPolicyVersionRequest, timeout: float | None) -> Policy:
-        request.shard_index.shards = 1
+        request.shard_index.shards = 1  # this server alone grants all permits
         policy: Policy = (await self.unary("SetPolicyVersion", request, timeout)).policy
         return policy
 
@@ -274,7 +278,7 @@ class OneServer(Connection):
 
 
 def open_transport(access: Access) -> Transport:
-    """The way to the server at the address of `access`."""
+    """A transport to the server at the address of `access`, with shared memory unless it is turned off."""
     return RingTransport(access) if access.shared_memory else Transport(access)
 
 
@@ -302,12 +306,13 @@ GONE_CODES = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.INTERNAL, grpc.Status
 """The status codes that mean that the server does not answer now.
 
 grpc.aio reports INTERNAL, and not the true status, for a write to a stream that has just ended. A server that stops
-without grace ends its calls with CANCELLED. A call that this client cancels raises CancelledError, and not this code.
+without a grace period ends its calls with CANCELLED. A call that this client cancels raises CancelledError, and not
+this code.
 """
 
 
 def reported(error: grpc.aio.AioRpcError, address: str, timeout: float | None) -> ReplayError:
-    """The error that a caller gets for a failed call."""
+    """The error of this package for a failed call."""
     if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED and error.details() == "Deadline Exceeded":
         # This text is gRPC's own: the server did not answer, even within the grace.
         return error_of(error.code(), f"{address} did not answer within {timeout} s")
@@ -320,7 +325,7 @@ def reported(error: grpc.aio.AioRpcError, address: str, timeout: float | None) -
 
 
 def _tls_remedy(details: str, tls: TLS | None) -> str | None:
-    """The remedy for a failed TLS handshake, found by gRPC's text. None for other failures, and for temporary ones."""
+    """The remedy for a failed TLS handshake, which is recognised by gRPC's text. None for any other failure."""
     if "CERTIFICATE_VERIFY_FAILED" in details:
         reason = details.partition("CERTIFICATE_VERIFY_FAILED: ")[2].removesuffix(": OK")
         trusted = "the authorities that gRPC knows" if tls is None or tls.ca is None else str(tls.ca)
@@ -358,5 +363,6 @@ def seconds_of(timeout: Timeout, default: float | None) -> float | None:
 
 
 def check_timeout(timeout: float | None) -> None:
+    """Raises InvalidRequestError unless the timeout is a number of seconds from 0, or None."""
     if timeout is not None and not (isinstance(timeout, SupportsFloat) and timeout >= 0):
         raise InvalidRequestError(f"timeout must be seconds from 0, or None to wait for ever, not {timeout!r}")

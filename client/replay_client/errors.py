@@ -10,8 +10,9 @@ import grpc
 class ReplayError(Exception):
     """Base of every error of this package.
 
-    Programs read the `code`. The message is for people; do not parse it. `reason` is the text that the server sends
-    with a code that several errors share; empty: any other reason, or none.
+    Programs read the `code`. The message is for people; do not parse it. If several errors share a code, the server
+    sends a text with it, the `reason` of the error. An error with an empty `reason` stands for its code with any
+    other text, or without a text.
     """
 
     code: ClassVar[grpc.StatusCode] = grpc.StatusCode.UNKNOWN
@@ -31,7 +32,7 @@ class InvalidRequestError(ReplayError, ValueError):
 
 
 class StaleItemError(InvalidRequestError):
-    """The item's policy version lags by more than the table's `max_staleness`; it was not inserted."""
+    """The item's policy version lags by more than the table's `max_staleness`. The item was not inserted."""
 
     code = grpc.StatusCode.FAILED_PRECONDITION
 
@@ -80,7 +81,7 @@ class DeadlineExceededError(ReplayError, TimeoutError):
 
 
 class ServerUnavailableError(ReplayError, ConnectionError):
-    """No server answers in time at the address, or until then it answers that it cannot do this now, with the reason.
+    """No server at the address answers in time, or the one that answers cannot serve the request now and says why.
 
     The request may have taken effect, or may do so later.
     """
@@ -101,7 +102,7 @@ class ServerClosedError(ReplayError):
 
 
 class ShardDrainingError(ServerClosedError):
-    """The server takes no new items, because it is to become empty and go. It does not have this item.
+    """The server takes no new items, because it is to become empty and then stop. It does not have this item.
 
     A client of several servers inserts the item into another one.
     """
@@ -110,9 +111,9 @@ class ShardDrainingError(ServerClosedError):
 
 
 class LeaseEndedError(ReplayError):
-    """A batch that the insert was to close has gone back to its table, or was acknowledged already.
+    """The lease of a batch that the insert names (`closes`, `held`) has ended, or the batch was acknowledged already.
 
-    Another reader may have the batch now. The item was not inserted. Another attempt cannot help.
+    Another reader may have the batch now. Nothing was inserted or added. Another attempt cannot help.
     """
 
     code = grpc.StatusCode.ABORTED
@@ -128,10 +129,11 @@ class UnsupportedError(ReplayError):
 _KINDS = [kind for kind in list(vars().values()) if isinstance(kind, type) and issubclass(kind, ReplayError)]
 _CLASSES = {(kind.code, kind.reason): kind for kind in _KINDS}
 _CLASSES[grpc.StatusCode.PERMISSION_DENIED, ""] = AuthenticationError
+"""The class of an error, by its code and reason."""
 STATUSES = {code.value[0]: code for code in grpc.StatusCode}
 """The status codes by their numbers on the wire."""
 GONE = (ServerUnavailableError, ServerClosedError)
-"""The errors of a server that does not answer now. It may be back soon, and another shard may answer."""
+"""The errors of a server that does not answer now. The server may be back soon, and another shard may answer."""
 
 
 def error_of(code: grpc.StatusCode | int, message: str, reason: str = "") -> ReplayError:

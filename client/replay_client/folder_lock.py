@@ -15,13 +15,13 @@ class FolderLock:
     """Holds a folder for this process, until `release` or the end of the process, however it ends."""
 
     def __init__(self, folder: Path, holder: str = "training run") -> None:
-        """`holder` names the program that works in the folder, for the sentence that the folder is in use."""
+        """`holder` names the program that works in the folder, for the message that the folder is in use."""
         self.folder = folder
         self._holder = holder
         self._file: IO[str] | None = None
 
     def acquire(self) -> str:
-        """Locks the folder, and makes it if it is missing. Returns why it is not free; empty: it is locked now."""
+        """Makes the folder if it is missing, and locks it. Returns an error text, or "" if it is locked now."""
         self.folder.mkdir(parents=True, exist_ok=True)
         file = (self.folder / _NAME).open("a+")
         try:

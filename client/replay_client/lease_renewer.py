@@ -1,4 +1,4 @@
-"""AsyncLeaseRenewer: renews the leases of samples in the background, until their reader has done with them."""
+"""AsyncLeaseRenewer: renews the leases of samples in the background, until their reader has finished with them."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from replay_client.records import MutationResult, Sample, SampleInfo
 from replay_client.waits import WaitLog
 
 RENEWALS = 4
-"""Renewals in the time of a lease. So a lease survives if a server misses three of them."""
+"""The number of renewals in the time of a lease. A lease survives three renewals in a row that fail."""
 _TOGETHER = 0.05
-"""Seconds in which samples share their first renewal."""
+"""Seconds that the first renewal of samples waits for more new samples, so that one request renews all of them."""
 
 OnLost = Callable[[list[SampleInfo]], None]
 """A function that is called with samples whose lease has ended: another reader may have them now."""
@@ -26,7 +26,7 @@ Renew = Callable[..., Awaitable[MutationResult]]
 class AsyncLeaseRenewer(AbstractAsyncContextManager["AsyncLeaseRenewer"]):
     """Renews the leases of samples. `AsyncReplayClient.auto_renew()` makes it, for `async with`.
 
-    The end of the `async with` block ends the renewals, and no lease: `acknowledge` does that.
+    The end of the `async with` block ends the renewals, but not the leases. `acknowledge` ends a lease.
     """
 
     def __init__(self, renew: Renew, lease: float, on_lost: OnLost) -> None:
@@ -35,10 +35,14 @@ class AsyncLeaseRenewer(AbstractAsyncContextManager["AsyncLeaseRenewer"]):
         self._lease = lease
         self._on_lost = on_lost
         self._batches: dict[int, list[SampleInfo]] = {}
-        """The samples under each lease, without their payloads, by the lease."""
+        """The `info` of the samples of each lease, by the id of the lease."""
         self._lost_at: dict[int, float] = {}
-        """The time on the loop's clock at which the renewal of a lease failed first. Each lease is in `_batches`."""
+        """When the server first called a lease missing, on the loop's clock, by the id of the lease.
+
+        These leases are still in `_batches`, so that they are renewed again.
+        """
         self._new = asyncio.Event()
+        """Set when samples were added."""
         self._log = WaitLog("the renewal of leases", late=True)
         self._task: asyncio.Task[None] | None = None
 
@@ -52,7 +56,7 @@ class AsyncLeaseRenewer(AbstractAsyncContextManager["AsyncLeaseRenewer"]):
             self._task = asyncio.get_running_loop().create_task(self._run())
 
     def forget(self, samples: Iterable[Sample]) -> None:
-        """Renews the leases of these samples no more. All samples of one draw have one lease."""
+        """Renews the leases of these samples no more. All samples of one draw share a lease."""
         for sample in samples:
             self._batches.pop(sample.info.lease_id, None)
             self._lost_at.pop(sample.info.lease_id, None)
@@ -75,11 +79,12 @@ class AsyncLeaseRenewer(AbstractAsyncContextManager["AsyncLeaseRenewer"]):
             self._new.clear()
             if not self._batches:
                 continue
+            # One sample stands for its lease.
             samples = [Sample(infos[0], b"") for infos in self._batches.values()]
             try:
                 renewed = await self._renew(samples, self._lease, timeout=self._lease / RENEWALS)
             except ReplayError as error:
-                # A server that is away ends no lease. When it answers again, it says which leases have ended.
+                # That no server answers does not end a lease. A server that answers again says which leases have ended.
                 self._log.wait(f"leases are not renewed: {error}")
                 continue
             self._log.go_on()
@@ -87,7 +92,7 @@ class AsyncLeaseRenewer(AbstractAsyncContextManager["AsyncLeaseRenewer"]):
             self._note_missing(set(renewed.missing), leases)
 
     def _note_missing(self, missing: set[int], leases: set[int]) -> None:
-        """Reports the leases that are missing for the first time, and forgets those that have been missing for long.
+        """Reports leases that are missing for the first time, and forgets leases that have been missing for long.
 
         `leases` are those of the last renewal. A lease that `forget` has removed meanwhile is not reported.
         """
@@ -100,7 +105,8 @@ class AsyncLeaseRenewer(AbstractAsyncContextManager["AsyncLeaseRenewer"]):
                 self._lost_at[lease] = now
                 lost += self._batches[lease]
             elif now - self._lost_at[lease] > self._lease:
-                # The leases of a shard that is away count as missing too. By now it has taken its samples back.
+                # A missing lease is renewed a while longer, because the leases of a shard that is away count as
+                # missing, too. By now, that shard has taken its samples back.
                 del self._batches[lease]
                 del self._lost_at[lease]
         self.check()
@@ -108,7 +114,7 @@ class AsyncLeaseRenewer(AbstractAsyncContextManager["AsyncLeaseRenewer"]):
             self._on_lost(lost)
 
     def check(self) -> None:
-        """Asserts that each lease that failed is still renewed, and that the samples of a lease name this lease."""
+        """Asserts that each missing lease is still renewed, and that the samples of a lease name this lease."""
         assert self._lost_at.keys() <= self._batches.keys(), self._lost_at.keys() - self._batches.keys()
         for lease, infos in self._batches.items():
             assert all(info.lease_id == lease for info in infos), (lease, infos)

@@ -26,12 +26,13 @@ CheckpointInfo = pb.CheckpointInfo
 AdmissionInfo = pb.AdmissionInfo
 """The state of admission, as replay.proto documents it."""
 ClientInfo = pb.ClientInfo
-"""A client that inserts, samples or publishes: its name, its role and its last sign of life, as replay.proto documents
-them."""
+"""A client that inserts, samples or publishes: its name, its role and when the server heard of it last, as replay.proto
+documents them."""
 Waiting = pb.Waiting
-"""The requests that wait in one line, as replay.proto documents them."""
+"""The requests that wait in one queue of the server: their number, reason and time, as replay.proto documents them."""
 OverdueClient = pb.OverdueClient
-"""Trainer or generators that are overdue: since when, and in words, as replay.proto documents it."""
+"""A trainer, or generators, that have done nothing for too long: which, how long, and why, as replay.proto documents
+it."""
 
 
 class Tagged:
@@ -67,21 +68,21 @@ class SampleInfo(Tagged):
     key: int
     priority: float
     probability: float
-    """The probability that this item is drawn first in its request. Selectors without chance give 1 or 0."""
+    """The probability that this item is drawn first in its request. It is 1 or 0 if the sampler is not random."""
     age: float
     """Seconds since the item was inserted."""
     policy_version: int
     staleness: int
-    """The current policy version minus the item's."""
+    """The current policy version minus the item's, at least 0."""
     times_sampled: int
     """The number of times that this item was sampled from the table, this time included."""
     table_size: int
     lease_id: int = 0
-    """The name of the batch for `acknowledge`, if it was drawn with a lease; 0: no lease."""
+    """The id of the lease of the batch, which `acknowledge` uses; 0: no lease."""
     shard: str = ""
     """The name of the server that gave the sample, if the client has several."""
     labels: Labels = NO_LABELS
-    """Its tags. A sample has no names of columns."""
+    """The tags of the item. A sample does not have the names of the item's columns."""
 
 
 @dataclass
@@ -90,7 +91,7 @@ class Sample(Holding):
 
     info: SampleInfo
     payload: Buffer
-    """The inserted bytes, followed by those of the columns that `extend` added."""
+    """The inserted bytes, followed by the bytes of the columns that `extend` added."""
 
 
 @dataclass(frozen=True)
@@ -114,7 +115,7 @@ class StoredItem(Holding, Tagged):
     tables: dict[str, Membership]
     payload: Buffer
     labels: Labels = NO_LABELS
-    """Its tags, and the names of its columns."""
+    """The tags of the item, and the names of its columns."""
 
 
 @dataclass(frozen=True)
@@ -131,9 +132,9 @@ class ItemInfo(Tagged):
     effective_priority: float
     """The weight in the sampler, as in `Membership`."""
     labels: Labels = NO_LABELS
-    """Its tags, and the names of its columns."""
+    """The tags of the item, and the names of its columns."""
     missing_columns: tuple[str, ...] = ()
-    """The names of columns that the table requires and the item lacks. The item is not sampled while there are any."""
+    """The names of columns that the table requires and the item lacks. An item that lacks any is not sampled."""
 
 
 @dataclass(frozen=True)
@@ -158,8 +159,9 @@ class MutationResult:
     """The changes that an update, delete or acknowledgement made."""
 
     applied: int
+    """The number of changed items; for `acknowledge` and `renew`, of batches."""
     missing: tuple[int, ...]
-    """Keys that are not in the table; for `acknowledge`, batches whose lease had ended."""
+    """Keys that are not in the table; for `acknowledge` and `renew`, the leases that had ended."""
 
 
 @dataclass(frozen=True)
@@ -171,7 +173,7 @@ class ExtendResult:
     present: tuple[str, ...] = ()
     """Names of the columns that the item had before. They have not changed."""
     missing: bool = False
-    """The item is gone, so nothing was added."""
+    """True if the server no longer has the item, so that nothing was added."""
 
 
 @dataclass(frozen=True)
@@ -209,7 +211,7 @@ class ServerInfo:
     time: float
     """The server's clock, in seconds since the epoch."""
     resident_bytes: int
-    """Bytes of memory that the server's process uses; 0: unknown. This holds for the next fields too."""
+    """Bytes of memory that the server's process uses; 0: unknown, as in the next three fields."""
     memory_available: int
     """Bytes of memory that are free on the server's machine, or in its control group."""
     disk_available: int
@@ -223,16 +225,17 @@ class ServerInfo:
     damaged: int
     """Items that the server lost since its start because their bytes on disk were damaged."""
     fell_back: str
-    """The older state of its data from which the server started, and why; empty: it started from the last state."""
+    """If the server could not start from the last state of its data: from which older state it did, and why; else
+    empty."""
     long_wait: float
-    """Seconds after which a wait counts as long: three usual steps of the run."""
+    """Seconds after which a wait counts as long: three usual steps of the run, at least 20 s."""
     overdue: tuple[OverdueClient, ...]
     """Trainer and generators, if they are overdue."""
     clients: tuple[ClientInfo, ...]
     """The named clients that insert, sample or publish. The client that was seen last comes first."""
 
     def is_long(self, wait: Waiting) -> bool:
-        """True if requests wait, and none was served for longer than steps of this run usually take."""
+        """True if requests wait, and none was served for `long_wait` seconds."""
         return bool(wait.count and wait.seconds >= self.long_wait)
 
     def clients_of(self, role: str) -> list[ClientInfo]:
@@ -240,7 +243,7 @@ class ServerInfo:
         return [client for client in self.clients if role in client.role.split(", ")]
 
     def is_connected(self, client: ClientInfo) -> bool:
-        """True during the calls of a client, and `long_wait` seconds longer, unless the client said that it ends."""
+        """True while the client has a call open, and `long_wait` seconds longer. False once it said that it ends."""
         if client.ended:
             return False
         return bool(client.open or client.age < self.long_wait)
@@ -248,7 +251,7 @@ class ServerInfo:
     def settings_of(self, part: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
         """The name and the settings of each connected client that describes itself as this part of a run.
 
-        `part` is for example a generator or a trainer.
+        `part` is for example "generator" or "trainer".
         """
         for client in self.clients:
             settings = read_described(client.settings)
@@ -258,9 +261,9 @@ class ServerInfo:
 
 @dataclass(frozen=True)
 class ShardedInfo(ServerInfo):
-    """All shards as one server. Counts, bytes and rates are sums. The policy is the one with the lowest version.
+    """All shards as one server. Counts, bytes and rates are sums. The policy is the lowest version's.
 
-    Quantiles of a table: `min`, `max` and `mean` are those of all items. The other quantiles are means of the shards'
+    Quantiles of a table: `min`, `max` and `mean` are exact for all items. The other quantiles are means of the shards'
     quantiles, each weighted by the number of its items.
     """
 
@@ -271,7 +274,7 @@ class ShardedInfo(ServerInfo):
 
 
 def shards_of(info: ServerInfo) -> Iterator[tuple[str, ServerInfo | None]]:
-    """Each of several servers with its name; None: the server does not answer. Empty for a single server."""
+    """The name and the answer of each of several servers; None: it does not answer. Nothing for a single server."""
     if isinstance(info, ShardedInfo):
         yield from info.shards.items()
         for name in info.gone:
@@ -288,16 +291,16 @@ def starts_of(info: ServerInfo) -> dict[str, int]:
 
 
 def restarted(last: ServerInfo, info: ServerInfo) -> bool:
-    """True if a server that answers now has started again since the last look."""
+    """True if a server that answers in `info` has started again since `last`."""
     before = starts_of(last)
     return any(name in before and before[name] != start for name, start in starts_of(info).items())
 
 
 def rates_between(last: ServerInfo | None, info: ServerInfo) -> dict[str, tuple[float, float]]:
-    """Inserts and samples a second of each table between two looks at a server.
+    """Inserts a second and samples a second, by the table, from `last` to `info`. None: there is no earlier answer.
 
-    A table is absent if its counters began anew in between, or if it was not there before. All tables are absent if
-    other servers answer than before: what a shard counted while it was away did not happen between the two looks.
+    A table is absent if its counters began anew in between, or if `last` does not have it. All tables are absent if
+    other servers answer than before, because a shard that comes back brings what it counted at other times.
     """
     if last is None or starts_of(last) != starts_of(info):
         return {}
@@ -316,7 +319,7 @@ def rates_between(last: ServerInfo | None, info: ServerInfo) -> dict[str, tuple[
     return rates
 
 
-@lru_cache(maxsize=2048)  # each look at a server reads the settings of hundreds of clients a dozen times
+@lru_cache(maxsize=2048)  # each answer of a server has hundreds of clients, whose settings are read a dozen times
 def read_described(text: str) -> Mapping[str, Any]:
     """The settings with which a client described itself, from `settings` of its ClientInfo. The result is read-only.
 
@@ -353,7 +356,10 @@ def server_info_of(message: pb.ServerInfo) -> ServerInfo:
 
 
 def samples_of(first: pb.SampleResponse, payloads: Sequence[Buffer], leased: bool = False) -> list[Sample]:
-    """The samples of a batch. `first` is the message with its columns."""
+    """The samples of a batch. `first` is the message with the columns of all rows, and `payloads` has one for each row.
+
+    `leased`: the id of the draw becomes the `lease_id` of each sample.
+    """
     lease = first.batch if leased else 0
     labels = _labels((), first.tags, len(first.keys))
     columns = zip(

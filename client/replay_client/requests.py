@@ -1,6 +1,6 @@
 """Requests: checks a caller's values, makes messages of them, and packs items into messages.
 
-replay.proto states the conventions. New items and requests get their keys here.
+replay.proto states the conventions of the protocol. The keys of new items and the ids of requests are made here.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ FIRST_KEY = 1 << 62
 LAST_KEY = (1 << 63) - 1
 """The largest key of a KeySequence."""
 _LONGEST = 80
-"""The most characters of a value that an error shows."""
+"""The most characters that an error shows of a value."""
 
 
 class KeySequence:
-    """Keys that no other client chooses: 38 random bits and a counter of 24 bits. Not safe across a fork."""
+    """Keys that no other client chooses: 38 random bits and a counter of 24 bits. A fork would repeat the keys."""
 
     def __init__(self) -> None:
         self._keys: Iterator[int] = iter(())
@@ -98,7 +98,7 @@ def message_of(kind: type[M], **fields: Any) -> M:
 
 
 def _explain(kind: type[Message], fields: Mapping[str, Any], error: Exception) -> str:
-    """The error of the first field that the message refuses alone; if there is none, that of the whole message."""
+    """The error of the first field that is refused on its own; if there is no such field, `error` as a text."""
     for name, value in fields.items():
         try:
             kind(**{name: value})
@@ -108,7 +108,7 @@ def _explain(kind: type[Message], fields: Mapping[str, Any], error: Exception) -
 
 
 def column(name: str, values: Iterable[Any], dtype: type[np.generic]) -> npt.NDArray[Any]:
-    """The values as an array (K,). Raises InvalidRequestError if one of them is no number of this type."""
+    """The values as an array (K,). Raises InvalidRequestError if a value is no number of this type."""
     entries = list(values)
     try:
         return np.fromiter(entries, dtype=dtype, count=len(entries))
@@ -117,7 +117,7 @@ def column(name: str, values: Iterable[Any], dtype: type[np.generic]) -> npt.NDA
 
 
 def whole_number(name: str, value: SupportsIndex, bits: int) -> int:
-    """The value as an int. Raises InvalidRequestError unless it is one from 0 to 2**bits - 1."""
+    """The value as an int. Raises InvalidRequestError unless it is an integer from 0 to 2**bits - 1."""
     try:
         number = index(value)
     except TypeError:
@@ -138,16 +138,15 @@ def shortened(value: object) -> str:
 # ------------------------------------------------------------------------------------------------------------- items
 
 ROWS_PER_MESSAGE = 1024
-"""The most items in one message. A message costs both sides as much as a hundred small items."""
+"""The most items in one message. A message costs both sides as much as many small items."""
 BYTES_TOGETHER = 2 << 20
-"""The most payload bytes of items that share a message. An item that does not share a message is cut at fewer bytes:
-the server waits up to `stall_timeout` for each next piece of a cut item, and a slow link must carry a piece in that
-time."""
+"""The most payload bytes of items that share a message. An item that has messages of its own is cut into smaller
+pieces: the server waits at most `stall_timeout` for the next piece, and a slow link must carry a piece in that time."""
 
 
 @dataclass(slots=True)  # not frozen: that would make it four times as slow to create
 class Item:
-    """One item that a client inserts, or a segment with which it extends one."""
+    """One item that a client inserts, or a segment with which it extends a stored item."""
 
     key: int
     priorities: Mapping[str, float]
@@ -158,23 +157,24 @@ class Item:
     timeout: float | None
     """Seconds that the item may wait for its tables; None: for ever."""
     permits: int = 0
-    """The id of the grant from which the item uses up a permit; 0: it uses up none."""
+    """The id of the grant from which the item uses up a permit; 0: the item uses no permit."""
     granted_by: str = ""
     """The name of the shard that granted the permit."""
     labels: Labels = NO_LABELS
     closes: tuple[int, ...] = ()
-    """The leases of the batches that the item closes; for a segment, the leases that its writer must still have."""
+    """The leases that the insert of the item acknowledges; for a segment, the leases that must not have ended."""
     closed_on: str = ""
-    """The name of the shard that gave these batches."""
+    """The name of the shard that gave the samples of these leases."""
     request: int = 0
-    """The id of a segment, which is appended to the stored item with its key. By the id the server knows a segment that
-    is sent again. 0: this is a new item."""
+    """The id of a segment, by which the server recognises a segment that is sent again. The segment is appended to the
+    stored item that has its `key`. 0: this is a new item and no segment."""
     completions: int = 0
-    """The number of completions in the group; 0: the item is no group, or its bytes were encoded before."""
+    """The number of completions in the group; 0: unknown, because the item was given as bytes."""
     completion_tokens: int = 0
     """The number of tokens of all these completions."""
     moved: bool = False
-    """True if the item goes to another shard than the one that granted the permit. That one hears of it afterwards."""
+    """True if the item goes to another shard than the one that granted the permit. The granting shard is told
+    afterwards."""
 
     @classmethod
     def segment(
@@ -212,7 +212,7 @@ class Item:
         """An item with this group or these bytes.
 
         `timeout` is in seconds. `closes` are samples with a lease, which the insert acknowledges. Raises
-        InvalidRequestError.
+        InvalidRequestError for a value that cannot be sent.
         """
         columns: Iterable[str] = ()
         completions = completion_tokens = 0
@@ -293,7 +293,8 @@ def check_extension(item: Sample | StoredItem, extras: Mapping[str, npt.ArrayLik
     except ValueError as error:
         raise InvalidRequestError(f"the item is no group that columns could join: {error}") from None
     new_columns = {name: np.asarray(values) for name, values in extras.items() if name not in group.extras}
-    # The axis of a column that the group has already is left out; the axis of a missing column is refused below.
+    # The axis of a column that the group already has is left out. An axis without any column stays, and is refused
+    # below.
     new_axes = {name: axis for name, axis in axes.items() if name in new_columns or name not in extras}
     try:
         replace(group, extras=group.extras | new_columns, axes=group.axes | new_axes, validate=False)
@@ -325,7 +326,7 @@ def pack_items(items: Sequence[Item], bytes_per_message: int = BYTES_PER_MESSAGE
 
 
 def _share_a_message(first: Item, item: Item) -> bool:
-    """True if the fields that a message has once are the same for both items."""
+    """True if both items have the same values in the fields that a message has only once."""
     return (
         item.permits == first.permits
         and item.moved == first.moved
@@ -379,7 +380,7 @@ def _targets(items: Sequence[Item]) -> list[pb.InsertTarget]:
     for table, rows in rows_of_tables.items():
         priorities = [items[row].priorities[table] for row in rows]
         if len(rows) == len(items):
-            rows = []  # all rows
+            rows = []  # an empty list means all rows
         targets.append(pb.InsertTarget(table=table, priorities=priorities, rows=rows))
     return targets
 
@@ -390,7 +391,7 @@ def unchanged_row(answer: pb.InsertResponse) -> pb.UnchangedRow | None:
 
 
 class EvictedItems(dict[int, tuple[str, ...]]):
-    """The tables that an item left at once because they were full and their remover chose it, by the item's key.
+    """The tables that were full and removed an item as soon as it was inserted, by the item's key.
 
     The newest entry is the last one.
     """
@@ -401,7 +402,7 @@ class EvictedItems(dict[int, tuple[str, ...]]):
     def record(self, response: pb.InsertResponse) -> None:
         """Adds the evicted items that an acknowledgement names."""
         for row in response.evicted:
-            tables = self.pop(row.key, ())  # removed, so that the entry becomes the last one
+            tables = self.pop(row.key, ())  # removed first, so that the new entry is the last one
             self[row.key] = (*tables, row.table)
         while len(self) > self.MOST:
             oldest = next(iter(self))

@@ -2,7 +2,7 @@
 
 * The client finds out by itself if it can: it asks the server for a ring and tries to map it.
 * A stream asks for its ring at its first large payload. Clients with small payloads never have a ring.
-* A ring takes milliseconds to make. If its call ends in good order, the ring serves the next call of its kind.
+* A ring takes milliseconds to make. So a ring whose call has ended in good order serves the next call of the same kind.
 * If there is no ring, payloads travel in the messages. Other code sees the difference only in `carries`.
 """
 
@@ -32,11 +32,11 @@ _CAPACITY = 16 << 20
 _MOMENT = 0.1
 """Seconds that the first large payload of a stream waits for its ring. Without a ring, payloads travel over gRPC."""
 _PAUSE = 10.0
-"""Seconds. After a refusal no stream asks for a ring during this time."""
+"""Seconds after a refusal in which no stream asks for a ring."""
 _ANSWER = 5.0
 """The most seconds that `find_out` waits."""
 _GOODBYE = 1.0
-"""Seconds in which the server must end the call."""
+"""Seconds that `SharedMemory.end` waits for requests under way before it cancels them."""
 _MOST_IDLE = 4
 """The most rings of each direction that are kept for later calls."""
 
@@ -52,14 +52,17 @@ class SharedMemory:
         self._closed = False
         self._stream: Stream | None = None
         self._one_exchange = asyncio.Lock()
+        """Held during an exchange: each request on the stream is followed by its answer."""
         self._ask_again_at = 0.0
+        """The time on the loop's clock before which no stream asks for a ring."""
         self._tasks: set[asyncio.Task[Any]] = set()
         self._idle: dict[type[Ring], list[Any]] = {RingReader: [], FrameWriter: []}
-        """Rings that later calls may use: those that bring payloads, and those of inserts."""
+        """Rings that later calls may use, by their kind: RingReader for payloads that arrive, FrameWriter for
+        inserts."""
         self._requested_kinds: set[type[Ring]] = set()
-        """The kinds of rings that the server was asked for and has not given yet."""
+        """The kinds of rings for which the server was asked and has not answered yet."""
         self.large_responses = False
-        """True if the last response was so large that a ring is worth while."""
+        """True if the last answer to Get was so large that the next one should come through a ring."""
         self.carries = ""
         """`SHARED`, or "grpc: " with the reason; "" while nothing is known."""
 
@@ -67,7 +70,7 @@ class SharedMemory:
         """Waits until `carries` is known, or until the server has had time to answer."""
         with suppress(TimeoutError):
             async with asyncio.timeout(_ANSWER):
-                async with self._one_exchange:  # a ring may be on its way
+                async with self._one_exchange:  # wait for an exchange under way, which may set `carries`
                     pass
                 if self.carries:
                     return
@@ -80,7 +83,7 @@ class SharedMemory:
         if self._closed or asyncio.get_running_loop().time() < self._ask_again_at:
             return None
         # The exchange has a task of its own. If the caller stops waiting, the task still reads the response, so that
-        # the next exchange does not get it.
+        # the next exchange does not read it.
         return self._start(self._ask(capacity))
 
     async def ring(self, kind: type[R]) -> R | None:
@@ -98,6 +101,7 @@ class SharedMemory:
         return ring
 
     def _came(self, kind: type[Ring], request: asyncio.Task[Segment | None]) -> None:
+        """Makes a ring of the memory that the server gave, if it gave any, and keeps the ring for later calls."""
         self._requested_kinds.discard(kind)
         if request.cancelled() or request.exception() is not None:
             return
@@ -106,7 +110,7 @@ class SharedMemory:
             self.keep(kind(segment))
 
     def keep(self, ring: Ring) -> None:
-        """Keeps a ring for later calls. Its call, if it had one, has ended in good order."""
+        """Keeps a ring for later calls. The ring is new, or its call has ended in good order."""
         idle = self._idle[type(ring)]
         assert all(ring is not idle_ring for idle_ring in idle), "two calls would use one ring"
         if len(idle) < _MOST_IDLE:
@@ -125,7 +129,7 @@ class SharedMemory:
         if self._tasks:
             _, late = await asyncio.wait([*self._tasks], timeout=_GOODBYE)
             for task in late:
-                task.cancel()  # which ends the call, too
+                task.cancel()  # this ends the stream, too
             await asyncio.gather(*late, return_exceptions=True)
         stream = self._forget_stream()
         if stream is not None and not stream.ended:
@@ -138,21 +142,22 @@ class SharedMemory:
         return task
 
     async def _ask(self, capacity: int) -> Segment | None:
-        """The memory of a new ring; None, with the reason in `carries`, if there is none."""
+        """The memory of a new ring; None if the server gives no memory. Then `carries` has the reason."""
         try:
             async with self._one_exchange:
                 return await self._open_ring(capacity)
         except (OSError, ValueError, ReplayError) as error:
             self._refuse(str(error))
         except grpc.aio.AioRpcError as error:
-            # This is no error here: the calls that carry payloads report it better, and try again.
+            # No refusal: the calls that carry payloads report a broken connection better, and try again.
             self.carries = f"grpc: {error.details()}"
-        except BaseException:
+        except BaseException:  # an unread answer may still arrive on the stream
             self._drop_stream()
             raise
         return None
 
     async def _open_ring(self, capacity: int) -> Segment | None:
+        """The memory of a new ring; None: the server refuses. Raises OSError if the memory does not arrive."""
         opened = await self._exchange(pb.ShareMemoryRequest(open=capacity))
         if opened.refusal:
             self._refuse(opened.refusal)
@@ -162,7 +167,7 @@ class SharedMemory:
             try:
                 sent = await self._exchange(pb.ShareMemoryRequest(send=opened.ring))
             finally:
-                # On a thread, because the system maps every page of the ring now.
+                # In a thread, because this call maps every page of the ring, which takes milliseconds.
                 segment = await asyncio.to_thread(mailbox.receive, opened.ring, capacity)
             if segment is None:
                 raise OSError(sent.refusal or "the memory of the ring did not arrive")
@@ -259,7 +264,7 @@ class RingTransport(Transport):
 
 
 class RingAnswer(BatchStream):
-    """A call with one answer, which comes through a ring if the client had one."""
+    """A call with one answer, which comes through `ring` unless that is None."""
 
     def __init__(self, call: Any, ring: RingReader | None) -> None:
         super().__init__(call)
@@ -275,7 +280,7 @@ class RingDraws(RingAnswer):
     """A call of Draw. After the first large payload, the later ones come through a ring.
 
     The call takes an idle ring of the client, and names it in its next message. A stream may end before the ring that
-    it asked for is there, as that of a sampler with a short timeout does. Then the ring waits for the next stream.
+    it asked for is made, for example if a sampler has a short timeout. The ring then waits for the next stream.
     """
 
     def __init__(self, call: Any, shared: SharedMemory) -> None:
@@ -288,7 +293,7 @@ class RingDraws(RingAnswer):
             self._is_named = True
             assert not request.ring, "a stream has one ring"
             named = pb.DrawRequest(ring=self._ring.ring_id)
-            named.MergeFrom(request)  # the caller may send it again, on another stream
+            named.MergeFrom(request)  # a copy: the caller may send `request` again on another stream
             request = named
         await super().write(request)
 
@@ -327,7 +332,7 @@ class RingInserts(Stream):
             await super().write(await self._writer.place(frame))
 
     async def end(self, reader: asyncio.Task[None] | None = None) -> bool:
-        """As Stream. The server must have acknowledged all items, because the ring serves later streams."""
+        """As `Stream.end`. The server must have acknowledged all items, because the ring serves later streams."""
         ended = await super().end(reader)
         if ended and self._writer is not None:
             self._shared.keep(self._writer)

@@ -1,7 +1,8 @@
 """RolloutGroup: holds one prompt with its G rollouts, checks them, and encodes them to bytes.
 
 A rollout is one attempt of the policy at the prompt. It has one reward, and counts once everywhere. Most rollouts are
-one sequence of tokens. An agent that starts other agents, or whose context was compacted, makes several:
+one sequence of tokens. A rollout of an agent that starts other agents, or whose context was compacted, is several
+sequences:
 
     prompt_ids | sequence 0 | sequence 1 | sequence 2 | ...          S sequences, T tokens after the prompt
                  rollout 0: 2 sequences  | rollout 1   ...           G rollouts, by sequence_counts
@@ -24,17 +25,17 @@ from replay_client.columns import OFFSETS, RAGGED
 from replay_protos.words import counted
 
 MAGIC = b"RPLYGRP\x01"
-"""The last byte is the format version."""
+"""The first bytes of an encoded group. The last of them is the version of the format."""
 MAX_LOGPROB = 1e-4
 """Largest log-probability in nats. It is above 0 because engines round."""
 MAX_VALUE = 1e9
 """Largest |reward| and |advantage|. A gradient is the advantage times thousands of numbers, and the square of its norm
 must fit into float32, which ends at 3e38."""
 MIN_TEMPERATURE = 1e-3
-"""Lowest temperature. A trainer divides logits by the temperature. Below this one, the rounding errors of logits are
-larger than their differences."""
+"""Lowest temperature. A trainer divides logits by the temperature. At lower temperatures, the rounding errors of logits
+are larger than their differences."""
 MAX_TEMPERATURE = 1e3
-"""Highest temperature. Above this one, all tokens are equally likely."""
+"""Highest temperature. At higher temperatures, all tokens are about equally likely."""
 Int32 = npt.NDArray[np.int32]
 Float32 = npt.NDArray[np.float32]
 Bool = npt.NDArray[np.bool_]
@@ -51,8 +52,10 @@ _ARRAYS: dict[str, tuple[type[np.generic], str]] = {
     "advantages": (np.float32, "G"),
     "token_advantages": (np.float32, "T"),
 }
-"""The dtype and the axis of each array of a group beside its extras, in the order in which they are stored."""
+"""The dtype and the axis of each array of a group that is no extra, in the order of storage. The size of an array
+without an axis is free."""
 _OPTIONAL = ("context_lengths", "sequence_counts", "loss_mask", "token_advantages")
+"""The arrays that may be None."""
 _CONVERTIBLE_KINDS = {"i": "iu", "b": "b", "f": "fiu"}
 """The kinds of dtypes that `vector` converts, by the kind of its result."""
 
@@ -79,31 +82,35 @@ class RolloutGroup:
     rollout_logprobs: Float32
     """(T,) log-probability of each token when it was sampled, in nats; NaN: unknown, or a token of a context.
 
-    A trained token (`trained_mask`) whose log-probability is unknown counts as on-policy. With `sequence_counts` it is
-    refused where other trained tokens of its sequence have one: it is a token of a tool that `loss_mask` forgot."""
+    A trained token (`trained_mask`) whose log-probability is unknown counts as on-policy. With `sequence_counts`, such
+    a token is refused if other trained tokens of its sequence have a log-probability: a tool must have written the
+    token, and `loss_mask` should have False for it."""
     rewards: Float32
     """(G,) the reward of each rollout."""
     advantages: Float32
     """(G,) the advantage of each rollout, in units of rewards or of their standard deviation. The loss uses them for
-    all tokens of the rollout, unless the trainer computes them anew from the rewards or `token_advantages` is there."""
+    all tokens of the rollout, unless the trainer computes advantages from the rewards, or `token_advantages` is set."""
     policy_version: int = 0
     """Version of the policy that the generation started from. Tables count staleness from it."""
     policy_version_end: int | None = None
-    """Version of the policy at the end of the generation. None: it is `policy_version`."""
+    """Version of the policy at the end of the generation. None: the version is `policy_version`."""
     prompt_id: str = ""
-    """Name of the prompt. It is the same in every epoch. Empty: it has none."""
+    """Name of the prompt. It is the same in every epoch. Empty: the prompt has no name."""
     loss_mask: Bool | None = None
     """(T,) False for tokens that the policy did not write, such as the output of a tool: no trainer trains on them.
-    None: it wrote all tokens after the contexts."""
+    None: the policy wrote all tokens after the contexts."""
     context_lengths: Int32 | None = None
     """(S,) tokens at the head of each sequence that are its own context, after the shared `prompt_ids`. No trainer
-    trains on them. They have no log-probability, and do not count as unknown. None: no sequence has a context."""
+    trains on them. The log-probability of these tokens is NaN, but does not count as unknown. None: no sequence has a
+    context."""
     sequence_counts: Int32 | None = None
     """(G,) sequences of each rollout, at least 1, in their order. Generators write it for agents of several sequences:
-    sub-agents, contexts that were compacted. A rollout counts once, whatever its sequences. None: one each, S = G."""
+    sub-agents, contexts that were compacted. A rollout counts once, however many sequences it has. None: each rollout
+    is one sequence, and S = G."""
     token_advantages: Float32 | None = None
     """(T,) the advantage of each token, in the place of `advantages` in the loss. Critics and rewards for each turn
-    write it; tokens that are not trained on have any finite number, such as 0. None: `advantages` count."""
+    write it. Tokens that are not trained on may have any number within ±MAX_VALUE, such as 0. None: `advantages`
+    count."""
     finish_reasons: tuple[str, ...] | None = None
     """(G,) why each rollout ended, for example "stop" or "length". None: unknown."""
     sampling: dict[str, Any] = field(default_factory=dict)
@@ -113,18 +120,20 @@ class RolloutGroup:
     """Any other arrays by name: log-probabilities of a reference model, images, expert routing. Any program may write
     and read them. bfloat16 is the dtype of the package ml_dtypes."""
     axes: dict[str, str] = field(default_factory=dict)
-    """The axis of an array of `extras`, by its name: it says what the rows of the array belong to. The writer of the
-    array writes it. A program that cuts the group into rollouts or sequences cuts the array by it (`extra_of`).
+    """The axis of an array of `extras`, by the name of the array. It says what the rows of the array belong to. The
+    program that writes the array writes its axis, too. A program that cuts the group into rollouts or sequences cuts
+    the array by its axis (`extra_of`).
 
     "token": T rows. "whole": P + T rows, of the shared prompt and of the tokens after it, such as the routing of
     experts. "sequence": S rows. "rollout": G rows. "group": any shape; nobody cuts it. "ragged:token": a set of any
     size for each token, such as the tokens that top-p kept: `extras[name]` holds the values of all sets (N, ...), and
-    `extras[name + "/offsets"]` T + 1 integers from 0 to N: those of token t are values[offsets[t]:offsets[t + 1]].
-    A name that is absent here is "group"."""
+    `extras[name + "/offsets"]` T + 1 integers from 0 to N. The values of token t are values[offsets[t]:offsets[t + 1]].
+    An array whose name is absent here has the axis "group"."""
     meta: dict[str, Any] = field(default_factory=dict)
     """Small facts that msgpack can hold. Any program may write and read them."""
     validate: InitVar[bool] = True
-    """Refuse values that no trainer can use. `decode` does not: tools must be able to show what is stored."""
+    """Refuse values that no trainer can use. `decode` accepts them, because tools must be able to show what is
+    stored."""
 
     def __post_init__(self, validate: bool) -> None:
         for name, (dtype, _) in _ARRAYS.items():
@@ -246,11 +255,11 @@ class RolloutGroup:
             raise ValueError(f"sampling has the temperature {temperature:g}, not one {valid}")
 
     def _check_known_logprobs(self) -> None:
-        """Refuses a trained token without log-probability in a sequence where others have one.
+        """Refuses a trained token without log-probability in a sequence whose other trained tokens have one.
 
-        Sequences of an agent are put together from turns and tools by hand. An engine knows the log-probabilities of
-        the tokens that it sampled. So the token is one of a tool, and training on it would teach the policy to write
-        the output of tools.
+        The code of an agent puts sequences together from turns of the policy and outputs of tools. An engine knows the
+        log-probabilities of all tokens that it sampled. So a tool wrote the token, and training on it would teach the
+        policy to write the output of tools.
         """
         trained_T = self.trained_mask
         unknown_T = trained_T & np.isnan(self.rollout_logprobs)
@@ -307,7 +316,7 @@ class RolloutGroup:
 
     @property
     def trained_mask(self) -> Bool:
-        """(T,) True for tokens to train on: those after the contexts that `loss_mask` does not exclude."""
+        """(T,) True for tokens to train on: tokens after the contexts that `loss_mask` does not exclude."""
         mask_T = self._sampled_mask()
         if self.loss_mask is None:
             return mask_T
@@ -354,9 +363,10 @@ class RolloutGroup:
     def extra_of(self, name: str, sequence: int) -> npt.NDArray[Any]:
         """The part of `extras[name]` that belongs to a sequence, from 0 to S - 1, by its axis.
 
-        "token": a row for each token of the sequence, its context included. "whole": those, after a row for each token
-        of the shared prompt (a copy). "sequence", "rollout": its row, and that of its rollout. "ragged:token": the
-        values of its tokens, which `offsets_of` cuts. "group": the whole array. All but "whole" are views.
+        "token": a row for each token of the sequence, its context included. "whole": a row for each token of the shared
+        prompt, then a row for each token of the sequence. "sequence": the row of the sequence. "rollout": the row of
+        its rollout. "ragged:token": the values of its tokens, which `offsets_of` cuts. "group": the whole array. The
+        result is a view, except for "whole", which needs a copy.
         """
         array = self.extras[name]
         axis = self.axes.get(name, "group")
@@ -377,7 +387,7 @@ class RolloutGroup:
         return np.concatenate((array[:shared], array[shared + span.start : shared + span.stop]))
 
     def offsets_of(self, name: str, sequence: int) -> npt.NDArray[Any]:
-        """(tokens of the sequence + 1,) the offsets of its tokens' values in `extra_of(name, sequence)`.
+        """(tokens of the sequence + 1,) offsets of the values of each token in `extra_of(name, sequence)`.
 
         For an array with the axis "ragged:token".
         """
@@ -391,14 +401,14 @@ class RolloutGroup:
 
     def encode_pieces(self) -> list[bytes | memoryview]:
         """The encoded group as consecutive buffers: the header, then each array without a copy."""
-        self._check_texts()  # the caller may have set them since the group was made
+        self._check_texts()  # the caller may have set texts since the group was made
         return columns.encode_arrays(MAGIC, self._fields(), self._arrays(), self.extras, self.axes)
 
     @classmethod
     def decode(cls, data: bytes | bytearray | memoryview) -> RolloutGroup:
         """The group in `data`, with the columns of the segments that follow it. Its arrays are read-only views.
 
-        Raises ValueError, with the place and the reason, for bytes that `encode` and `encode_columns` cannot have
+        Raises ValueError, with the reason, for bytes that `encode` and `encode_columns` cannot have
         written, and for columns that do not fit the group.
         """
         view = memoryview(data).toreadonly().cast("B")
@@ -434,7 +444,7 @@ class RolloutGroup:
         return mask_T
 
     def _arrays(self) -> dict[str, npt.NDArray[Any]]:
-        """The arrays beside the extras, by name, without those that are None."""
+        """The arrays that are no extras, by name. Arrays that are None are absent."""
         arrays: dict[str, npt.NDArray[Any]] = {}
         for name in _ARRAYS:
             array = getattr(self, name)
@@ -472,7 +482,7 @@ def _bits(arrays: dict[str, npt.NDArray[Any]]) -> dict[str, Any]:
 
 
 def _spans(ends: npt.NDArray[np.integer[Any]]) -> list[slice]:
-    """The spans that follow each other and end at these positions."""
+    """Spans that follow each other from 0 on. `ends` has the end of each."""
     edges = [0, *ends.tolist()]
     return [slice(start, end) for start, end in pairwise(edges)]
 
@@ -501,7 +511,7 @@ def check_tokens(prompt_lengths_S: Int32, prompt_ids: Int32, completion_ids: Int
 
 
 def check_logprobs(logprobs_T: Float32) -> None:
-    """Raises ValueError for a log-probability that no token can have. NaN, an unknown one, is fine."""
+    """Raises ValueError for a log-probability that no token can have. NaN (unknown) is allowed."""
     # A comparison with NaN is False.
     if (logprobs_T > MAX_LOGPROB).any():
         highest = f"{np.nanmax(logprobs_T):.3g}"

@@ -1,8 +1,8 @@
-"""Run metrics: what each number means that a trainer or a generator writes of its run, declared once.
+"""Run metrics: declares each number that a trainer or generator writes of its run: name, meaning and healthy range.
 
 `metrics.jsonl` of a trainer and the file of `replay generate --metrics-path` have these names. The tables of
-docs/metrics.md are written from here, and the page shows the meanings. The trainer warns, and so does the page, of a
-metric outside its healthy range if the declaration says what that means.
+docs/metrics.md are generated from this module, and the dashboard shows the meanings. The trainer and the dashboard warn
+of a metric outside its healthy range, if its declaration says what such a value means (`outside`).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class Range:
     most: float = math.inf
 
     def excludes(self, value: float) -> bool:
-        """True if a value lies outside the range. NaN does not."""
+        """True if the value lies outside the range. False for NaN."""
         return value < self.least or value > self.most
 
     def __str__(self) -> str:
@@ -35,7 +35,7 @@ class Range:
 
 @dataclass(frozen=True)
 class Metric:
-    """Metrics that belong together: one row of a table."""
+    """Metrics that belong together, and share one row of a table in docs/metrics.md."""
 
     names: tuple[str, ...]
     meaning: str
@@ -687,13 +687,13 @@ SECTIONS = {
     "time": TIME,
     "generator": GENERATOR,
 }
-"""The tables of docs/metrics.md. All but the last are of a trainer."""
+"""The tables of docs/metrics.md by name. The last table is of a generator, the others are of a trainer."""
 
 
 def declared() -> dict[str, Metric]:
-    """Each metric by its name. Where trainer and generator share a name, the trainer's counts.
+    """Each metric by its name. For a name that trainer and generator both have, the result has the trainer's metric.
 
-    `eval/` has the names of `fresh/`.
+    Each name of FRESH is there a second time, with `eval/` in the place of `fresh/`.
     """
     found = {}
     for metrics in reversed(SECTIONS.values()):
@@ -707,7 +707,7 @@ def declared() -> dict[str, Metric]:
 
 
 def watched(metrics: Iterable[Metric]) -> Iterator[tuple[str, Range, str]]:
-    """Each metric that somebody warns of: its name, its healthy range, and what a value outside means."""
+    """The metrics of which the trainer and the dashboard warn: name, healthy range, and what a value outside means."""
     for metric in metrics:
         if metric.healthy is not None and metric.outside:
             for name in metric.names:

@@ -1,23 +1,23 @@
 """Sampling: draws batches over a stream, and gives a batch to the caller when the server has confirmed it.
 
 `DrawStream` carries draws, and the ids of the batches that their reader acknowledges, requeues or renews. The head of
-replay_server/rpc/sampling.py shows one exchange. Two readers work on such streams:
+replay_server/rpc/sampling.py shows one exchange. Two classes read such streams:
 
-* `SingleBatches`, for `sample`, `acknowledge` and `renew`: it makes one draw, and acknowledges it when all of its bytes
-  are here.
+* `SingleBatches`, for `sample`, `acknowledge` and `renew`: it makes one draw, and acknowledges the batch when all its
+  bytes have arrived.
 * `AsyncSampler`: `prefetch` draws are under way. When the caller asks for a batch, the acknowledgement of one batch is
   sent together with the next draw.
 
 The caller gets a batch only when its acknowledgement is confirmed. If the stream breaks before, only the server knows
-if the batch was acknowledged. Then the client sends the same id again, on a new stream, and the server recognises what
-it has done. A batch that was requeued meanwhile is drawn again. So no batch is lost by a broken answer, and none comes
-twice.
+if the batch was acknowledged. Then the client acknowledges the same id again, on a new stream, and the server
+recognises what it has done already. If the server has requeued the batch meanwhile, the client draws another one. So a
+broken connection loses no batch, and delivers no batch twice.
 
 Each sampler has a stream of its own. When the stream ends, for any reason, the server requeues the batches that the
 sampler had drawn ahead.
 
-Both are readers of one server, which makes a draw wait until it can be served. `replay_client.shards.sampling` has the
-readers of several servers.
+Both classes read from one server, which makes a draw wait until it can be served. `replay_client.shards.sampling` has
+the readers of several servers.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from replay_protos import replay_pb2 as pb
 from replay_protos.framing import Frame
 
 MOST_UNCONFIRMED = 16
-"""The most batches that a client keeps because no server answered when they were to be acknowledged."""
+"""The most batches that a client keeps after an acknowledgement that no server has answered."""
 _ANSWER_SECONDS = 5.0
 """Seconds past the timeout of a sampler to wait for the answer to its acknowledgement."""
 
@@ -61,8 +61,7 @@ T = TypeVar("T")
 Batch = Frame[pb.SampleResponse]
 """The columns of a batch, and one payload for each row."""
 OnLease = Callable[[list[Sample]], None]
-"""A function that is called with each leased batch before the client acknowledges it. A trainer renews its leases with
-it."""
+"""A function that is called with each leased batch just before its lease begins. A trainer uses it to renew leases."""
 
 
 def ignore(_: list[Sample]) -> None:
@@ -92,7 +91,9 @@ class DrawStream:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stream: Stream | None = None
         self._closing = False
+        """True while `close` ends the stream."""
         self._tasks: list[asyncio.Task[None]] = []
+        """The task that reads from the stream, and the task that writes to it."""
         self._unsent: deque[pb.DrawRequest | None] = deque()
         """Requests that are not sent yet. None ends the stream."""
         self._more = asyncio.Event()
@@ -111,7 +112,7 @@ class DrawStream:
         return future
 
     def end(self, request: pb.DrawRequest) -> asyncio.Future[pb.SampleResponse]:
-        """Acknowledges, requeues or renews. The result says what was done, or raises AioRpcError.
+        """Acknowledges, requeues or renews, as `request` says. The result says what was done, or raises AioRpcError.
 
         A draw that begins right after this travels in the same message.
         """
@@ -129,7 +130,7 @@ class DrawStream:
         return await self._connection.call(attempt, timeout)
 
     def awaited(self) -> None:
-        """Tells the server that the caller waits from now on for the batches that are drawn ahead."""
+        """Tells the server that the caller now waits for the draws under way: they are no longer only drawn ahead."""
         self._send(pb.DrawRequest(awaited=True))
 
     def give_up(self, draw_id: int) -> None:
@@ -197,8 +198,8 @@ class DrawStream:
                         return
                     following = self._unsent[0] if self._unsent else None
                     if following is not None and following.HasField("draw") and not request.HasField("draw"):
-                        # One message for both requests costs half. The message is `following`, because `request` may be
-                        # sent again on another stream.
+                        # One message for both requests costs half as much. `following` takes in `request`, which must
+                        # not change because it may be sent again on another stream.
                         self._unsent.popleft()
                         following.MergeFrom(request)
                         request = following
@@ -224,7 +225,7 @@ class DrawStream:
 
     def _receive(self, batch: Batch) -> None:
         head = batch.head
-        if not head.batch:
+        if not head.batch:  # the answer to an acknowledgement, requeue or renewal
             _settle(self._answers.popleft(), head, head)
             return
         future = self._draws.pop(head.batch, None)
@@ -251,7 +252,7 @@ def _settle(future: asyncio.Future[T], head: pb.SampleResponse, result: T) -> No
     """Gives the future the result, or the error that the head of the answer has."""
     if head.HasField("error"):
         _fail(future, failure(head.error.code, head.error.message, head.error.reason))
-    elif not future.done():  # its caller was cancelled
+    elif not future.done():  # done: the caller was cancelled
         future.set_result(result)
 
 
@@ -273,19 +274,20 @@ def leases_of(samples: Iterable[Sample]) -> dict[str, list[int]]:
 def ending(what: str, leases: list[int], seconds: float) -> pb.DrawRequest:
     """The request that acknowledges, requeues or renews these leases, as `what` says.
 
-    `seconds` is the time of renewed leases. Raises InvalidRequestError if it is no number.
+    Renewed leases end after `seconds`. Raises InvalidRequestError if `seconds` is no number.
     """
     return message_of(pb.DrawRequest, **{what: leases}, seconds=seconds)
 
 
 class SingleBatches:
-    """The batches of a client of one server."""
+    """Draws and acknowledges batches for a client of one server."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
         self._stream = DrawStream(connection)
         self._unconfirmed: dict[bytes, tuple[int, list[Sample]]] = {}
-        """The id and the samples of batches whose time was up before the server confirmed them, by their request."""
+        """The id and the samples of a batch whose time was up before the server confirmed it, by the bytes of its
+        request."""
 
     async def sample(self, request: pb.SampleRequest, seconds: float | None) -> list[Sample]:
         """The samples of one batch, within `seconds` (None: no limit). With `request.lease` the batch is not
@@ -332,7 +334,7 @@ class SingleBatches:
                 self._stream.give_up(request.id)
                 raise
             except grpc.aio.AioRpcError as error:
-                # A server that shuts down. Without this, a call without a timeout would try again for ever.
+                # The server shuts down. Without this error, a call without a timeout would try again for ever.
                 if (error.trailing_metadata() or {}).get(REASON_KEY) == CLOSING:
                     raise ServerClosedError(error.details() or "") from None
                 raise
@@ -373,7 +375,7 @@ class AsyncSampler(AbstractAsyncContextManager["AsyncSampler"]):
         # A batch that is drawn ahead belongs to the stream. Its lease begins when the caller asks for the batch.
         series.request.lease = 0.0
         self._ahead: deque[asyncio.Future[Batch]] = deque()
-        """The draws under way."""
+        """The draws of the batches that the caller has not received yet."""
         self._taking: tuple[int, list[Sample]] | None = None
         """The id and the samples of the next batch, until the server has confirmed or revoked it."""
         self._answer: asyncio.Future[pb.SampleResponse] | None = None
@@ -384,9 +386,9 @@ class AsyncSampler(AbstractAsyncContextManager["AsyncSampler"]):
         return self
 
     async def __anext__(self) -> list[Sample]:
-        """The next batch. Raises DeadlineExceededError, with the reason, if there is none within the timeout.
+        """The next batch. Raises DeadlineExceededError, with the reason, if no batch comes within the timeout.
 
-        Raises ServerUnavailableError if no server answers until this timeout or that of the client ends.
+        Raises ServerUnavailableError if no server answers until this timeout or the client's own ends.
         """
         if self._closed:
             raise StopAsyncIteration
@@ -395,18 +397,18 @@ class AsyncSampler(AbstractAsyncContextManager["AsyncSampler"]):
                 async with asyncio.timeout(self._series.timeout):
                     return await self._next()
             except TimeoutError:
-                reason = await self._explain()  # the draws still wait in the server's line
+                reason = await self._explain()  # before `_drop` below, while the draws still wait at the server
             if self._answer is not None:  # the batch has come, and only the answer to `acknowledge` is missing
                 with suppress(TimeoutError):
                     async with asyncio.timeout(_ANSWER_SECONDS):
                         return await self._next()
             raise DeadlineExceededError(reason)
         except BaseException:
-            self._drop()  # so that nothing is drawn for a caller who may not come back
+            self._drop()  # nothing is drawn ahead for a caller that may not come back
             raise
 
     async def _explain(self) -> str:
-        """The reason why sampling this table waits. Raises ServerUnavailableError if no server answers."""
+        """The server's reason why draws from this table wait. Raises ServerUnavailableError if no server answers."""
         table = self._series.request.table
         reason = ""
         try:
@@ -448,7 +450,7 @@ class AsyncSampler(AbstractAsyncContextManager["AsyncSampler"]):
         return head.batch, samples
 
     async def _confirmed(self, batch_id: int) -> bool:
-        """True if the server gives the batch to the caller: no item became stale, and the batch's stream lives."""
+        """True if the server confirms the batch. False if it requeued it: an item became stale, or the stream ended."""
         if self._answer is None:
             if self._lease:
                 request = pb.DrawRequest(renew=[batch_id], seconds=self._lease)

@@ -5,11 +5,11 @@
     sampling_mask/offsets   0      2    2        5    T + 1; an empty mask: unknown
 
 An engine that truncates draws from the distribution over these tokens alone, and its log-probabilities are relative to
-them. A trainer that takes all tokens instead finds each token less likely, by the probability that was cut off. That
-is a bias: it does not vanish at staleness 0. With the masks, both compute the same number.
+them. A trainer that takes the softmax over all tokens finds each token less likely, by the probability that was cut
+off. This bias does not vanish at staleness 0. With the masks, engine and trainer compute the same number.
 
-Engines write the column, and trainers read it. A mask is empty where the engine does not know it, where it has more
-tokens than the engine stores, and where the policy did not draw the token.
+Engines write the column, and trainers read it. The mask of a token is empty if the engine does not know the mask, if
+the mask has more tokens than the engine stores, or if the policy did not draw the token.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ server -9999."""
 def truncates(sampling: Mapping[str, Any]) -> bool:
     """True if tokens are drawn from a part of the vocabulary, and their log-probabilities are relative to that part.
 
-    `sampling` is that of a group. Raw log-probabilities are relative to the whole vocabulary, whatever was drawn from.
+    `sampling` is the field of a group. Raw log-probabilities are relative to the whole vocabulary, whatever sampling
+    cut off.
     """
     if not _are_processed(sampling):
         return False
@@ -49,7 +50,7 @@ def truncates(sampling: Mapping[str, Any]) -> bool:
 
 
 def other_sampling(drawn: Mapping[str, Any], assumed: Mapping[str, Any]) -> tuple[str, Any, Any] | None:
-    """The first setting by which the log-probabilities of `drawn` differ from those of `assumed`; None if none does.
+    """The first setting that makes the log-probabilities of `drawn` differ from those of `assumed`; None: no setting.
 
     Returns the name of the setting and both values. `drawn` is as in a group. Raw log-probabilities are those that
     tokens have without any setting.
@@ -65,12 +66,12 @@ def other_sampling(drawn: Mapping[str, Any], assumed: Mapping[str, Any]) -> tupl
 
 
 def _are_processed(sampling: Mapping[str, Any]) -> bool:
-    """True if the settings of sampling apply to the log-probabilities. Without a mode they do."""
+    """True if the settings of sampling apply to the log-probabilities, as they do if `logprobs_mode` is absent."""
     return bool(sampling.get("logprobs_mode", "processed_logprobs") == "processed_logprobs")
 
 
 def _value_of(sampling: Mapping[str, Any], name: str, neutral: float) -> Any:
-    """The value of a setting; `neutral` if it is absent, None, or -1, which engines take for "off"."""
+    """The value of a setting; `neutral` if the setting is absent, None, or -1, which means "off" for engines."""
     value = sampling.get(name)
     if value in (None, -1):
         return neutral
@@ -85,7 +86,7 @@ def _is_above(value: Any, bound: Any) -> bool:
 
 
 def mask_column(masks: Iterable[Sequence[int]]) -> dict[str, Array]:
-    """The mask of each token, in order, as values and offsets by their names."""
+    """The column with the mask of each token: the arrays of values and of offsets, by their names in `extras`."""
     counts = [0]
     values: list[int] = []
     for mask in masks:
@@ -95,7 +96,7 @@ def mask_column(masks: Iterable[Sequence[int]]) -> dict[str, Array]:
 
 
 def mask_fields(masks: Sequence[Sequence[int]]) -> dict[str, Any]:
-    """The fields `extras` and `axes` of a Completion whose tokens have these masks. There are no fields without masks.
+    """The fields `extras` and `axes` of a Completion whose tokens have these masks. Empty if `masks` is empty.
 
     `masks` has one entry for each token.
     """
@@ -105,21 +106,22 @@ def mask_fields(masks: Sequence[Sequence[int]]) -> dict[str, Any]:
 
 
 def most_logprobs(limit: int, vocabulary: int) -> int:
-    """The most log-probabilities of one token that vLLM returns. `limit` is its `max_logprobs`; -1: there is none."""
+    """The most log-probabilities of one token that vLLM returns. `limit` is its `max_logprobs`; -1: no limit."""
     return vocabulary if limit == -1 else min(limit, vocabulary)
 
 
 def mask_of_logprobs(logprobs: Mapping[int, float], width: int) -> list[int]:
-    """The tokens that were kept, from the `width` highest processed log-probabilities and that of the chosen token.
+    """The tokens that were kept, or an empty list if there may be more of them.
 
-    Empty if all of these tokens were kept: there may be more.
+    `logprobs` has processed log-probabilities by the token: the `width` highest ones, and that of the chosen token. If
+    all of these were kept, tokens beyond them may have been kept, too.
     """
     kept = [token for token, logprob in logprobs.items() if logprob > CUT_OFF]
     return [] if len(kept) >= width else kept
 
 
 def unknown_masks(group: RolloutGroup) -> int:
-    """The number of trained tokens that were drawn from a part of the vocabulary that the group does not know."""
+    """The number of trained tokens that were drawn from a part of the vocabulary and have no sampling mask."""
     if not truncates(group.sampling):
         return 0
     unknown_T = group.trained_mask
@@ -129,7 +131,7 @@ def unknown_masks(group: RolloutGroup) -> int:
 
 
 def why_no_masks(group: RolloutGroup, vocabulary: int | None = None) -> str:
-    """The reason why no trainer can use the sampling masks of a group; empty if it can, or if there are none.
+    """The reason why no trainer can use the sampling masks of a group; empty if it can, or if there are no masks.
 
     `vocabulary` is the number of tokens that the model has; None: unknown.
     """

@@ -1,4 +1,7 @@
-"""Scoring: computes advantages and replay priorities of groups, and if they carry a gradient. Needs only numpy."""
+"""Scoring: computes advantages and replay priorities of groups, and tells if a group carries a gradient.
+
+Needs only numpy.
+"""
 
 from __future__ import annotations
 
@@ -14,11 +17,12 @@ if TYPE_CHECKING:
 
 FloatArray = npt.NDArray[np.float32]
 Scale = Literal["group", "batch", "none"]
-"""The divisor of r - mean of the group in a trainer: the std of the group or of the batch + eps, or none."""
+"""How a trainer scales r - mean of the group: it divides by std + eps, with the std of the group or of the batch, or
+does not divide."""
 
 _EPS = 1e-4
 _TOLERANCE = 1e-6
-"""Rewards that differ by less are equal: their difference is the rounding of a reward function."""
+"""Rewards that differ by no more than this count as equal: reward functions round."""
 
 
 def _rewards(rewards_G: npt.ArrayLike) -> npt.NDArray[np.float64]:
@@ -47,8 +51,9 @@ def group_advantages(
 
     `scale="group"`: (r - mean) / (std + eps), std over the group with Bessel's correction (GRPO, arXiv 2402.03300).
     `scale="none"`: r - mean (Dr. GRPO, arXiv 2503.20783).
-    `advantages`: a function of your own that computes them, or its name, "package.module:function", in the place of
-    both; see `replay_client.advantages`. `facts`: what it gets beside the rewards, by the names in FACTS there.
+    `advantages`: a function of your own that computes the advantages in the place of `scale`, or its name,
+    "package.module:function"; see `replay_client.advantages`. `facts`: what this function gets beside the rewards, by
+    the names in `replay_client.advantages.FACTS`.
 
     Raises ValueError for rewards that are not finite or not one-dimensional, for another `scale`, and for a function
     that fails or returns no advantages.
@@ -68,7 +73,7 @@ def group_advantages(
 def group_priority(rewards_G: npt.ArrayLike, advantages_G: npt.ArrayLike) -> float:
     """Replay priority of a group: sum |A| * std of the rewards; 0 for a group without variance (TRL's score).
 
-    A single reward has no std: the priority of a group of one is its |A|.
+    A single reward has no std: the priority of a group of one rollout is its |A|.
     """
     rewards = _rewards(rewards_G)
     if rewards.size == 1:
@@ -99,11 +104,12 @@ def is_zero_variance(rewards_G: npt.ArrayLike, tolerance: float = _TOLERANCE) ->
 def carries_gradient(group: RolloutGroup, scale: Scale | None = None, teacher: str = "") -> bool:
     """True if some rollout that is trained on has an advantage, so that a step with this group teaches something.
 
-    If the group has `token_advantages`, they decide: one of a trained token must not be 0. Otherwise the advantages of
-    the rollouts decide. With `scale=None` those in the group count, as for a trainer that uses them. So a group of one
-    rollout with an advantage carries a gradient. A group with equal rewards does too, if its advantages come from
-    elsewhere, such as a baseline. With a `scale` the trainer computes the advantages anew: (r - mean of the group) /
-    divisor, which is 0 for equal rewards and for a group of one rollout, whatever the divisor.
+    If the group has `token_advantages`, these decide: the advantage of some trained token must differ from 0. Otherwise
+    the advantages of the rollouts decide. With `scale=None` these are the `advantages` of the group, as for a trainer
+    that uses them. So a group of one rollout with an advantage carries a gradient. A group with equal rewards carries
+    one, too, if its advantages come from elsewhere, such as a baseline. With a `scale` the trainer computes the
+    advantages anew: (r - mean of the group) / divisor, which is 0 for equal rewards and for a group of one rollout,
+    whatever the divisor.
 
     `teacher` is the column of extras that a trainer distils from; empty: it distils nothing. Every trained token of a
     group with that column has an advantage, whatever the rewards: the difference between teacher and policy.
@@ -124,7 +130,7 @@ def carries_gradient(group: RolloutGroup, scale: Scale | None = None, teacher: s
         return bool(advantages_G.any())
     rounding = 0.0
     if equal_rewards and group.group_size > 1:
-        # Rounding alone, divided by an std of 0 + eps, makes advantages up to this one.
+        # Equal rewards have advantages up to this value, if rounding errors up to _TOLERANCE are divided by 0 + _EPS.
         rounding = _TOLERANCE / _EPS
     return bool((np.abs(trained_advantages(group)) > rounding).any())
 
@@ -149,8 +155,8 @@ def trained_priority(group: RolloutGroup) -> float:
     """Replay priority of the trained rollouts of a group; 0 if the group carries no gradient.
 
     The priority is `group_priority` of the rewards and `trained_advantages`. With `token_advantages` it is the sum of
-    the mean |advantage| of each rollout. These need not come from rewards, so equal rewards do not say that there is
-    nothing to learn.
+    the mean |advantage| of each rollout: these advantages need not come from rewards, and may be large although all
+    rewards are equal.
 
     Raises ValueError for rewards that are not finite.
     """
@@ -163,7 +169,7 @@ def trained_priority(group: RolloutGroup) -> float:
 
 
 def _of_trained(group: RolloutGroup, advantages_G: FloatArray) -> FloatArray:
-    """(G,) the advantages, 0 for rollouts without a token that is trained on in any of their sequences."""
+    """(G,) the advantages, but 0 for rollouts in which no token is trained on."""
     trained_T = group.trained_mask
     trained_G = [bool(trained_T[span].any()) for span in group.rollout_spans()]
     return np.where(trained_G, advantages_G, np.float32(0)).astype(np.float32)

@@ -28,8 +28,8 @@ Finite = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 """A finite number from 0."""
 Share = Annotated[float, Field(ge=0, le=1)]
 FixedPath = Annotated[str | Path, AfterValidator(lambda path: _absolute(path))]
-"""A path, made absolute when the settings are made: users' code may change the folder of the process later. An address
-with :// is not changed."""
+"""A path. It is made absolute when the settings are made, because users' code may change the folder of the process
+later. An address with :// stays as it is."""
 Names = Annotated[tuple[str, ...], Field(strict=False)]
 """A tuple of names. A list is accepted too, because files have lists."""
 
@@ -37,16 +37,17 @@ SETTINGS_FILE = "settings.json"
 """The file of a trainer's settings, beside its metrics. It is not called `config.json`, because a model has a file of
 that name, which may be in the same folder."""
 MOST_TEXT = 256
-"""The most characters of one setting in the description of a process. The server accepts 4 kB of all settings."""
+"""The most characters of one setting in the description of a process. The server accepts 4 kB for all settings
+together."""
 
 
 @dataclass_transform(frozen_default=True)
 def settings(*, kw_only: bool = False) -> Callable[[type[T]], type[T]]:
-    """Decorates a class: a frozen dataclass whose fields pydantic checks, each with its docstring as description.
+    """Makes a class a frozen dataclass whose fields pydantic checks. A field's docstring becomes its description.
 
-    The types are strict: a text is not taken for a number, nor true for 1. A list is taken for a tuple only if the
-    field says so (`Names`). The constructor raises ValueError of one line for a value that pydantic refuses. For an
-    unknown name, the error suggests the nearest known one.
+    The types are strict: a text is not accepted for a number, nor true for 1. A list is accepted for a tuple only if
+    the field says so (`Names`). The constructor raises ValueError with a message of one line for a value that pydantic
+    refuses. For an unknown name, the message suggests the nearest known name.
     """
 
     def decorate(kind: type[T]) -> type[T]:
@@ -55,7 +56,7 @@ def settings(*, kw_only: bool = False) -> Callable[[type[T]], type[T]]:
         construct = checked.__init__
         known = [setting.name for setting in fields(checked)]
 
-        # The constructor of pydantic, with errors of one line.
+        # Calls pydantic's constructor, and makes its errors messages of one line.
         @functools.wraps(construct)
         def __init__(self: Any, *values: Any, **named: Any) -> None:
             for name in named:
@@ -103,14 +104,14 @@ def as_json(own: Any) -> str:
 
 
 def _name_of(value: object) -> str:
-    """The name of a value that JSON cannot have, such as a function."""
+    """The text by which JSON shows a value of another type, such as the name of a function."""
     return str(getattr(value, "__qualname__", value))
 
 
 def load_function(kind: str, name: str, built_in: Mapping[str, Callable[..., Any]]) -> Callable[..., Any]:
-    """The built-in function `name`, or the one that "package.module:function" names.
+    """The built-in function `name`, or the function that `name` gives as "package.module:function".
 
-    Errors call the function `kind`, which says its purpose. Raises ValueError for a name that leads to no function.
+    `kind` is the purpose of the function, for errors. Raises ValueError for a name that leads to no function.
     """
     if name in built_in:
         return built_in[name]

@@ -1,16 +1,17 @@
-"""Runs a command, and ends it with all its descendants: when it ends, at SIGTERM, and when its parent is gone.
+"""Runs a command. Kills all its descendants when the command ends, at SIGTERM, and when the parent has ended.
 
-    python -I -S supervisor.py kill|forward PARENT COMMAND...      PARENT: the process that started it
+    python -I -S supervisor.py kill|forward PARENT COMMAND...      PARENT: id of the process that starts this
 
-* Descendants whose parent has died become children of this process, whatever groups and sessions they have made.
-* A signal that kills the parent does not reach its commands, but then Linux sends this process SIGTERM. So the parent
-  starts it from its main thread: Linux watches the thread that started it, not the process.
-* With `forward`, a signal of the parent goes to the command, which may take its time to end. With `kill`, SIGTERM ends
-  all processes at once.
-* The supervisor cannot end a process of another user, such as one of sudo, and leaves it.
-* If the supervisor is killed itself, the command goes on. If it is stopped, the parent ends all (`kill_all_below`).
+* Descendants whose parent has ended become children of this supervisor, whatever groups and sessions they have made.
+* A signal that kills the parent does not reach the supervisor. But when the parent ends, Linux sends the supervisor
+  SIGTERM. Linux watches only the thread that started the supervisor, so the parent must start it from its main thread.
+* With `forward`, the supervisor passes signals of its parent on to the command, which may take its time to end. With
+  `kill`, SIGTERM ends all processes at once.
+* The supervisor cannot end a process of another user, for example one that sudo started, and leaves it running.
+* If the supervisor itself is killed, the command goes on. If the supervisor is suspended, the parent must kill all
+  (`kill_all_below`).
 
-It imports little, and nothing of the package, because one runs for each rollout of an agent.
+This module imports little, and nothing of the package, because a supervisor is started for each rollout of an agent.
 """
 
 import ctypes
@@ -19,20 +20,22 @@ import signal
 import sys
 
 _STOPPED = 128 + signal.SIGTERM
+"""The exit code if the supervisor ended the command."""
 _FORWARDED = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1}
+"""The signals that the supervisor passes on with `forward`."""
 # Options of prctl(2).
 _SET_PDEATHSIG = 1
 _SET_CHILD_SUBREAPER = 36
 
 
 def supervised(command: list[str], *, forward: bool = False) -> list[str]:
-    """The command line that runs `command` under a supervisor, which this process must start itself."""
+    """The command line that runs `command` under a supervisor. Only this process may start it, as the parent."""
     mode = "forward" if forward else "kill"
     return [sys.executable, "-I", "-S", __file__, mode, str(os.getpid()), *command]
 
 
 def adopt_orphans(adopt: bool = True) -> None:
-    """Make this process the parent of all descendants whose own parent dies (a subreaper); False: no longer."""
+    """Makes this process the parent of all descendants whose own parent ends (a subreaper). With False, undoes that."""
     ctypes.CDLL(None).prctl(_SET_CHILD_SUBREAPER, int(adopt), 0, 0, 0)
 
 
@@ -53,13 +56,13 @@ def children_of(pid: int) -> list[int]:
 
 
 def kill_all_below(pid: int) -> None:
-    """Kills all descendants of a process that does not do so itself, and then the process.
+    """Kills all descendants of a process that cannot kill them itself, and then the process.
 
-    First each process is stopped, ancestors before their children, so that none starts another one meanwhile. Processes
-    that have ended, and those of another user, are left out.
+    First each process is suspended, parents before their children, so that no process starts another one meanwhile.
+    Processes that have ended, and processes of another user, are left out.
     """
     found = [pid]
-    for process in found:  # the list grows meanwhile
+    for process in found:  # the list grows in the loop
         try:
             os.kill(process, signal.SIGSTOP)
         except OSError:
@@ -90,20 +93,23 @@ def _end_children() -> None:
 
 
 def main(mode: str, parent: int, command: list[str]) -> int:
-    """The exit code of the command; if a signal ended it, 128 and the signal's number, as shells have it."""
+    """Runs the command, kills its descendants, and returns the exit code of the command.
+
+    If a signal ended the command, the exit code is 128 + the signal's number, as in shells.
+    """
     forwards = mode == "forward"
     watched = {signal.SIGTERM, signal.SIGCHLD}
     if forwards:
         watched |= _FORWARDED
     prctl = ctypes.CDLL(None).prctl
-    # These signals are blocked, and `sigwait` takes them one by one. So none interrupts a step.
+    # These signals are blocked, and `sigwait` takes them one by one. So no signal interrupts the code below.
     signal.pthread_sigmask(signal.SIG_BLOCK, watched)
     adopt_orphans()
     prctl(_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
     if os.getppid() != parent:  # the parent died before prctl was called
         return _STOPPED
-    # The command must not inherit ignored signals. Python ignores two, and a terminal that is gone leaves others
-    # ignored.
+    # The command must not inherit that signals are ignored. Python ignores the first two, and `nohup` or a terminal
+    # that was closed may leave others ignored.
     usual = {signal.SIGPIPE, signal.SIGXFSZ}
     if forwards:
         usual |= _FORWARDED
@@ -111,7 +117,7 @@ def main(mode: str, parent: int, command: list[str]) -> int:
         command[0],
         command,
         os.environ,
-        setsid=True,  # so that signals that the command sends to its own group do not reach this process
+        setsid=True,  # a signal that the command sends to its own group must not reach this process
         setsigmask=(),
         setsigdef=usual,
     )
@@ -130,7 +136,7 @@ def main(mode: str, parent: int, command: list[str]) -> int:
 
 
 def _exit_code(command: int) -> int | None:
-    """Reaps the children that have ended. Returns the exit code of the command if it is one of them."""
+    """Reaps the children that have ended. Returns the exit code of the command; None: it has not ended."""
     while ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG):
         if ended.si_pid == command:
             if ended.si_code == os.CLD_EXITED:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 PATIENCE = 120.0
-"""Seconds after which a wait for a condition fails. A shorter wait fails on a machine that is only busy."""
+"""Seconds after which a wait for a condition fails. A shorter wait would fail when the machine is merely busy."""
 
 
 class LocalServer:
@@ -34,7 +34,7 @@ class LocalServer:
         self._clients = clients
 
     def client(self, **options: Any) -> ReplayClient:
-        """A blocking client of this server, which the end of the block closes. `options` are those of ReplayClient."""
+        """A blocking client of this server, which is closed with the server. `options` are those of ReplayClient."""
         return self._clients.enter_context(ReplayClient(self.address, **options))
 
 
@@ -46,8 +46,8 @@ def server(tables: Iterable[TableConfig | Mapping[str, Any]] | None = None, **op
             client = replay.client()
 
     `tables`: as in a configuration file. None: the two tables of `replay serve` without a file, `rollouts` (a queue)
-    and `replay` (a pool). They draw the same samples in each run. `options` are those of `replay_server.ReplayServer`.
-    Raises ImportError if a package that the server needs is not installed.
+    and `replay` (a pool), with fixed seeds, so that they draw the same samples in each run. `options` are those of
+    `replay_server.ReplayServer`. Raises ImportError if a package that the server needs is not installed.
     """
     try:
         from replay_server import ReplayServer
@@ -77,10 +77,11 @@ def make_group(
     seed: int | None = None,
     **fields: Any,
 ) -> RolloutGroup:
-    """A group of completions of 1, 2, 3, ... tokens below 16, with rewards 1, 0, 1, ..., unless given.
+    """A group of completions with 1, 2, 3, ... tokens and the rewards 1, 0, 1, ..., unless arguments say otherwise.
 
-    Without rewards, lengths and completions it has three completions. With a seed, tokens and log-probabilities are
-    random, and the same for the same seed. `fields` are other fields of RolloutGroup.
+    Without rewards, lengths and completions the group has three completions. Tokens that are not given are below 16.
+    With a seed, tokens and log-probabilities are random, and the same for the same seed. `fields` are other fields of
+    RolloutGroup.
     """
     if rewards is None:
         group_size = len(completions or lengths or (1, 2, 3))
@@ -116,7 +117,8 @@ def make_group(
 def until(condition: Callable[[], T], otherwise: str = "", timeout: float = PATIENCE, pause: float = 0.01) -> T:
     """The first value of `condition()` that counts as true. `pause`: seconds between two calls.
 
-    Raises AssertionError after `timeout` seconds. It says `otherwise`; without that, it quotes the condition.
+    Raises AssertionError after `timeout` seconds. Its message is `otherwise`; if that is empty, it quotes the
+    condition.
     """
     deadline = time.monotonic() + timeout
     while True:
@@ -131,8 +133,8 @@ def until(condition: Callable[[], T], otherwise: str = "", timeout: float = PATI
 async def async_until(
     condition: Callable[[], T], otherwise: str = "", timeout: float = PATIENCE, pause: float = 0.005
 ) -> T:
-    """As `until`, for a test on an event loop, which goes on meanwhile."""
-    # Not by the clock of the event loop: a test may stop that clock, and then a wait with `pause=0` would never end.
+    """As `until`, for a test on an event loop. The loop goes on with other tasks meanwhile."""
+    # `time.monotonic`, because a test may stop the clock of the event loop, and then the wait would never end.
     deadline = time.monotonic() + timeout
     while True:
         value = condition()

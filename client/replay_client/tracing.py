@@ -1,9 +1,9 @@
 """Tracing: opens OpenTelemetry spans for the methods of a client and for groups, if the program has set up the SDK.
 
 The trace context (W3C) travels to the trainer in the meta of each group, as `traceparent`, and to the server in the
-metadata of calls. A stream lasts longer than the spans in which it is used, so it carries no context. So inserts, draws
-and updates, which use streams, are only in the spans of the client. Without the SDK, and outside of a sampled span,
-this module does nothing.
+metadata of calls. A stream lasts longer than the spans in which it is used, so its metadata cannot carry the context.
+Therefore the server has no spans for inserts, draws and updates, which use streams; only the client has. Without the
+SDK, and outside of a sampled span, this module does nothing.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from opentelemetry.trace import Tracer
 
 TRACEPARENT = "traceparent"
+"""The name of the trace context in the meta of a group."""
 T = TypeVar("T")
 
 
@@ -31,7 +32,7 @@ def tracer() -> Tracer | None:
 
 
 def carrier() -> dict[str, str]:
-    """The open span as W3C trace context; empty without a recorded span."""
+    """The open span as headers of W3C trace context; empty if no span is open or the open span is not recorded."""
     if tracer() is None:
         return {}
     from opentelemetry.trace import get_current_span
@@ -53,7 +54,7 @@ async def in_span(name: str, work: Callable[[], Awaitable[T]], **attributes: str
 
 
 def spans(client: type[T]) -> type[T]:
-    """Opens a span around each public coroutine of a class of clients, if a span is open already."""
+    """Decorates a class of clients: each public coroutine opens a span, if a recorded span is open already."""
     for name, method in list(vars(client).items()):
         if inspect.iscoroutinefunction(method) and not name.startswith("_"):
             setattr(client, name, _traced(f"replay.{name}", method))

@@ -2,7 +2,7 @@
 
 This is the only interface between the client and the network: a call with one answer, and streams of messages. All code
 that uses it runs on any transport: `rings` sends payloads through shared memory, and tests bring servers of their own.
-A transport raises grpc.aio.AioRpcError, and its connection turns that into the errors of the client.
+A transport raises grpc.aio.AioRpcError, and its Connection turns this error into one of `replay_client.errors`.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ NOT_KNOWN = "grpc: no large payload was sent or received yet"
 _MOST_IDLE = 16
 """The most streams of one kind that stay open."""
 _GOODBYE = 1.0
-"""Seconds in which the server must end a stream."""
+"""Seconds in which the server must end a stream that the client has ended. After that the client cancels the stream."""
 _OPTIONS: Final = [
     ("grpc.max_receive_message_length", -1),
     ("grpc.max_send_message_length", -1),
@@ -52,9 +52,12 @@ _OPTIONS: Final = [
     ("grpc.keepalive_timeout_ms", 20_000),
 ]
 _LARGE = 128 << 10
-"""Bytes of a response from which on malloc may return its memory to the system as soon as it is freed."""
+"""Payload bytes of a large response. malloc may return memory of such a size to the system as soon as it is freed, and
+get it anew for the next response, which costs time (`keep_freed_memory`)."""
 _BOTH = "stream_stream"
+"""gRPC's name for calls that send many messages and receive many."""
 _ANSWERS = "unary_stream"
+"""gRPC's name for calls that send one message and receive many."""
 _MESSAGES: Final[dict[str, tuple[str, Any, Any]]] = {
     "InsertStream": (_BOTH, write_frame, pb.InsertResponse.FromString),
     "Draw": (_BOTH, pb.DrawRequest.SerializeToString, frame_reader(pb.SampleResponse)),
@@ -63,11 +66,11 @@ _MESSAGES: Final[dict[str, tuple[str, Any, Any]]] = {
     "WatchPolicy": (_ANSWERS, pb.GetPolicyRequest.SerializeToString, pb.Policy.FromString),
     "Get": (_ANSWERS, pb.GetRequest.SerializeToString, frame_reader(pb.GetResponse)),
 }
-"""The methods that are streams: gRPC's kind of the call, and the functions that write and read their messages."""
+"""The methods that are streams: the kind of the call, the function that writes a message, and the one that reads it."""
 
 
 def failure(code: grpc.StatusCode | int, details: str, reason: str = "") -> grpc.aio.AioRpcError:
-    """The error of a call that the server refuses for this reason."""
+    """The error that a call would raise if the server ended it with this code, these details and this reason."""
     status = code if isinstance(code, grpc.StatusCode) else STATUSES[code]
     trailing = grpc.aio.Metadata()
     if reason:
@@ -87,7 +90,7 @@ class Stream:
 
     @property
     def bytes_per_message(self) -> int:
-        """The number of payload bytes that a message should carry, roughly."""
+        """The number of payload bytes that a message should carry, about."""
         return BYTES_PER_MESSAGE
 
     @property
@@ -115,7 +118,7 @@ class Stream:
     async def end(self, reader: asyncio.Task[None] | None = None) -> bool:
         """Ends the stream in good order. `reader` is the task that reads it, if there is one.
 
-        Returns whether the server has ended it too; otherwise the stream is cancelled.
+        Returns True if the server has ended the stream too. Otherwise cancels the stream and returns False.
         """
 
         # The stream is not simply cancelled: gRPC would call the event loop once more afterwards, and the loop may be
@@ -146,15 +149,15 @@ class Stream:
 class Rows:
     """The payloads of one response. No byte is copied twice.
 
-    The function `keep` makes the payload of a row that lies in one message. For a row of several messages, all of its
-    memory is allocated when the first bytes come, and each message is copied straight into it.
+    If a row lies in one message, the function `keep`, which `add` gets, makes its payload. If a row spans several
+    messages, all of its memory is allocated when the first bytes come, and each message is copied straight into it.
     """
 
     def __init__(self, sizes: Sequence[int]) -> None:
         """`sizes` has the bytes of each row."""
         self._sizes = sizes
         self._gap = memoryview(b"")
-        """The memory for the bytes that the last of `payloads` still lacks."""
+        """The part of the last payload for which no bytes have come yet."""
         self.missing = sum(sizes)
         """The number of payload bytes that have not come."""
         self.payloads: list[Buffer] = []
@@ -164,7 +167,7 @@ class Rows:
         self.add(b"", memoryview)  # the empty rows at the start
 
     def add(self, data: Buffer, keep: Keep) -> None:
-        """Adds the bytes that come next. Raises ReplayError if they are more than announced, or have no room."""
+        """Adds the bytes that come next. Raises ReplayError if they are more than announced, or if memory is short."""
         data = memoryview(data)
         end = len(data)
         if end > self.missing:
@@ -190,7 +193,7 @@ class Rows:
         """Allocates a row of several messages, and copies its first bytes."""
         try:
             if size < LARGE_BUFFER:
-                buffer = np.empty(size, dtype=np.uint8).data  # numpy, too, asks the system for huge pages if they pay
+                buffer = np.empty(size, dtype=np.uint8).data  # numpy asks for huge pages, too
             else:
                 buffer = large_buffer(size).data
         except (MemoryError, OSError, OverflowError, ValueError) as error:
@@ -223,9 +226,9 @@ class BatchStream(Stream):
 
 
 class IdleStreams:
-    """Streams that stay open between the exchanges of one kind. An exchange on one costs half of a call of its own.
+    """Streams that stay open between the exchanges of one kind. An exchange costs half as much as a call.
 
-    Each stream carries one exchange at a time. So an exchange that waits holds up no other one.
+    Each stream carries one exchange at a time. So an exchange that waits does not delay another one.
     """
 
     def __init__(self, open_stream: Callable[[], Stream]) -> None:
@@ -241,7 +244,7 @@ class IdleStreams:
     async def exchange(self, messages: Callable[[int], Iterable[Any]], timeout: float | None) -> Any:
         """Sends messages, and returns the answer to them. Raises AioRpcError if it is late, or if the stream breaks.
 
-        `messages` makes the messages. Its argument is the number of payload bytes that each one should carry.
+        `messages` makes the messages. Its argument is the number of payload bytes that each message should carry.
         """
         stream = self._idle.pop() if self._idle else self._open()
         self._busy += 1
@@ -277,7 +280,7 @@ class IdleStreams:
 
 
 class Transport:
-    """The way to one server: its messages and payloads go over a gRPC channel. It belongs to one event loop."""
+    """Carries messages and payloads to one server and back, over a gRPC channel. It belongs to one event loop."""
 
     def __init__(self, access: Access) -> None:
         self._channel = access.channel(_OPTIONS)
@@ -292,7 +295,7 @@ class Transport:
 
     @property
     def carries(self) -> str:
-        """The way of the payloads: "shared memory", or "grpc: " with the reason."""
+        """How payloads travel: "shared memory", or "grpc: " with the reason."""
         return "grpc: shared memory is turned off in this client (shared_memory=False)"
 
     async def find_out(self) -> None:
@@ -317,7 +320,7 @@ class Transport:
         return self._methods[method](*requests, timeout=timeout, metadata=self._metadata)
 
     def state(self) -> ChannelConnectivity:
-        """The state of the connection to the server. Tries to connect."""
+        """The state of the connection to the server. Begins to connect if there is no connection."""
         return self._channel.get_state(try_to_connect=True)
 
     async def changed(self, state: ChannelConnectivity) -> None:
@@ -337,8 +340,8 @@ class Transport:
 
 # ------------------------------------------------------------------------------------------------------------- forks
 
-# A fork is safe for gRPC only while none of its threads runs. Its asyncio interface runs a thread as long as any
-# channel, call or server of it is alive, in this package or elsewhere in the process. In a process forked meanwhile,
+# A fork is safe for gRPC only while none of gRPC's threads runs. grpc.aio runs a thread as long as any of its channels,
+# calls or servers is alive, in this package or elsewhere in the process. In a process that was forked during that time,
 # every call hangs.
 
 _POLLER = "(_poll_wrapper)"
@@ -346,11 +349,13 @@ _POLLER = "(_poll_wrapper)"
 
 _forks = 0
 _in_use_at_fork = False
+"""True if gRPC was in use in this process just before its last fork."""
 _broken = False
+"""True if gRPC was in use when this process, or a process before it, was forked."""
 
 
 def forks() -> int:
-    """The number of forks between the first process and this one. It is cheaper to get than the process id."""
+    """The number of forks between the first process and this one. Reading it costs less than reading the process id."""
     return _forks
 
 

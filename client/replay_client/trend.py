@@ -11,13 +11,13 @@ from statistics import fmean, variance
 from replay_protos.words import counted
 
 EDGE = 10
-"""The number of steps at the beginning, and at the end, whose mean is taken."""
+"""The number of steps whose mean is taken, at the beginning and at the end."""
 _SURE = 3.0
-"""Standard errors of the smallest change that counts. Noise alone reaches it in less than one of a hundred runs."""
+"""A change counts from this number of standard errors on. Noise alone reaches it in less than one of a hundred runs."""
 _LEAST = 0.01
 """The smallest change that counts, as a share of the larger mean."""
 _LARGEST = 1e150
-"""The largest value. A larger one counts as infinite: the square of a difference would overflow."""
+"""The largest |value|. A larger value counts as no value, because the square of a difference would overflow."""
 
 
 class Direction(StrEnum):
@@ -42,7 +42,7 @@ class Trend:
     """The mean of the last steps; None: not known."""
 
     def __str__(self) -> str:
-        """`up, from 0.19 to 0.41 (means of 10 steps) over 60 steps`, or why it is not known."""
+        """`up, from 0.19 to 0.41 (means of 10 steps) over 60 steps`, or why the trend is not known."""
         if self.first is None or self.last is None:
             if not self.steps:
                 return "not known: no step has a value"
@@ -55,15 +55,15 @@ class Trend:
 
 
 def trend_of(values: Sequence[float | None]) -> Trend:
-    """The trend of a metric, from its value in each step of a run, the oldest first. None or NaN: a step has no value.
+    """The trend of a metric, from its value in each step of a run, the oldest first. None or NaN: no value.
 
     A value beyond 1e150 counts as no value. n steps have a value. a and b are the means of the first and of the last
     EDGE = 10 of them, with the sample variances s² and t². The metric goes up if
 
         b - a >= max(3 * sqrt((s² + t²) / EDGE), 0.01 * max(|a|, |b|))  and  b != a,
 
-    down if a - b is as large, and otherwise it is flat. So the unit of the metric does not matter. The trend is not
-    known if n < 2 * EDGE, or if none of the last EDGE steps of the run has a value.
+    down if a - b is as large, and otherwise the metric is flat. So the unit of the metric does not matter. The trend is
+    not known if n < 2 * EDGE, or if none of the last EDGE steps of the run has a value.
     """
     known = _known(values)
     recent = _known(values[-EDGE:])

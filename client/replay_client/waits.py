@@ -1,7 +1,8 @@
 """Waits: tries again (Patience), and reports waits to a person (WaitLog) and to a health check (beat).
 
-Health checks of containers look at the age of the file that the environment variable REPLAY_HEARTBEAT names. A process
-that hangs must not beat. So call `beat` where work was completed or a wait goes on, and not on a timer.
+Health checks of containers look at the age of the file that the environment variable REPLAY_HEARTBEAT names. In a
+process that hangs, the file must grow old. So call `beat` where work was completed or a wait goes on, and not on a
+timer.
 """
 
 from __future__ import annotations
@@ -31,24 +32,26 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 VARIABLE = "REPLAY_HEARTBEAT"
+"""The environment variable with the path of the file that `beat` touches."""
 LOG_SECONDS = 30.0
 """Seconds between two lines about waiting, even if they are about different waits."""
 STOP_SECONDS = 20.0
 """Seconds in which a generator ends after it was told to stop, on any machine. A container must wait longer before it
 kills the generator."""
 LAST_WORD = STOP_SECONDS / 10
-"""Seconds for each last call to a server. Up to five calls follow each other, and `stop_grace` comes before them."""
+"""Seconds for each call to a server with which a generator ends. After `stop_grace`, up to five such calls follow each
+other."""
 ENGINE_STOP = STOP_SECONDS - 6 * LAST_WORD
 """Seconds for the engine to end. It ends last."""
 _SHORT_WAIT = 1.0
-"""Seconds. The end of a shorter wait is not worth a line, unless its beginning was late too."""
+"""Seconds. A shorter wait is logged without its duration, and without its end unless the log is `late`."""
 
 
 def stop_signals() -> list[int]:
     """The signals that end a program of this package as Ctrl-C does.
 
-    A terminal that is closed sends some of them, and schedulers send some before they kill a process. A signal that is
-    ignored, as under `nohup`, stays ignored.
+    A terminal that is closed sends SIGHUP, and schedulers send other signals before they kill a process. A signal that
+    is ignored, as SIGHUP under `nohup`, stays ignored and is not in the result.
     """
     wanted = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
     return [number for number in wanted if number == signal.SIGINT or signal.getsignal(number) != signal.SIG_IGN]
@@ -57,8 +60,8 @@ def stop_signals() -> list[int]:
 class StopSignals:
     """Counts the signals that ask this process to end, for a loop that looks at them.
 
-    The handler does not raise. The exception could get lost in an import, or interrupt the start of a process, which
-    would run on.
+    The handler does not raise an exception. That could get lost in an import, or interrupt the start of a process,
+    which would then run on unnoticed.
     """
 
     def __init__(self) -> None:
@@ -66,6 +69,7 @@ class StopSignals:
         """The number of the first signal; 0: none has come."""
         self.count = 0
         self._before: dict[int, Any] = {}
+        """The earlier handler of each signal."""
 
     def __enter__(self) -> StopSignals:
         """Counts the signals from now on, until the end of the block."""
@@ -135,11 +139,11 @@ async def in_daemon_thread(work: Callable[[], Any]) -> Any:
     result: Future[Any] = Future()
 
     def run() -> None:
-        result.set_running_or_notify_cancel()  # so that a caller that stops waiting does not cancel it
+        result.set_running_or_notify_cancel()  # from now on, a caller that stops waiting does not cancel the future
         try:
             result.set_result(work())
         except BaseException as error:
-            if isinstance(error, StopIteration):  # a future of asyncio refuses to carry it
+            if isinstance(error, StopIteration):  # a future of asyncio refuses StopIteration
                 result.set_exception(RuntimeError(repr(error)).with_traceback(error.__traceback__))
             elif isinstance(error, Exception):
                 result.set_exception(error)
@@ -160,14 +164,14 @@ def _last_line(error: BaseException) -> str:
 
 
 class Deadline:
-    """The time at which a call must end. `timeout` is in seconds; None: the call need not end."""
+    """The time at which a call must end, `timeout` seconds from now; None: the call has no limit."""
 
     def __init__(self, timeout: float | None) -> None:
         self._end = math.inf if timeout is None else time.monotonic() + timeout
 
     @property
     def seconds(self) -> float | None:
-        """The seconds that are left, at least 0; None: there is no end."""
+        """The seconds that are left, at least 0; None: there is no limit."""
         if math.isinf(self._end):
             return None
         return max(0.0, self._end - time.monotonic())
@@ -185,10 +189,10 @@ class Deadline:
 class Patience:
     """Makes an attempt again until it succeeds, or until `judge` ends the attempts.
 
-    `judge` gets each failure, and True if the time is up. It raises an error to end the attempts. Otherwise it may tell
-    a person why another attempt follows. The pause after an attempt doubles from `first` to `longest` seconds. There is
-    no pause after DeadlineExceededError: the attempt has waited already, and keeps its position in the server's line
-    only if the next attempt follows at once.
+    `judge` gets each failure, and True if no time is left for another attempt. It raises an error to end the attempts.
+    Otherwise it may tell a person why another attempt follows. The pause after an attempt doubles from `first` to
+    `longest` seconds. There is no pause after DeadlineExceededError: the attempt has waited already, and keeps its
+    position in the server's line only if the next attempt follows at once.
     """
 
     def __init__(
@@ -216,7 +220,7 @@ class Patience:
         return deadline
 
     def renew(self) -> None:
-        """Notes that an attempt got an answer: the timeout begins again at the next failure."""
+        """Notes that an attempt got an answer: timeout and pauses begin anew at the next failure."""
         self._pause = self._first
         self._deadline = None
 
@@ -269,13 +273,13 @@ def _async(function: Callable[P, T]) -> Callable[P, Coroutine[Any, Any, T]]:
 
 
 class WaitLog:
-    """One log for all waits of a kind, however many are under way at once."""
+    """Logs waits of one kind. Several waits at the same time count as one wait."""
 
     def __init__(self, who: str = "the generator", *, every: float = LOG_SECONDS, late: bool = False) -> None:
-        """`who` waits. `every`: seconds between two lines.
+        """`who` names the program that waits. `every`: seconds between two lines.
 
-        The first line of a wait comes at once. With `late`, the wait begins now, and its first line comes after `every`
-        seconds.
+        The first line of a wait is logged at once. With `late`, the first wait begins now, and its first line is logged
+        after `every` seconds.
         """
         self._who = who
         self._every = every

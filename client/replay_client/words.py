@@ -1,4 +1,4 @@
-"""Counts in sentences for people, for packages that know the client and not the wire."""
+"""Counts in sentences for people, for packages that may import replay_client but not replay_protos."""
 
 from replay_protos.words import counted
 

@@ -1,6 +1,6 @@
 """AsyncWriter: sends inserts without waiting for each acknowledgement, to each server in order.
 
-insert() ──▶ unsent ──stream──▶ unacknowledged ──ack──▶ gone
+insert() ──▶ unsent ──stream──▶ unacknowledged ──ack──▶ done
                 ▲                     │
                 └──── reconnect ──────┘       with the same keys, so no item is inserted twice
 """
@@ -39,28 +39,29 @@ if TYPE_CHECKING:
     from replay_client.shards.placing import Placement
 
 _WORTH_A_MESSAGE = 1 << 18
-"""Bytes of items that are sent at once. Fewer bytes wait for more items, to share a message with them. The number is
-multiplied by the number of the writer's servers, up to _FULL, because each of several servers gets fewer items."""
+"""Items of so many bytes together are sent at once. Items of fewer bytes wait for more items, to share a message with
+them. The number is multiplied by the number of the writer's servers, up to _FULL, because each of several servers gets
+fewer items."""
 _FULL = 1 << 20
 """Bytes that fill a message."""
 _LINGER = 0.002
-"""The most seconds that items wait for others. It is multiplied by the number of the writer's servers, so that several
-servers together get no more messages than one."""
+"""The most seconds that items wait for more items. It is multiplied by the number of the writer's servers, so that
+several servers together get no more messages than one."""
 
 
 class AsyncWriter(AbstractAsyncContextManager["AsyncWriter"]):
     """Inserts without waiting for each acknowledgement; made by `AsyncReplayClient.writer()`, for `async with`.
 
-    The end of the `async with` block flushes the writer.
+    The end of the `async with` block flushes the writer, unless the block raises.
     """
 
-    # The blocking writer uses this one, from other threads:
+    # The blocking writer uses an AsyncWriter from other threads. Therefore:
     #
-    # * Any thread may call `offer`. It never waits. If there is no room, it keeps the given callback, and calls it when
-    #   the caller should try again, in most cases on the event loop.
-    # * Each server has a line of its own. The bounds are those of all lines together. Items that a server has not
-    #   acknowledged stay in its line while it is away. They count among those in flight only while all servers are
-    #   away: new items go to other servers, and need not wait for this one.
+    # * Any thread may call `offer`. It never waits. If there is no room, it keeps the given callback. The callback is
+    #   called when the caller should try again, in most cases on the event loop.
+    # * Each server has a line (`InsertLine`). `max_in_flight` and `max_bytes` bound all lines together. Items that a
+    #   server has not acknowledged stay in its line while the server is away. They count as in flight only while all
+    #   servers are away: otherwise new items go to other servers, and need not wait for this one.
     # * `lock` guards the queues and counters. It is never held during a wait.
 
     def __init__(
@@ -80,10 +81,10 @@ class AsyncWriter(AbstractAsyncContextManager["AsyncWriter"]):
         self.refused: dict[int, ReplayError] = {}
         """The reason for each item that the server refused, by the key of the item."""
         self.evicted = EvictedItems()
-        """The tables that an item left at once because they were full and their remover chose it, by the item's key.
+        """The tables that were full and removed an item as soon as it was inserted, by the item's key.
 
-        The mapping has the newest 65,536 of these items. They were inserted, so this is no error: a pool that keeps the
-        best items does not keep them.
+        The mapping has the newest 65,536 of these items. This is no error: a pool that keeps the best items does not
+        keep these.
         """
         self.keys = keys
         self.lock = threading.Lock()
@@ -97,9 +98,9 @@ class AsyncWriter(AbstractAsyncContextManager["AsyncWriter"]):
         self._unreported: list[ReplayError] = []
         """The errors of refused items that no call has raised yet."""
         self._lost: deque[ReplayError] = deque()
-        """The reasons why lines ended with items in them. Each reason is raised once."""
+        """The reason of each line that ended with items in it. Each reason is raised once."""
         self._failure: ReplayError | None = None
-        """The reason why this writer sends nothing more; None: it works."""
+        """The reason why this writer sends nothing more; None: it still sends."""
         self._room: list[Callable[[], None]] = []
         """The callbacks of callers that wait for room."""
         self.awaited_by: list[Callable[[], None]] = []
@@ -133,7 +134,7 @@ class AsyncWriter(AbstractAsyncContextManager["AsyncWriter"]):
         return item.key
 
     async def flush(self, timeout: Timeout = DEFAULT) -> None:
-        """Returns when everything inserted so far is acknowledged. Raises the first error of any of it."""
+        """Returns when the servers have acknowledged all items inserted so far. Raises the first error of them."""
         drained = asyncio.Event()
         while not self._is_drained(drained.set):
             try:
@@ -148,10 +149,14 @@ class AsyncWriter(AbstractAsyncContextManager["AsyncWriter"]):
         self.check()
 
     def offer(self, item: Item, when_room: Callable[[], None] | None = None) -> bool:
-        """Takes the item if there is room. Raises the errors of earlier items."""
+        """Takes the item if there is room. Raises the errors of earlier items.
+
+        Otherwise returns False, and calls `when_room` once when the caller should offer the item again.
+        """
         with self.lock:
             self._raise()
-            # Before all servers were tried, a server that is only slow to connect would lose its items to another one.
+            # Before the fleet has tried to reach each server, the items of a server that is only slow to connect would
+            # go to another server.
             if not (self._fleet.decided and self._has_room(item)):
                 if when_room is not None:
                     self._room.append(when_room)
@@ -166,7 +171,7 @@ class AsyncWriter(AbstractAsyncContextManager["AsyncWriter"]):
     def _is_drained(self, when_drained: Callable[[], None]) -> bool:
         """True if all items are acknowledged. Raises the errors of earlier items.
 
-        Otherwise sends all unsent items, and keeps `when_drained` to be called when all are acknowledged.
+        Otherwise sends all unsent items, and calls `when_drained` once when all items are acknowledged.
         """
         with self.lock:
             if not self._in_flight or self._failure is not None or self._lost:
@@ -197,11 +202,12 @@ class AsyncWriter(AbstractAsyncContextManager["AsyncWriter"]):
         """Notes that the server has decided about these items of the line."""
         errors = {error.key: error_of(error.code, error.message, error.reason) for error in response.errors}
         for item in items:
-            if item.moved and item.key not in errors:
+            if item.moved and item.key not in errors:  # the item was inserted on another shard than its permit's
                 await self._placement.settle(item)
         moved: set[InsertLine] = set()
         with self.lock:
             for item in items:
+                # A draining server has refused the item, so it may go to another server. It stays in flight.
                 is_draining = isinstance(errors.get(item.key), ShardDrainingError)
                 if is_draining and self._placement.forget(item.key, line.shard):
                     del errors[item.key]
@@ -221,7 +227,7 @@ class AsyncWriter(AbstractAsyncContextManager["AsyncWriter"]):
         self._notify_waiters()
 
     def ended(self, line: InsertLine, error: ReplayError) -> None:
-        """Notes that the line sends nothing more. If there are other servers, only the items in the line are lost."""
+        """Notes that the line sends nothing more. The writer goes on with other servers, if there are any."""
         if self._fleet.shards == [line.shard]:
             self._fail(error)
             return
@@ -236,7 +242,7 @@ class AsyncWriter(AbstractAsyncContextManager["AsyncWriter"]):
         self._notify_waiters(now=True)
 
     def check(self) -> None:
-        """Asserts that the items in flight are those of the lines, or are being decided. Any thread may call it."""
+        """Asserts that all items of the lines count as in flight, with their bytes. Any thread may call this."""
         with self.lock:
             lines = self._lines.values()
             assert self._in_flight >= sum(line.in_flight for line in lines), (self._in_flight, lines)
@@ -256,6 +262,7 @@ class AsyncWriter(AbstractAsyncContextManager["AsyncWriter"]):
         nbytes = self._bytes + item.nbytes
         if in_flight < self.max_in_flight and nbytes <= self.max_bytes:
             return True
+        # The items of servers that are away do not count, while another server can be reached.
         if self._fleet.up():
             for shard, line in self._lines.items():
                 if not shard.is_up:
@@ -273,14 +280,14 @@ class AsyncWriter(AbstractAsyncContextManager["AsyncWriter"]):
         return line
 
     def _divide(self) -> None:
-        """Divides the bounds among the lines. Call it when their number has changed."""
+        """Divides the bounds among the lines. Call it when the number of lines has changed."""
         lines = max(1, len(self._lines))
         self.max_in_a_line = max(1, self.max_in_flight // lines)
-        """The share of `max_in_flight` of each server that has had items."""
+        """The share of each line in `max_in_flight`."""
         self.worth_a_message = min(_FULL, _WORTH_A_MESSAGE * lines)
-        """Bytes of items that do not wait for more items."""
+        """The bytes from which on items do not wait for more items."""
         self.linger = _LINGER * lines
-        """Seconds that a few small items wait for others."""
+        """Seconds that a few small items wait for more items."""
 
     def _raise(self) -> None:
         """Raises an error that was not raised yet, if there is one. The caller holds the lock."""
@@ -299,9 +306,9 @@ class AsyncWriter(AbstractAsyncContextManager["AsyncWriter"]):
         self._notify_waiters(now=True)
 
     def _notify_waiters(self, _: Connection | None = None, *, now: bool = False) -> None:
-        """Calls the callbacks of callers that wait for room, also when a shard has come or gone.
+        """Calls the callbacks of callers that wait for room. Each shard that comes or goes calls this, too.
 
-        If all items are acknowledged, or with `now`, calls those of callers that wait for this, too.
+        If all items are acknowledged, or with `now`, also calls the callbacks of callers that wait until they are.
         """
         with self.lock:
             waiting = self._room
@@ -325,14 +332,15 @@ class InsertLine:
         self._lock = writer.lock
         self._unsent: deque[Item] = deque()
         self.unacknowledged: deque[Item] = deque()
+        """The items that were sent, in the order in which the server decides about them."""
         self._unsent_bytes = 0
         self._wake = asyncio.Event()
-        """Set when the task should send."""
+        """Set when `_task` should send, or should see that its stream has ended."""
         self._timer: asyncio.TimerHandle | None = None
         self._awake = False
-        """True if the task sends, or is about to."""
+        """True if the task sends items, or will do so soon."""
         self._lingers = False
-        """True if the timer runs, or is about to."""
+        """True if the timer runs, or will be started soon."""
         self._task: asyncio.Task[None] | None = None
 
     @property
@@ -345,29 +353,29 @@ class InsertLine:
         return self._unsent_bytes + sum(item.nbytes for item in self.unacknowledged)
 
     def check(self) -> None:
-        """Asserts that the bytes are those of the items. The caller holds the lock."""
+        """Asserts that `_unsent_bytes` are the bytes of the unsent items. The caller holds the lock."""
         nbytes = sum(item.nbytes for item in self._unsent)
         assert self._unsent_bytes == nbytes, (self._unsent_bytes, nbytes)
 
     def add(self, item: Item) -> Callable[[], None] | None:
-        """Takes the item. Returns a function that the caller must call on the event loop; None: there is none.
+        """Takes the item. Returns a function that the caller must call on the event loop, or None.
 
         The caller holds the lock.
         """
         self._unsent.append(item)
         self._unsent_bytes += item.nbytes
-        if self._awake:
+        if self._awake:  # the task sends this item, too
             return None
         if self._worth_sending():
             self._awake = True
             return self.send
-        if self.unacknowledged or self._lingers:
+        if self.unacknowledged or self._lingers:  # the next acknowledgement, or the timer, sends the item
             return None
         self._lingers = True
         return self.linger
 
     def wakes(self) -> bool:
-        """True if the caller must call `send`, because items may not wait for others any more.
+        """True if the caller must call `send`: there are unsent items, and they must not wait for more items.
 
         The caller holds the lock.
         """
@@ -387,7 +395,7 @@ class InsertLine:
             self._task = self._writer.loop.create_task(self._run())
 
     def linger(self) -> None:
-        """Sends the unsent items after some time. Call it on the event loop."""
+        """Sends the unsent items after a short time, so that more items may join them. Call it on the event loop."""
         if self._timer is None:
             self._timer = self._writer.loop.call_later(self._writer.linger, self.send)
 
@@ -405,8 +413,9 @@ class InsertLine:
     def _worth_sending(self) -> bool:
         """True if the unsent items should be sent now, and not after the next acknowledgement.
 
-        A message costs both sides as much as ten small items. So small items wait for each other while any server has
-        work of this writer. An item is sent at once if no server has work, or if a caller waits for all items.
+        A message costs both sides as much as many small items. So small items wait for each other while any server has
+        unacknowledged items of this writer. An item is sent at once if no server has any, or if a caller waits until
+        all items are acknowledged.
         """
         writer = self._writer
         return (
@@ -429,7 +438,7 @@ class InsertLine:
                     if self.in_flight:
                         await patience.pause_or_raise(error)
                 with self._lock:
-                    # Items that were not acknowledged are sent again, before the others and in the old order.
+                    # Items that were not acknowledged are sent again, before the unsent ones and in the old order.
                     self._unsent.extendleft(reversed(self.unacknowledged))
                     self._unsent_bytes += sum(item.nbytes for item in self.unacknowledged)
                     self.unacknowledged.clear()
@@ -441,15 +450,15 @@ class InsertLine:
         except ReplayError as error:
             writer.ended(self, error)
         except asyncio.CancelledError:
-            # The error is not raised again: the task would keep these frames, and the ring with them, until a garbage
-            # collection.
+            # The error is not raised again: the task would keep these frames, and the shared memory that they refer to,
+            # until a garbage collection.
             writer.ended(self, ServerClosedError("the writer was closed while it had work to do"))
-        except Exception as error:  # a bug. Without this, callers would wait for ever
+        except Exception as error:  # a bug. Without this branch, callers would wait for ever
             writer.ended(self, ReplayError(f"the writer failed: {type(error).__name__}: {error}"))
             raise
 
     async def _stream(self, connection: Connection, patience: Patience) -> None:
-        """Sends and reads until the stream breaks."""
+        """Sends items and reads acknowledgements until the stream breaks."""
         stream = connection.transport.stream("InsertStream")
         doubting = asyncio.create_task(self._doubt())
         reader = asyncio.create_task(self._read(stream, patience))
@@ -474,7 +483,7 @@ class InsertLine:
         reader.result()
 
     async def _doubt(self) -> None:
-        """Asks a server that acknowledges nothing for a sign of life. If it gives none, new items go to others."""
+        """Has a server probed that acknowledges nothing. While it does not answer, new items go to other servers."""
         while True:
             oldest = self.unacknowledged[0] if self.unacknowledged else None
             await asyncio.sleep(LATE_SECONDS)
@@ -482,7 +491,7 @@ class InsertLine:
                 self.shard.doubt()
 
     def _next_items(self, *, at_once: bool = False) -> list[Item]:
-        """The next items to send; none if they should wait for others. With `at_once` they do not wait."""
+        """The next items to send; none if they should wait for more items. With `at_once` they do not wait."""
         with self._lock:
             items: list[Item] = []
             if at_once or self._worth_sending():

@@ -1,11 +1,12 @@
 """Fleet: knows the servers of a client of several servers, watches which of them can be reached, and asks them.
 
-Each shard has a watcher that keeps its connection open and tells when it comes or breaks. A question goes to the shards
-that are up. If one of them goes away with its answer, the answers of the others count.
+Each shard has a watcher that keeps its connection open, and notes when the connection stands and when it breaks. A
+question goes to the shards that are up. If a shard goes away before it answers, the answers of the other shards count.
 
-A server can also hang, stopped or swapping, while its connection stands. So a caller that has waited LATE_SECONDS for
-an answer asks the shard for a sign of life. A shard that gives none counts as away for all callers, and is asked again
-in the background until it answers. It may still carry out the requests that were sent to it before.
+A server can also hang while its connection stands, because it is suspended or its memory is swapped out. So a caller
+that has waited LATE_SECONDS for an answer probes the shard (`doubt`): it asks for the policy, which every server can
+answer at once. A shard that does not answer counts as away for all callers, and is probed in the background until it
+answers. It may still carry out the requests that were sent to it before.
 """
 
 from __future__ import annotations
@@ -43,22 +44,22 @@ T = TypeVar("T")
 SECONDS_PER_LOOK = 5.0
 """Seconds between two looks for shards that were added or taken away."""
 _SIGNS = 2
-"""The number of times that a silent shard is asked for a sign of life. It is asked twice, because this process may have
-stood still during the first time."""
+"""The number of probes before a silent shard counts as away. There are two, because this process itself may have stood
+still during the first one."""
 _SIGN_SECONDS = 1.0
-"""Seconds in which a shard must give a sign of life."""
+"""Seconds in which a shard must answer a probe."""
 _FIRST_LOOK = 2.0
-"""Seconds in which a server must accept the first connection. After that it counts as gone until it does."""
+"""Seconds in which a server must accept the first connection. After that the server counts as gone until it accepts."""
 _LOOK_AGAIN = 0.5
 """Seconds between two looks for the address of a server that is gone."""
 _RAY_SECONDS = 5.0
-"""Seconds in which Ray must tell an address."""
+"""Seconds in which Ray must answer with the address of a shard."""
 _DRAINING = 30.0
 """Seconds after which a shard that was draining is tried again: the operator may have stopped the draining."""
 
 
 class Shard(Connection):
-    """One server of several. `name` stays the same when the address changes, and decides which keys belong here."""
+    """One server of several. `name` decides which keys belong to it, and stays the same when the address changes."""
 
     def __init__(self, name: str, access: Access, timeout: float | None, names: RayNames | None) -> None:
         """`names` finds the address if `access` has none."""
@@ -67,21 +68,22 @@ class Shard(Connection):
         self.is_up = False
         """True while the connection stands and the server answers. Any thread may read it."""
         self.draining_until = 0.0
-        """The end, on time.monotonic's clock, of the time in which no new item goes here, because the shard refused one
-        as draining."""
+        """Until this time, on time.monotonic's clock, no new item goes to this shard, because it refused one while
+        draining."""
         self.decided = asyncio.Event()
         """Set when the first attempt to connect has ended."""
         self.changed: Callable[[Shard], None] = lambda _: None
         """Called when `is_up` has changed."""
         self._names = names
         self.has_address = names is None
+        """True if the address is known. At first, only Ray knows the address of an actor."""
         self._running: set[asyncio.Task[Any]] = set()
-        """Requests under way. They are cancelled when the connection breaks."""
+        """Requests under way. They are cancelled when the shard goes away."""
         self._watching: asyncio.Task[None] | None = None
         self._doubting: asyncio.Task[None] | None = None
-        """The task that asks for a sign of life."""
+        """The task that probes the shard."""
         self._waking: asyncio.Task[None] | None = None
-        """The task that asks a shard that hangs until it answers."""
+        """The task that probes a shard that hangs, again and again, until it answers."""
 
     @property
     def transport(self) -> Transport:
@@ -95,7 +97,7 @@ class Shard(Connection):
         return self.is_up and time.monotonic() >= self.draining_until
 
     def is_draining(self) -> None:
-        """Notes that the shard has refused a new item as draining: no new item goes there for a while."""
+        """Notes that the shard has refused a new item because it is draining. No new item is sent there for a while."""
         self.draining_until = time.monotonic() + _DRAINING
 
     def watch(self) -> None:
@@ -123,7 +125,7 @@ class Shard(Connection):
 
     @contextmanager
     def expected(self) -> Iterator[None]:
-        """Asks for a sign of life if the answer for which the block waits is late."""
+        """Probes the shard if the answer for which the block waits is late."""
         timer = asyncio.get_running_loop().call_later(LATE_SECONDS, self.doubt)
         try:
             yield
@@ -131,12 +133,12 @@ class Shard(Connection):
             timer.cancel()
 
     def doubt(self) -> None:
-        """Asks for a sign of life, on the running event loop. A shard that gives none counts as away until it does."""
+        """Probes the shard, on the running event loop. A shard that does not answer counts as away until it answers."""
         if self._doubting is None or self._doubting.done():
             self._doubting = asyncio.create_task(self._doubt())
 
     async def answers(self) -> bool:
-        """Waits for the sign of life of `doubt`. Returns True if the shard is up."""
+        """Probes the shard as `doubt`, and waits for the result. Returns True if the shard is up."""
         self.doubt()
         assert self._doubting is not None
         await asyncio.wait({self._doubting})
@@ -189,25 +191,28 @@ class Shard(Connection):
     async def _until_it_answers(self) -> None:
         while await self._is_silent():
             pass
-        # If the connection is broken by now, the watcher reports when it stands again.
+        # If the connection is broken by now, the watcher reports the shard when the connection stands again.
         if self.transport.state() is ChannelConnectivity.READY:
             self._report(True)
 
     async def _is_silent(self) -> bool:
+        """Probes the shard once. Returns True if the shard does not answer in time although the connection stands."""
         try:
             await self.transport.call("GetPolicy", pb.GetPolicyRequest(), _SIGN_SECONDS)
         except grpc.aio.AioRpcError as error:
-            # Any other error is an answer, or a broken connection, which the watcher reports.
+            # Any other error is an answer of the shard, or a broken connection, which the watcher reports.
             return error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
         return False
 
     async def _find(self, names: RayNames) -> None:
+        """Asks Ray for the address, and moves there if it has changed."""
         address = await asyncio.to_thread(names.locate, self.name)
         if address is not None and address != self.address:
             self.move(address)
             self.has_address = True
 
     def _report(self, is_up: bool) -> None:
+        """Sets `is_up`, and calls `changed` if this is news. Cancels the requests to a shard that is away."""
         changed = is_up != self.is_up or not self.decided.is_set()
         self.is_up = is_up
         self.decided.set()
@@ -234,13 +239,13 @@ class Fleet:
         self.changed = asyncio.Event()
         """Set, and replaced by a new event, when a shard has come or gone."""
         self.listeners: list[Callable[[Shard], None]] = []
-        """Called with each shard that has come or gone."""
+        """Functions that are called with each shard that has come or gone."""
         self._access = access
         self._following: asyncio.Task[None] | None = None
         self._closed = False
         self._background: set[asyncio.Task[None]] = set()
         self._names = RayNames.of(access.address)
-        """None if the addresses are known, and need not be found by Ray."""
+        """None if the addresses are known without Ray."""
         addresses = split_addresses(access.address)
         names = list(addresses) if self._names is None else self._names.find()
         self.shards = [self._make_shard(name, addresses.get(name, access.address)) for name in names]
@@ -289,7 +294,7 @@ class Fleet:
     async def reachable(self, deadline: Deadline) -> list[Shard]:
         """The shards that are up, at least one. Raises ServerUnavailableError if none is up before the deadline."""
         self.connect()
-        while not self.decided:  # not for long: each shard has a short time for its first connection
+        while not self.decided:  # at most about _FIRST_LOOK seconds
             await self.changed.wait()
         while not (up := self.up()):
             if not await self._changes(deadline):
@@ -297,7 +302,7 @@ class Fleet:
         return up
 
     async def _changes(self, deadline: Deadline) -> bool:
-        """Waits until a shard comes or goes. Returns False if the deadline passes before."""
+        """Waits until a shard comes back or goes away. Returns False if the deadline passes before."""
         try:
             async with asyncio.timeout(deadline.seconds):
                 await self.changed.wait()
@@ -308,7 +313,7 @@ class Fleet:
     async def insist(
         self, attempt: Callable[[Deadline], Awaitable[T]], timeout: float | None, *also: type[ReplayError]
     ) -> T:
-        """The result of `attempt`. While a shard that it needs is gone, it is made again, within `timeout` seconds.
+        """The result of `attempt`. If it fails because a shard is gone, tries again for `timeout` seconds.
 
         `also` are further errors after which the attempt is made again.
         """
@@ -330,7 +335,7 @@ class Fleet:
         return ServerUnavailableError(f"none of the {len(self.shards)} shards answers: {names}; are they running?")
 
     async def ask(self, method: str, request: Message, timeout: float | None, read: Callable[[Any], T]) -> T:
-        """One answer, merged from those of all shards that are up. `read` makes a record of each.
+        """One answer, merged from the answers of all shards that are up. `read` makes a record of each answer.
 
         Raises as `answers`.
         """
@@ -354,10 +359,11 @@ class Fleet:
     async def answers(
         self, method: str, request: Question, timeout: float | None, shards: Sequence[Shard] | None = None
     ) -> dict[Shard, Any]:
-        """The answers of the shards that are up, at least one; with `shards`, of those among `shards`, perhaps none.
+        """The answers of the shards that are up, by the shard. With `shards`, only these are asked.
 
-        A shard that goes away meanwhile, or does not answer in time while others do, is left out. Raises any other
-        error of any shard, and ServerUnavailableError if no shard answers in time.
+        A shard that goes away meanwhile, or does not answer in time while others do, is left out. The result is empty
+        only if none of `shards` is up. Raises any other error of any shard, and ServerUnavailableError if no shard
+        answers in time.
         """
 
         async def attempt(deadline: Deadline) -> dict[Shard, Any]:
@@ -370,16 +376,16 @@ class Fleet:
         return await self.insist(attempt, timeout)
 
     async def say(self, method: str, request: Message, timeout: float | None) -> None:
-        """Sends a request to the shards that are up. It does not matter if they answer."""
+        """Sends a request to the shards that are up. A shard that does not answer is ignored."""
         with suppress(DeadlineExceededError):
             await self.try_to_ask(method, request, timeout, self.up())
 
     async def try_to_ask(
         self, method: str, request: Question, timeout: float | None, shards: Sequence[Shard]
     ) -> dict[Shard, Any]:
-        """The answers of those among `shards` that answer. A shard that goes away is left out.
+        """The answers of those among `shards` that answer, by the shard. A shard that goes away is left out.
 
-        Raises DeadlineExceededError if no shard answers, and one did not answer in time.
+        Raises DeadlineExceededError if no shard answers, and the time of at least one was up.
         """
         requests = [request(shard) if callable(request) else request for shard in shards]
         calls = [
@@ -402,7 +408,7 @@ class Fleet:
     async def ask_all(self, method: str, request: Message, timeout: float | None, read: Callable[[Any], T]) -> T:
         """As `ask`, but needs the answers of all shards.
 
-        Raises ServerUnavailableError that names the shards that cannot be reached in time.
+        Raises ServerUnavailableError, which names shards, if these cannot be reached in time.
         """
         deadline = Deadline(timeout)
         self.connect()
@@ -433,10 +439,10 @@ class Fleet:
             await asyncio.gather(self._following, return_exceptions=True)
         await asyncio.gather(*(shard.close() for shard in self.shards))
         for shard in self.shards:
-            self._changed(shard)  # so that no caller goes on waiting for it
+            self._changed(shard)  # wakes callers that wait for a change
 
     async def _follow(self, names: RayNames) -> None:
-        """Takes in shards that `resize` has added, and leaves out those that it has taken away."""
+        """Adds the shards that `replay shards resize` has added, and closes those that it has taken away."""
         while True:
             await asyncio.sleep(SECONDS_PER_LOOK)
             known = {shard.name: shard for shard in self.shards}
@@ -473,7 +479,7 @@ class RayNames:
 
     @classmethod
     def of(cls, address: str) -> Self | None:
-        """The names at a ray:// address; None if the address is another one. Raises ValueError if it cannot be used."""
+        """The names at a ray:// address; None for any other address. Raises ValueError for one that cannot be used."""
         if not address.startswith(RAY_SCHEME):
             return None
         namespace, _, name = address.removeprefix(RAY_SCHEME).partition("/")
@@ -492,7 +498,7 @@ class RayNames:
         return cls(namespace, name, ray)
 
     def find(self) -> list[str]:
-        """The names of all shards, by number. Raises ValueError if there is none."""
+        """The names of all shards, in the order of their numbers. Raises ValueError if there is no shard."""
         pattern = re.compile(re.escape(self.name) + r"-(\d+)")
         actors = self._ray.util.list_named_actors(all_namespaces=True)
         numbers: list[int] = []

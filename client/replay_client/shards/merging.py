@@ -1,8 +1,8 @@
-"""Merging: one answer from the answers of all shards.
+"""Merging: makes one answer of the answers of all shards.
 
-replay.proto declares for each field of ServerInfo how it is merged. `_merged` applies that to one message: it goes
-through the fields, takes the values that the shards have, and makes one of them. A field whose values are messages is
-merged the same way, field by field. So a new field needs no line here.
+replay.proto declares for each field of ServerInfo how it is merged. `_merged` applies these rules to one message: for
+each field it makes one value of the values of all shards. A field whose values are messages is merged in the same way,
+field by field. So a new field needs no line here.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ M = TypeVar("M", bound=Message)
 
 
 def merge_infos(infos: Mapping[str, ServerInfo], gone: Iterable[str]) -> ShardedInfo:
-    """All shards as one server, from the answers of the shards by name, of which there is at least one.
+    """All shards as one server. `infos` has the answer of each shard that answered, at least one, by the shard's name.
 
     `gone` are the names of the shards that did not answer.
     """
     merged = _merged(pb.ServerInfo.DESCRIPTOR, list(infos.values()), names=list(infos))
-    # `_by_name` makes a dict of the clients. In a ServerInfo the client that was seen last comes first.
+    # `_by_name` made a dict of the clients, by name. In a ServerInfo the client that was seen last comes first.
     merged["clients"] = tuple(sorted(merged["clients"].values(), key=lambda client: client.age))
     return ShardedInfo(**merged, shards=dict(infos), gone=tuple(gone))
 
 
 def merge_messages(parts: Sequence[M], weights: Sequence[float] = ()) -> M:
-    """One message, merged from those of all shards. There is at least one. `weights` are those of means."""
+    """One message, merged from those of at least one shard. `weights` are the weights of the shards in means."""
     if len(parts) == 1:
         return parts[0]
     merged = _merged(parts[0].DESCRIPTOR, parts, weights=weights)
@@ -55,10 +55,10 @@ def lowest(policies: Iterable[Policy]) -> Policy:
 def _merged(
     message: Any, parts: Sequence[Any], *, names: Sequence[str] = (), weights: Sequence[float] = ()
 ) -> dict[str, Any]:
-    """The merged value of each field of `message`, which is a descriptor, by the rule that the field declares.
+    """The merged values by the names of the fields. `message` is a descriptor, and each field declares its rule.
 
     `parts` has the message of each shard, or a record with the same fields. `names` are the names of these shards.
-    `weights` are those of a mean; without them each shard counts the same.
+    `weights` are the weights of the shards in means; without them each shard counts the same.
     """
     merged: dict[str, Any] = {}
     for field, option in declared(message):
@@ -90,7 +90,7 @@ def _weighted_mean(values: Sequence[float], weights: Sequence[float]) -> float:
 
 
 def _by_size(values: Sequence[M], sizes: Sequence[int]) -> M | None:
-    """The messages of the shards that hold items, weighted by their numbers of items; None if no shard holds any."""
+    """The merged message of the shards that hold items, weighted by their numbers; None if no shard holds items."""
     messages = [value for value, size in zip(values, sizes, strict=True) if size]
     if not messages:
         return None
@@ -98,13 +98,13 @@ def _by_size(values: Sequence[M], sizes: Sequence[int]) -> M | None:
 
 
 def _of_known(values: Sequence[M | None]) -> M | None:
-    """The messages merged field by field; None if no shard has one."""
+    """The merged message of the shards that have one; None if no shard has one."""
     known = [value for value in values if value is not None]
     return merge_messages(known) if known else None
 
 
 def _by_name(values: Sequence[Mapping[str, Any] | Sequence[Any]]) -> dict[str, Any]:
-    """One message for each name, from the messages of each shard."""
+    """One merged message for each name, by the name. `values` has the named messages of each shard."""
     messages: dict[str, list[Any]] = defaultdict(list)
     for of_shard in values:
         if isinstance(of_shard, Mapping):
@@ -127,7 +127,7 @@ def _agreed(values: Sequence[Sequence[OverdueClient]]) -> tuple[OverdueClient, .
 
 
 def _config(values: Sequence[str]) -> str:
-    """The configuration of the first shard, with the bounds of all shards together."""
+    """The configuration of the first shard, but each bound is the sum of the bounds of all shards."""
     configs = [json.loads(value) for value in values]
     merged = dict(configs[0])
     merged["max_size"] = sum(config["max_size"] for config in configs)
@@ -140,12 +140,12 @@ def _config(values: Sequence[str]) -> str:
 
 
 def _bound(values: Sequence[int]) -> int:
-    """The sum of the bounds; 0, which means no bound, if a shard has none."""
+    """The sum of the bounds; 0, which means no bound, if some shard has no bound."""
     return sum(values) if all(values) else 0
 
 
 def _each(values: Sequence[str]) -> str:
-    """The entries of all lists, which are texts with commas, once each and sorted."""
+    """All entries once, sorted and separated by commas. Each value has the entries of a shard, separated by commas."""
     entries: set[str] = set()
     for value in values:
         entries.update(value.split(", "))
@@ -165,7 +165,8 @@ _RULES: Mapping[int, Callable[[Sequence[Any]], Any]] = {
     pb.Field.LOWEST: lowest,
     pb.Field.AGREED: _agreed,
 }
-"""The function that merges the values of all shards. Rules that need more than the values stand in `_merged`."""
+"""The function that merges the values of all shards, by the rule. Rules that need more than the values stand in
+`_merged`."""
 
 
 # ------------------------------------------------------------------------------------------------------------ answers
@@ -188,14 +189,14 @@ MERGES: Mapping[str, Callable[[Mapping[str, Any], Sequence[str]], Any]] = {
     "CreateCheckpoint": lambda named, gone: ",".join(f"{shard}/{name}" for shard, name in named.items()),
     "ListCheckpoints": lambda named, gone: _checkpoints(named),
 }
-"""The function that merges the answers of a method. It gets the record of each shard that answered, by the shard's
-name, and the names of the shards that did not answer."""
+"""The function that merges the answers of a method, by the method. It gets the record of each shard that answered, by
+the shard's name, and the names of the shards that did not answer."""
 
 # ------------------------------------------------------------------------------------------------------------- pages
 
 
 def read_page(page: str) -> dict[str, str]:
-    """The page at which each shard goes on, by the shard's name; "" is the first page. Raises InvalidRequestError."""
+    """The page to ask each shard for, by the shard's name. Raises InvalidRequestError for a text of another origin."""
     try:
         pages = json.loads(page or "{}")
     except ValueError:
@@ -208,9 +209,10 @@ def read_page(page: str) -> dict[str, str]:
 def merge_pages(
     pages: Mapping[str, ItemPage], starts: Mapping[str, str], limit: int, order_by: str, descending: bool
 ) -> ItemPage:
-    """The first `limit` items of all pages, each of which is in the same order and holds up to `limit` items.
+    """The first `limit` items of all pages. All pages have the same order and up to `limit` items.
 
-    A shard's page is named by the number of items before it, so that the next page can begin in the middle of this one.
+    `starts` has the beginning of each page, by the shard's name: the number of items before the page. So the next page
+    of a shard can begin in the middle of this one.
     """
     if order_by == "size":
         order_by = "nbytes"

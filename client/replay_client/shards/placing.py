@@ -1,11 +1,11 @@
-"""Placing: which shard an item goes to, and where it is found again.
+"""Placing: chooses the shard of an item, and finds the item there again.
 
 A key belongs to one shard, by rendezvous hashing: each shard gives each key a score, and the key belongs to the shard
-with the highest one. Every client finds the same shard without asking anybody. Another shard more or less moves only
-the keys that it wins or loses, 1 of N.
+with the highest score, its owner. Every client finds the same shard without asking anybody. If a shard is added to the
+N shards or taken away, only about 1 of N keys gets another owner.
 
-An item lies on the shard to which its key belongs, unless that shard was away at its insert, or another one granted its
-permit. So a change by key goes to the owners first, and to all other shards for the keys that these lack.
+An item lies on the owner of its key, unless the owner was away at the insert, or another shard granted the permit. So a
+change by key goes to the owners first, and then to all other shards for the keys that the owners lack.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ Keys = npt.NDArray[np.uint64]
 Rows = npt.NDArray[np.int64]
 
 _MOST_REMEMBERED = 1 << 20
-"""The most keys whose shard a client remembers. The key that was used longest ago is forgotten first."""
+"""The most keys whose shard a client remembers after an unsure insert. The oldest are forgotten first."""
 _BLOCK = 256
-"""The number of successive keys whose owners are computed at once. Computed one by one, each would take 20 us."""
+"""The number of successive keys whose owners are computed at once. Alone, each key would take 20 us."""
 _SPLITMIX_ROUNDS = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB))
 """The shift and the factor of each round of splitmix64."""
 
@@ -57,7 +57,7 @@ class Rendezvous:
     def __init__(self, names: Sequence[str]) -> None:
         self._seeds = np.array([xxhash.xxh64_intdigest(name.encode()) for name in names], dtype=np.uint64)
         self._block: tuple[int, list[int]] = -1, []
-        """The number of a block of keys, and the owners of its keys. Any thread may replace the pair by another one."""
+        """The number of a block of keys, and the owners of its keys. Any thread may replace the pair."""
 
     def owners(self, keys: Keys) -> Rows:
         """The index of the shard to which each of `keys` (K,) belongs, as (K,)."""
@@ -66,7 +66,7 @@ class Rendezvous:
         return owners
 
     def owner(self, key: int) -> int:
-        """As `owners`, for one key. It is fast for successive keys, such as those that a client chooses."""
+        """As `owners`, for one key. Successive keys, as a client chooses them, take little time."""
         number, owners = self._block
         if key // _BLOCK != number:
             number = key // _BLOCK
@@ -98,29 +98,33 @@ def chosen_by_client(key: int) -> bool:
 
 
 class Placement:
-    """Chooses the shard for each item of one client. A key that was tried on one shard never goes to another one."""
+    """Chooses the shard for each item of one client. A key that was tried on one shard is never sent to another one."""
 
     def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet
         self._tried: dict[int, tuple[Shard, bool]] = {}
-        """The shard that may have a key after an insert that is unsure, and the item's `moved`, by the key."""
+        """For the key of an insert that may or may not have succeeded: the shard that may have the item, and the item's
+        `moved`."""
         self._ranked: tuple[Rendezvous, Sequence[Shard]] = (Rendezvous([]), ())
-        """The scores of the shards, and the shards in the order of the scores."""
+        """The scores of the shards that the fleet had last, and these shards. Rendezvous returns indices of these
+        shards."""
         self._passed_over: set[Shard] = set()
-        """Shards that granted permits and are away now. The log has a line about each of them already."""
+        """Shards that granted permits and are away. The log already has a line about each of them."""
 
     def shard_for(self, item: Item) -> Shard:
         """The shard for an insert, by the first rule that holds.
 
         1. The shard that this client has tried the key on before: it may have the item.
         2. The shard that gave the samples that the item closes, and no other one.
-        3. The shard that granted the permit, if it takes inserts: so its admission counts the group. Otherwise the
-           admission of the shard that gets the group counts the group. If the granting shard is draining, it hears of
-           that afterwards. If it is away, the permit stays in use until its lease ends.
-        4. The shard to which the key belongs, if it is up. A shard that is draining has said that it lacks the key, so
-           it is passed over.
-        5. The next shard for the key that is up, if a client chose the key at random: nobody else has tried it.
-        6. The shard to which the key belongs. Another process may have tried the key there before, so wait for it.
+        3. The shard that granted the permit, if it takes inserts: then its admission counts the group. Otherwise rules
+           4 to 6 choose the shard, and the admission of that shard counts the group. If the granting shard is
+           draining, it is told afterwards (`settle`). If it is away, the permit stays in use until its lease ends.
+        4. The owner of the key, if the owner is up. Shards that are draining are passed over in rules 4 to 6, because
+           they have said that they lack the key.
+        5. The shard with the next highest score that is up, if a client chose the key at random: then no other process
+           has tried the key on the owner.
+        6. The owner of the key, although it is away. Another process may have tried the key there before, so the insert
+           waits for the owner.
         """
         if (tried := self._tried.get(item.key)) is not None:
             shard, item.moved = tried
@@ -154,6 +158,7 @@ class Placement:
             if owner.takes_inserts:
                 return owner
         order = [shards[index] for index in rendezvous.order(key)]
+        # Shards that are away stay candidates: they may have the key. If all shards are draining, all are candidates.
         not_draining = [shard for shard in order if shard.takes_inserts or not shard.is_up]
         candidates = not_draining or order
         if candidates[0].is_up or not chosen_by_client(key):
@@ -191,7 +196,7 @@ class Placement:
     async def settle(self, item: Item) -> None:
         """Releases the permit of an inserted item that went to another shard than the one that granted the permit.
 
-        If the granting shard is gone by now, the permit ends by itself, and is granted once more.
+        If the granting shard is gone by now, the permit expires, and the shard then grants another one in its place.
         """
         if not item.moved:
             return
@@ -205,8 +210,9 @@ class Placement:
     async def extend(self, item: Item) -> pb.UnchangedRow | None:
         """Appends the segment `item` to the item with the same key, on the shard that has it.
 
-        Returns None, or why nothing was appended: the item is missing if all shards have answered that they lack it.
-        Raises ServerUnavailableError if a shard that may have the item cannot be reached in time.
+        Returns None if the segment was appended, and otherwise the reason why not. The reason is `missing` if all
+        shards have answered that they lack the item. Raises ServerUnavailableError if a shard that may have the item
+        cannot be reached in time.
         """
 
         async def attempt(deadline: Deadline) -> pb.UnchangedRow | None:
@@ -232,9 +238,9 @@ class Placement:
         return await self._fleet.insist(attempt, item.timeout)
 
     def forget(self, key: int, shard: Connection) -> bool:
-        """Forgets that the shard may have the key: the shard is draining, and lacks the key.
+        """Notes that the shard is draining, and does not have the key.
 
-        Returns True if the key may go to another shard, as it always may here.
+        Returns True: the key may go to another shard.
         """
         assert isinstance(shard, Shard)
         self._tried.pop(key, None)
@@ -242,8 +248,8 @@ class Placement:
         return True
 
     def _remember(self, item: Item, shard: Shard) -> None:
-        """Binds the key of an item whose insert is unsure to this shard: it never goes to another one."""
-        self._tried.pop(item.key, None)  # so that the key becomes the last one of the dict
+        """Binds a key to this shard, because the shard may have the item after an insert without an answer."""
+        self._tried.pop(item.key, None)  # removed first, so that the key becomes the last one of the dict
         self._tried[item.key] = shard, item.moved
         if len(self._tried) > _MOST_REMEMBERED:
             oldest = next(iter(self._tried))
@@ -263,8 +269,10 @@ class Placement:
         found = np.zeros(keys.size, dtype=np.bool_)
 
         async def change_on(shard: Shard, owned: bool) -> int:
-            """Changes the items not found yet on a shard: those of its own keys, or with `owned` False those of other
-            shards' keys. Returns the number of changed items."""
+            """Changes those items on a shard that were not found yet, and returns their number.
+
+            With `owned`, tries only the keys that the shard owns, and otherwise only the keys of other owners.
+            """
             is_own = owners == shards.index(shard)
             rows = np.flatnonzero(~found & (is_own == owned))
             if not rows.size:
@@ -277,6 +285,7 @@ class Placement:
             return int(answer.applied)
 
         applied = 0
+        # First each owner for its own keys, then each shard for the keys that their owners lack.
         for owned in (True, False):
             counts = await asyncio.gather(*(change_on(shard, owned) for shard in up))
             applied += sum(counts)
@@ -284,7 +293,7 @@ class Placement:
         return MutationResult(applied, tuple(missing))
 
     def _ranking(self) -> tuple[Rendezvous, Sequence[Shard]]:
-        """The scores of the shards that the fleet has now, and these shards in the order of the scores."""
+        """The scores of the shards that the fleet has now, and these shards."""
         shards = self._fleet.shards
         if self._ranked[1] is not shards:
             names = [shard.name for shard in shards]
@@ -294,7 +303,7 @@ class Placement:
 
 
 def _keys_of(request: Any) -> Keys:
-    """The keys that a request names, as (K,). Raises InvalidRequestError unless each key has one priority."""
+    """The keys that a request names, as (K,). Raises InvalidRequestError unless there are as many priorities."""
     if not isinstance(request, pb.UpdatePrioritiesRequest):
         return np.array(request.keys, dtype=np.uint64)
     if len(request.keys) != len(request.priorities):
@@ -303,7 +312,7 @@ def _keys_of(request: Any) -> Keys:
 
 
 def _part(request: Any, rows: Rows) -> Any:
-    """A request of the same kind for some of the rows of `request`."""
+    """A request of the same kind for the keys in these rows of `request`."""
     if isinstance(request, pb.UpdatePrioritiesRequest):
         keys = np.frombuffer(request.keys, dtype="<u8")
         priorities = np.frombuffer(request.priorities, dtype="<f8")

@@ -1,13 +1,13 @@
-"""Policy and permits: one policy version on all shards, and permits from the share of each.
+"""Policy and permits: keeps one policy version on all shards, and gets permits from each shard's share.
 
-Every shard gets a version, and the lowest confirmed version counts. A generator must never see a version that some
-shard does not have yet: that shard would take its groups for newer than the policy. A shard may come back with an older
-version. The other shards keep theirs, and the client that published the version brings the shard up to date: it sends
-the version, a state that the shard has missed, and a rollback that the shard has missed.
+Every shard is told each new version. The lowest version of the shards that are up counts. A generator must never see a
+version that some shard does not have yet: for that shard, the generator's groups would be newer than the policy. A
+shard may come back with an older version. The other shards keep the newer one, and the client that published it brings
+the shard up to date: it sends the version, and any state or rollback that the shard has missed.
 
-All shards have the run's `fresh_groups_per_step`. Each shard grants its share of it, by its index among the shards that
-grant permits. So the shares sum to it exactly. A shard that stays away, or drains, has no index: the others grant its
-share.
+All shards have the same `fresh_groups_per_step`, that of the run. Each shard grants a share of this number, by its
+index among the shards that grant permits, so that the shares sum to the number exactly. A shard that stays away, or
+drains, has no index: the other shards grant its share.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from replay_client.waits import Deadline
 from replay_protos import replay_pb2 as pb
 
 _AWAY_SECONDS = 5.0
-"""Seconds after which the others grant the share of a shard. A connection that breaks for a moment changes nothing."""
+"""Seconds for which a shard is away before the other shards grant its share. A shorter break changes nothing."""
 _SECONDS_PER_ROUND = 2.0
-"""Seconds for which all shards are asked for permits at once. If several of them grant some, one grant is used, and the
-others are released."""
+"""Seconds for which all shards are asked for permits at once. If several of them grant some, the first grant is used,
+and the other grants are released."""
 _SECONDS_PER_QUESTION = 5.0
 """Seconds in which a shard must answer when it is brought up to date."""
 
@@ -52,33 +52,33 @@ class PolicyBoard:
     def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet
         self._published: pb.SetPolicyVersionRequest | None = None
-        """The request for the last version, for shards that may have the version already."""
+        """The last version, as a request that is harmless for shards that have the version already."""
         self._with_state: pb.SetPolicyVersionRequest | None = None
-        """The last request that named a state; None if the trainer has gone back since."""
+        """The last request that named a state; None if the trainer has rolled back since."""
         self._missed_rollbacks: dict[Shard, pb.SetPolicyVersionRequest] = {}
-        """The last rollback, for each shard that has not heard of it."""
+        """The last rollback, by each shard that was not told of it."""
         self._owed: dict[Shard, pb.SetPolicyVersionRequest] = {}
-        """The last version of which a shard had a share and could not be told, with the shard's index. Only this shard
-        can grant the share later: the others have granted only theirs."""
+        """For each shard that had a share of a version and could not be told the version: the last such version, with
+        the shard's index. The other shards grant only their own shares of it, so only this shard can grant the rest."""
         self._informed_shards: set[Shard] = set()
-        """Shards that have heard of the last version, and have not been gone since. If another client has taken them
-        back to an older version meanwhile, they stay there."""
+        """Shards that were told the last version, and have not been away since. They are not told again, even if
+        another client has taken them back to an older version meanwhile."""
         self._away: set[Shard] = set()
-        """Shards whose share the others grant, because these shards are away."""
+        """Shards that are away. The other shards grant their share."""
         self._draining: set[Shard] = set()
-        """Shards whose share the others grant, because these shards take no more inserts."""
+        """Shards that drain: they take no more inserts. The other shards grant their share."""
         self._divided: list[Shard] = []
-        """The shards that granted permits when the shards were told their indices last."""
+        """The shards that granted permits when indices were sent last."""
         self._one_at_a_time = asyncio.Lock()
-        """Versions are told one after the other. Otherwise a shard could hear of an older version after a newer one,
-        and the newer one may have the lower number."""
+        """Held while a version is sent. Otherwise a shard could get an older request after a newer one. It could not
+        tell, because after a rollback the newer request has the lower version."""
         fleet.listeners.append(self._came_or_went)
 
     async def publish(self, request: pb.SetPolicyVersionRequest, timeout: float | None) -> Policy:
-        """Tells all shards that are up. The others get it when they come back, as long as this client lives."""
+        """Sends a version to all shards that are up. The other shards get it from this client when they come back."""
         async with self._one_at_a_time:
             for shard in [shard for shard in self._away if shard.is_up]:
-                with suppress(ReplayError):  # it is gone again
+                with suppress(ReplayError):  # the shard is gone again
                     await self._bring_up_to_date(shard)
             self._divided = self._granting
             answers = await self._fleet.answers(
@@ -96,6 +96,7 @@ class PolicyBoard:
             elif request.state:
                 self._with_state = request
             self._record_draining(answers)
+        # These shards get the version later. Before the first version, `_came_or_went` did nothing for them.
         for shard in self._fleet.shards:
             if not shard.is_up or shard not in answers:
                 self._came_or_went(shard)
@@ -105,7 +106,7 @@ class PolicyBoard:
     async def watch(self) -> AsyncGenerator[Policy]:
         """Yields the lowest version of the shards that are up, and then each new one.
 
-        A version below the last one counts only when no shard has the last one any more: the trainer rolled back.
+        After a version, a lower one is yielded only if no shard has the higher one any more: the trainer rolled back.
         """
         latest: dict[Shard, Policy] = {}
         news = asyncio.Event()
@@ -127,7 +128,7 @@ class PolicyBoard:
                 up = self._fleet.up()
                 known = [latest[shard] for shard in up if shard in latest]
                 if not known or len(known) < len(up):
-                    continue  # a shard that has just come will tell its version soon
+                    continue  # the version of a shard that has just come is not known yet, but will be soon
                 policy = lowest(known)
                 highest_version = max(of_shard.version for of_shard in known)
                 if last is None or _is_news(policy, last, highest_version):
@@ -170,14 +171,14 @@ class PolicyBoard:
                 if shard.is_up and shard not in self._informed_shards:
                     await self._bring_up_to_date(shard)
 
-        with suppress(ReplayError):  # this client is closed
+        with suppress(ReplayError):  # raised only after this client was closed
             await self._fleet.insist(attempt, None, ReplayError)
         await self._divide()
 
     async def _bring_up_to_date(self, shard: Shard) -> None:
-        """Tells the shard the version and its index, unless it has a later version.
+        """Sends the shard what it has missed: a rollback, and each version that is not older than its own.
 
-        The shard counts as away until it has heard of the version. Until then the others grant its share.
+        The shard counts as away until it has the last version. Until then the other shards grant its share.
         """
         assert self._published is not None
         if (rollback := self._missed_rollbacks.get(shard)) is not None:
@@ -198,10 +199,10 @@ class PolicyBoard:
         await shard.ask("SetPolicyVersion", request, _SECONDS_PER_QUESTION)
 
     async def _roll_back(self, shard: Shard, request: pb.SetPolicyVersionRequest) -> None:
-        """Tells the rollback to a shard that was away when the trainer went back."""
+        """Sends the rollback to a shard that was away when the trainer rolled back."""
         try:
             await self._tell(shard, self._with_index(request, shard))
-        except InvalidRequestError:  # the shard does not know the state any more
+        except InvalidRequestError:  # the shard does not know the state any more, so roll back the version alone
             if not request.state:
                 raise
             only_version = pb.SetPolicyVersionRequest(version=request.version, weights=request.weights, rollback=True)
@@ -209,13 +210,13 @@ class PolicyBoard:
         self._missed_rollbacks.pop(shard, None)
 
     async def _divide(self) -> None:
-        """Tells all informed shards their indices, if the shards that grant permits have changed."""
+        """Sends the informed shards their new indices, if other shards grant permits than before."""
         async with self._one_at_a_time:
             published = self._published
             granting = self._granting
             if published is None or granting == self._divided:
                 return
-            with suppress(ReplayError):  # the next version comes with the indices, too
+            with suppress(ReplayError):  # the next version brings the indices, too
                 informed = [shard for shard in self._fleet.up() if shard in self._informed_shards]
                 answers = await self._fleet.try_to_ask(
                     "SetPolicyVersion",
@@ -227,7 +228,7 @@ class PolicyBoard:
                 self._divided = granting
 
     def _record_draining(self, answers: Mapping[Shard, pb.SetPolicyVersionResponse]) -> None:
-        """Notes for each shard that answered if it drains."""
+        """Notes which of the shards that answered drain."""
         draining = {shard for shard, answer in answers.items() if answer.draining}
         self._draining = (self._draining - answers.keys()) | draining
 
@@ -245,9 +246,9 @@ class PolicyBoard:
 
 
 def _is_news(policy: Policy, last: Policy, highest_version: int) -> bool:
-    """True if watchers must hear of the lowest policy of the shards, after they have heard of `last`.
+    """True if a watcher that has got `last` must get `policy`, the lowest policy of the shards.
 
-    `highest_version` is the highest one of the shards.
+    `highest_version` is the highest version of the shards.
     """
     if policy.version > last.version:
         return True
@@ -257,7 +258,7 @@ def _is_news(policy: Policy, last: Policy, highest_version: int) -> bool:
 
 
 def _repeated(request: pb.SetPolicyVersionRequest) -> pb.SetPolicyVersionRequest:
-    """The request for shards that may have heard of it. It rolls none of them back a second time."""
+    """The request for shards that may have got it before. It rolls no shard back a second time."""
     state = "" if request.rollback else request.state
     return pb.SetPolicyVersionRequest(version=request.version, weights=request.weights, state=state)
 
@@ -270,14 +271,14 @@ class PermitOffice:
         self._turns = itertools.count()
 
     async def acquire(self, request: pb.AcquirePermitsRequest, seconds: float | None) -> PermitGrant:
-        """Permits of one shard: of the next shard in turn that has some, or of the first shard that gets some."""
+        """Permits of one shard: the next in turn that has free permits, or else the first that can grant some later."""
 
         async def attempt(deadline: Deadline) -> PermitGrant:
             up = self._fleet.up()
             begin = next(self._turns) % len(up)
             for shard in up[begin:] + up[:begin]:
                 with suppress(DeadlineExceededError, *GONE):
-                    return await self._ask(shard, request, 0.0)
+                    return await self._ask(shard, request, 0.0)  # without a wait
             return await self._race(up, request, deadline.within(_SECONDS_PER_ROUND))
 
         return await self._fleet.insist(attempt, seconds, DeadlineExceededError)
@@ -285,7 +286,7 @@ class PermitOffice:
     async def release(self, grant: PermitGrant, request: pb.ReleasePermitsRequest, timeout: float | None) -> int:
         """Releases permits at the shard that granted them, and returns their number.
 
-        Returns 0 if that shard is away: the permits end by themselves.
+        Returns 0 if that shard is away: the permits then expire.
         """
         granting = [shard for shard in self._fleet.shards if grant.shard in (shard.name, "")]
         answers = await self._fleet.answers("ReleasePermits", once(request), timeout, granting)
@@ -297,7 +298,7 @@ class PermitOffice:
         return grant_of(await shard.ask("AcquirePermits", shard_request, timeout), shard.name)
 
     async def _race(self, shards: list[Shard], request: pb.AcquirePermitsRequest, seconds: float) -> PermitGrant:
-        """The first grant of several shards. Later grants are released. Raises an error of a shard if none grants."""
+        """The first grant of several shards. Releases later grants. Raises the last error if no shard grants any."""
         asking = [asyncio.create_task(self._ask(shard, request, seconds)) for shard in shards]
         error: ReplayError = self._fleet.unavailable()
         first = None

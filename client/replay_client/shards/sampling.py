@@ -5,15 +5,16 @@ the shards' last answers ──▶ share the rows out ──▶ draw from each �
    │                                └── less: the rest ──┤
    └──── weigh all shards, while they have too little ◀──┴── too few: requeue them
 
-`sharing.py` computes how many rows each shard gives, from the last answers of the shards. A shard is asked again if its
-answer is older than WEIGHTS_AGE, or was 0. So most batches cost one message to one shard, however many shards a pool
-has. A shard gives the rows that it has, and another one the rest. If all shards together have too few rows, none stays
-drawn: two readers that each hold half of the rows would wait for each other.
+`sharing.py` computes how many rows each shard gives, from the last answers of the shards: their weights. A shard is
+asked for its weight again if the answer is older than WEIGHTS_AGE, or if the shard had no rows. So most batches cost
+one message to one shard, however many shards a pool has. If a shard has fewer rows than planned, other shards give the
+rest. If all shards together have too few rows, no row stays drawn: two readers that each hold half of the rows would
+wait for each other.
 
 There is one draw stream to each shard. A client that goes away loses no rows: its streams end, and the shards requeue
-the rows. A shard that goes away takes its rows with it, and the others give rows in their place. The shard may have
-heard that the lost rows were acknowledged. So it is asked again when it comes back, and these rows begin the next batch
-of an equal request.
+the rows. A shard that goes away takes its rows with it, and the other shards give rows in their place. But the shard
+may have received the acknowledgement of its rows. So the client acknowledges them again when the shard comes back. If
+the shard confirms that, the next batch of an equal request begins with these rows.
 """
 
 from __future__ import annotations
@@ -45,14 +46,15 @@ from replay_protos.words import counted
 logger = logging.getLogger(__name__)
 
 WEIGHTS_AGE = 1.0
-"""Seconds for which the last answer of a shard holds. A draw does not see how the shares change in this time. A shard
-goes through its whole table to answer, so it is asked at most twice in this time."""
+"""Seconds for which the last weight of a shard is used. Draws do not see changes of the weight in this time. A shard
+goes through its whole table to compute its weight, so the shard is asked at most twice in this time."""
 _ANSWER_SECONDS = 5.0
 """Seconds in which a shard must answer. A shard that answers later gives nothing to the batch."""
 _WEIGH_SECONDS = 2.0
 """Seconds in which a shard must answer if it is only asked for its weight."""
 _FIRST_PAUSE = 0.005
-"""Seconds between the first two looks, while all shards together have too few rows. Each pause doubles the last one."""
+"""Seconds between the first two attempts, while all shards together have too few rows. Each pause is twice the
+last."""
 _LONGEST_PAUSE = 0.1
 """Seconds of the longest of these pauses."""
 
@@ -62,31 +64,31 @@ _HAS_NOTHING = (grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.ABORTED, *GON
 Part = tuple[str, int]
 """The part of a batch that one draw gave: the shard's name, and the id of the draw there."""
 Plan = dict[Shard, tuple[int, Sequence[pb.ValueRows]]]
-"""The number of rows that each shard is asked for, and for a table that balances, the number of rows of each value."""
+"""The number of rows that each shard is asked for; for a table that balances, also the number of rows of each value."""
 
 
 MOST_UNSURE = 256
-"""The most parts that a client remembers to ask for again. The oldest are forgotten first."""
+"""The most parts that a client remembers because no shard confirmed them. The oldest are forgotten first."""
 
 
 class Drawer:
     """Draws batches over a stream to each shard. A sample's `lease_id` names its part until it is acknowledged.
 
-    Rows that are neither acknowledged nor leased are requeued when `close` ends the streams. Each request is that of
-    the whole batch; its own timeout is ignored.
+    Rows that are neither acknowledged nor leased are requeued when `close` ends the streams. The methods get the
+    request for the whole batch, and ignore the timeout in it.
     """
 
     def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet
         self._streams: dict[Shard, DrawStream] = {}
         self._unknown: set[str] = set()
-        """Names of shards that this client does not have, and that a warning has named."""
+        """Names of shards that this client does not have. A warning has named each of them already."""
         self._rng = np.random.default_rng()
         self._weights: dict[str, dict[Shard, tuple[float, Weight]]] = {}
-        """The last answer of each shard with its time, by the table."""
+        """For each table, the last weight of each shard, after the time at which it came."""
         self._unsure: deque[tuple[bytes, list[Sample]]] = deque(maxlen=MOST_UNSURE)
-        """Parts of batches that this client acknowledged, and whose shards went away before they confirmed that. Each
-        has the bytes of its request."""
+        """Parts of batches that this client acknowledged, and whose shards went away before they confirmed that: the
+        bytes of the request, and the samples of the part."""
 
     def stream(self, shard: Shard) -> DrawStream:
         """The draw stream of this reader to one shard. The first request opens it."""
@@ -100,7 +102,7 @@ class Drawer:
         """As `SingleBatches.end`, for each sample on the shard that gave it.
 
         The batches of a shard that cannot be reached count as missing: nobody may use their samples. So do the batches
-        of a shard that this client does not have, for example because a run goes on without it.
+        of a shard that this client does not have, for example because a run goes on without that shard.
         """
         deadline = Deadline(timeout)
         leases = leases_of(samples)
@@ -148,7 +150,7 @@ class Drawer:
     async def sample(self, request: pb.SampleRequest, seconds: float | None) -> list[Sample]:
         """A batch that the caller owns, or that is leased to the caller for `request.lease` seconds.
 
-        The batch may have fewer rows than are enough in one case: a shard goes away between its draw and the
+        The batch has fewer rows than `min_samples` in one case: a shard goes away between its draw and the
         acknowledgement, and the other shards cannot give the rows in time.
         """
         _check_rows(request)
@@ -174,7 +176,7 @@ class Drawer:
         return acknowledged
 
     async def draw(self, request: pb.SampleRequest, deadline: Deadline, lease: float = 0.0) -> list[Sample]:
-        """A batch in parts. Raises DeadlineExceededError with the reason, and then keeps nothing."""
+        """A batch from one or more shards. Raises DeadlineExceededError with the reason; then no row stays drawn."""
         known_weights = await self._known_weights(request, deadline)
         drawn = await self._fill(request, request.num_samples, known_weights, lease)
         if drawn:
@@ -195,8 +197,8 @@ class Drawer:
     async def acknowledge(self, request: pb.SampleRequest, samples: list[Sample], lease: float = 0.0) -> list[Sample]:
         """Acknowledges samples at their shards, and returns those that the shards confirm.
 
-        A shard that goes away confirms nothing. `settled` asks it again later, even if the caller was interrupted here.
-        With `lease` the caller gets the samples under a lease of that many seconds.
+        A shard that goes away confirms nothing. `settled` asks the shard again later, even if the caller was
+        interrupted here. With `lease`, the samples are not acknowledged, but leased for so many seconds.
         """
         parts = {_part_of(sample) for sample in samples}
         acknowledged: set[Part] = set()
@@ -219,9 +221,9 @@ class Drawer:
             self._unsure.append((same_call, rows))
 
     async def settled(self, request: pb.SampleRequest, rows: int) -> list[Sample]:
-        """Up to `rows` rows that batches of an equal request lacked.
+        """Up to `rows` rows that earlier batches of an equal request lost with a shard.
 
-        The shard of these rows has come back, and confirms that it gave them to this client.
+        The shard has come back, and confirms that it gave the rows to this client.
         """
         settled: list[Sample] = []
         same_call = request.SerializeToString(deterministic=True)
@@ -232,9 +234,9 @@ class Drawer:
                 continue
             if len(settled) + len(samples) > rows:
                 continue
-            if entry not in self._unsure:  # another call has asked for this part meanwhile
+            if entry not in self._unsure:  # another call asked about this part during the last `await`
                 continue
-            self._unsure.remove(entry)  # another call of this client must not ask for it as well
+            self._unsure.remove(entry)  # another call of this client must not ask about it as well
             settled += await self.acknowledge(request, samples)
         return settled
 
@@ -245,7 +247,7 @@ class Drawer:
                 self.stream(shard).give_up(draw_id)
 
     async def _known_weights(self, request: pb.SampleRequest, deadline: Deadline) -> dict[Shard, Weight]:
-        """The last answer of each shard that is up. A shard whose answer is old, or was 0, is asked again."""
+        """The last weight of each shard that is up. Asks a shard again if its weight is old, or if it had no rows."""
         up = await self._fleet.reachable(deadline)
         now = time.monotonic()
         distinct = not request.allow_repeats
@@ -262,7 +264,7 @@ class Drawer:
         return {shard: known[shard][1] for shard in up if shard in known}
 
     async def _weigh(self, request: pb.SampleRequest, shards: Iterable[Shard]) -> dict[Shard, Weight]:
-        """The weights for this request of the shards that answer."""
+        """The weights for this request, of the shards that answer."""
         requests = {shard: _part(request, 0, 0.0, weigh=True) for shard in shards}
         answers = await self._ask(requests, _WEIGH_SECONDS)
         weights = {shard: answer.head.weight for shard, answer in answers.items()}
@@ -275,7 +277,7 @@ class Drawer:
     async def _fill(
         self, request: pb.SampleRequest, least: int, weights: dict[Shard, Weight], lease: float
     ) -> list[Sample]:
-        """Up to `num_samples` rows, from shard after shard; none if the shards have fewer than `least` now."""
+        """Up to `num_samples` rows, from shard after shard; an empty list if the shards have fewer than `least` now."""
         distinct = not request.allow_repeats
         rows = min(request.num_samples, _possible(weights, distinct))
         if rows < least:
@@ -311,7 +313,7 @@ class Drawer:
         return drawn
 
     def _plan(self, weights: Mapping[Shard, Weight], rows: int, distinct: bool) -> Plan:
-        """The rows that each shard is asked for, at most `rows` together. A shard that gives none is absent."""
+        """The rows that each shard is asked for, at most `rows` together. A shard that gives no rows is absent."""
         shard_weights = list(weights.values())
         plan: Plan = {}
         if any(weight.values for weight in shard_weights):
@@ -330,7 +332,7 @@ class Drawer:
     async def _answers(
         self, request: pb.SampleRequest, weights: Mapping[Shard, Weight], plan: Plan, lease: float
     ) -> dict[Shard, list[Sample]]:
-        """The samples that the shards give for this plan. Notes the weights that come with them."""
+        """The samples that the shards give for this plan. Remembers the weights that come with them."""
         known = self._weights.setdefault(request.table, {})
         requests: dict[Shard, pb.SampleRequest] = {}
         for shard, (count, values) in plan.items():
@@ -339,7 +341,7 @@ class Drawer:
             # If the table has no order, only the shard knows by how much a draw lowers the weight.
             changes_unseen = weight.consuming and not weight.ordered
             weigh = _is_plain(request) and (is_old or changes_unseen)
-            if weight.consuming:  # another task may draw before the answer
+            if weight.consuming:  # another task may plan a draw before the answer comes
                 use_up(weight, count, values)
             requests[shard] = _part(request, count, lease, weigh=weigh, values=values)
         answers = await self._ask(requests, _ANSWER_SECONDS)
@@ -354,7 +356,7 @@ class Drawer:
     async def _ask(
         self, requests: Mapping[Shard, pb.SampleRequest], seconds: float
     ) -> dict[Shard, Frame[pb.SampleResponse]]:
-        """The answers of the shards that have rows, or were only asked for their weight.
+        """The answers of the shards, without those that have no rows or do not answer.
 
         Raises the error of a shard that refuses. After an error, and if the caller is cancelled, no rows stay drawn.
         """
@@ -382,12 +384,12 @@ class Drawer:
     def _gives_nothing(self, shard: Shard, error: BaseException) -> bool:
         """True if the batch goes on without the shard after this error."""
         if isinstance(error, ServerClosedError):
-            # The fleet has lost the shard meanwhile, and closed its channel.
+            # True if the fleet has no such shard any more, and closed its channel. False: this client was closed.
             return self._fleet.named(shard.name) is not shard
         return isinstance(error, grpc.aio.AioRpcError) and error.code() in _HAS_NOTHING
 
     async def _wait_for_answers(self, futures: Mapping[Shard, asyncio.Future[Any]], seconds: float) -> None:
-        """Returns when all shards have answered, apart from those that hang or need more than `seconds`."""
+        """Returns when all shards have answered, except for shards that hang or need more than `seconds`."""
         if futures:
             await asyncio.wait(futures.values(), timeout=LATE_SECONDS)
         late = [shard for shard, future in futures.items() if not future.done()]
@@ -397,7 +399,7 @@ class Drawer:
             await asyncio.wait(slow, timeout=seconds)
 
     async def _acknowledge_parts(self, parts: set[Part], lease: float) -> tuple[set[Part], set[Part]]:
-        """Returns the parts that were acknowledged, or leased, and the parts whose shards did not answer."""
+        """Returns first the parts that were acknowledged or leased, then the parts whose shards did not answer."""
         futures: dict[Shard, asyncio.Future[pb.SampleResponse]] = {}
         for name in {name for name, _ in parts}:
             shard = self._fleet.named(name)
@@ -424,18 +426,18 @@ class ShardedSampler(AsyncSampler):
     """An AsyncSampler over several shards. Up to `prefetch` batches are drawn ahead."""
 
     def __init__(self, fleet: Fleet, series: Series) -> None:
-        self._drawer = Drawer(fleet)  # first: `__del__` needs it even if the request is refused
+        self._drawer = Drawer(fleet)  # before the check below, because `__del__` needs it even if the check raises
         self._series = series
         _check_rows(series.request)
         self._request = series.request
         self._lease = series.request.lease
         self._drawing: deque[asyncio.Task[list[Sample]]] = deque()
         self._acknowledged: list[Sample] = []
-        """The acknowledged rows of a batch that lost other rows with a shard. The next batch begins with them."""
+        """The acknowledged rows of a batch that lost its other rows with a shard. The next batch begins with them."""
         self._closed = False
 
     async def __anext__(self) -> list[Sample]:
-        """The next batch. Raises DeadlineExceededError, with the reason, if there is none within the timeout."""
+        """The next batch. Raises DeadlineExceededError, with the reason, if no batch comes within the timeout."""
         if self._closed:
             raise StopAsyncIteration
         deadline = Deadline(self._series.timeout)
@@ -444,11 +446,11 @@ class ShardedSampler(AsyncSampler):
             if settled:
                 self._acknowledged += settled
                 continue
-            if self._acknowledged:  # rows are missing: draw exactly these
+            if self._acknowledged:  # draw only as many rows as the batch lacks
                 drawn = await self._drawer.draw(rest_of(self._request, self._acknowledged), deadline)
             else:
                 drawn = await self._drawn_ahead(deadline)
-                # Before the acknowledgements below, which then travel in the messages of these draws.
+                # Before the acknowledgement below, which then travels in the messages of these draws.
                 self._draw_ahead(self._series.prefetch)
             if self._lease:
                 self._series.on_lease(drawn)
@@ -459,7 +461,7 @@ class ShardedSampler(AsyncSampler):
 
     async def _drawn_ahead(self, deadline: Deadline) -> list[Sample]:
         self._draw_ahead(max(1, self._series.prefetch))
-        # The first batch that is ready, because batches that are drawn at the same time have no order.
+        # Any batch that is ready, because batches that are drawn at the same time have no order.
         await asyncio.wait(self._drawing, timeout=deadline.seconds, return_when=asyncio.FIRST_COMPLETED)
         for task in self._drawing:
             if task.done():
@@ -475,7 +477,7 @@ class ShardedSampler(AsyncSampler):
             self._drawing.append(task)
 
     async def close(self) -> None:
-        """Requeues what was drawn ahead."""
+        """Requeues the batches that were drawn ahead."""
         self._closed = True
         drawing = self._drawing
         self._drawing = deque()
@@ -491,16 +493,16 @@ class ShardedSampler(AsyncSampler):
 
 
 def _ignore_error(ended: asyncio.Task[Any]) -> None:
-    """Looks at the error of a draw. Asyncio logs errors that nobody looks at, as when the client is closed first."""
+    """Reads the error of a draw. asyncio logs errors that nobody reads, as after the client was closed."""
     if not ended.cancelled():
         ended.exception()
 
 
 def _shares(weights: Mapping[Shard, Weight], ordered: bool) -> dict[Shard, float]:
-    """The factor by which each shard's probabilities become those of all shards: its share of the total weight.
+    """The factor for the probabilities that each shard reports, which makes them probabilities among all shards.
 
-    The factor is 1 where the shards' answers hold for all shards already: for a table with an order or with balanced
-    values, and for a table without weights.
+    The factor is the shard's share of the total weight. It is 1 if the reported probabilities hold for all shards
+    already: for a table with an order or with balanced values, and if the total weight is 0.
     """
     total = sum(weight.total for weight in weights.values())
     shares: dict[Shard, float] = {}
@@ -515,7 +517,7 @@ def _shares(weights: Mapping[Shard, Weight], ordered: bool) -> dict[Shard, float
 def _part(
     request: pb.SampleRequest, rows: int, lease: float, *, weigh: bool, values: Sequence[pb.ValueRows] = ()
 ) -> pb.SampleRequest:
-    """A request to one shard, which does not wait: for `rows` rows, of which one is enough, or for its weight."""
+    """A request to one shard for up to `rows` rows, and with `weigh` for its weight. The shard does not wait."""
     part = pb.SampleRequest()
     part.CopyFrom(request)
     part.id = new_id()
@@ -534,13 +536,13 @@ def _least(request: pb.SampleRequest) -> int:
 
 
 def _check_rows(request: pb.SampleRequest) -> None:
-    """Raises InvalidRequestError for impossible numbers of rows. No shard sees the numbers of the whole batch."""
+    """Raises InvalidRequestError for impossible numbers of rows. Checked here, since no shard sees the whole batch."""
     if not 1 <= _least(request) <= request.num_samples:
         raise InvalidRequestError(f"min_samples {_least(request)} must be from 1 to num_samples {request.num_samples}")
 
 
 def _is_plain(request: pb.SampleRequest) -> bool:
-    """True if the weights for this request are those for other requests of the table, too."""
+    """True if the weights for this request hold for other requests of the table, too."""
     return not request.scope and not request.exclude
 
 
@@ -549,7 +551,7 @@ def _part_of(sample: Sample) -> Part:
 
 
 def rest_of(request: pb.SampleRequest, acknowledged: list[Sample]) -> pb.SampleRequest:
-    """The request for the samples that are missing beside those `acknowledged`."""
+    """The request for the rest of a batch that has the samples `acknowledged` already."""
     if not acknowledged:
         return request
     rest = pb.SampleRequest()

@@ -1,19 +1,20 @@
-"""Sharing: how many rows of a batch each shard gives.
+"""Sharing: computes how many rows of a batch each shard gives.
 
-A batch is filled from shard after shard. A shard that is chosen gives so many rows at once:
+A batch is filled in steps. In each step one shard is chosen, and gives `rows at once`:
 
-* of a queue, or another table that draws in an order: what is there, until the batch is full,
-* of a pool: all rows, if they are at most an eighth of its items, and else an eighth, at least 1. Rows of one shard in
-  one batch depend on each other, and an eighth keeps that small.
+* from a queue, or another table that draws in an order: all rows that it has, until the batch is full,
+* from a pool: all missing rows, but at most an eighth of its items, and at least 1. Rows of one shard in one batch
+  depend on each other, and the bound of an eighth keeps this dependence small.
 
-The next shard is chosen by chance, in proportion to `weight / rows at once`. Its rows then are, in expectation, its
-share of the weight times the rows of the step. That holds for each step, so it holds for the batch: n rows have
-n * share rows of each shard, however unequal the shards are. With repeats this is exact, and for a uniform sampler too.
-Distinct rows of a prioritized one deplete the weight of their shard, by how much only it knows: `expected_rest`.
+The shard of a step is chosen at random, in proportion to `weight / rows at once`. So the expected number of its rows is
+its share of the weight times the expected number of rows of the step. That holds for each step, so it holds for the
+batch: of n rows, n * share are from each shard in expectation, however unequal the shards are. This is exact for draws
+with repeats and for a uniform sampler. For distinct rows of a prioritized sampler it is approximate: each row takes
+weight from its shard, and only the shard knows how much. `expected_rest` estimates it.
 
 A table may balance its draws over the values of a tag. Then the values of all rows are chosen first, by the shares that
-one table would give them, and the rows of each value are filled in this way. So a value that only one shard has comes
-as often as its weight says.
+a single table would give them. After that, the rows of each value are shared out in steps as above. So a value that
+only one shard has comes as often as its weight says.
 
 The message Weight of replay.proto says what one shard can give to a draw.
 """
@@ -33,7 +34,7 @@ Weight = pb.Weight
 """The rows and the total priority that one shard offers to a draw, as replay.proto documents them."""
 
 AT_ONCE = 8
-"""A pool gives one of so many of its items at once."""
+"""A pool gives at most the share 1 / AT_ONCE of its items at once."""
 
 
 def most_rows(weight: Weight, distinct: bool) -> int:
@@ -59,7 +60,7 @@ def expected_rest(weight: Weight, drawn: int) -> float:
 
 
 def share_out(weights: Sequence[Weight], rows: int, *, distinct: bool, rng: np.random.Generator) -> list[int]:
-    """The number of rows that each shard gives, at most `rows` together."""
+    """The number of rows that each shard gives, in the order of `weights`, at most `rows` together."""
     counts = [0] * len(weights)
     left = [most_rows(weight, distinct) for weight in weights]
     while missing := rows - sum(counts):
@@ -94,8 +95,9 @@ def _weight_left(weight: Weight, drawn: int, distinct: bool) -> float:
 def share_values(
     weights: Sequence[Weight], rows: int, *, distinct: bool, rng: np.random.Generator
 ) -> list[list[pb.ValueRows]]:
-    """The number of rows of each value that each shard of a balancing table gives, at most `rows` together."""
+    """For a table that balances: the rows of each value that each shard gives, at most `rows` together."""
     left = [int(weight.samples) for weight in weights]
+    # The weight that each shard offers for a value, by the value.
     parts: dict[str, list[Weight]] = {}
     shares: dict[str, float] = {}
     for shard, weight in enumerate(weights):
@@ -124,7 +126,7 @@ def share_values(
             left[shard] -= shard_count
             share = shares[value] / total
             part = parts[value][shard]
-            if not part.ordered:  # where items have an order, the first row of a value is certain
+            if not part.ordered:  # in an order, the first row of a value has the probability 1
                 share *= part.total / of_value
             planned[shard].append(pb.ValueRows(value=value, rows=shard_count, share=share))
     return planned
@@ -136,8 +138,8 @@ def _choose_values(
     """The number of rows of each value among `rows` rows that are drawn one after the other."""
     chosen: Counter[str] = Counter()
     items = {value: sum(part.items for part in of_value) for value, of_value in parts.items()}
-    # A value leaves the list when it is used up. To draw from the values left is as to draw again after a value that is
-    # used up.
+    # A value leaves the list when it is used up. Drawing from the remaining values gives the same distribution as
+    # drawing from all values until one that is not used up comes.
     open_values = [value for value in parts if items[value]]
     for _ in range(rows):
         index = _chosen([shares[value] for value in open_values], rng)
@@ -159,7 +161,7 @@ def _chosen(chances: Sequence[float], rng: np.random.Generator) -> int | None:
 
 
 def use_up(weight: Weight, count: int, values: Sequence[pb.ValueRows]) -> None:
-    """Takes from the weight the `count` rows that the shard gives, and the rows of each value, for the next draw."""
+    """Subtracts from the weight the `count` rows that the shard gives, and those of each value, for the next draw."""
     left = 0.0
     if weight.items:
         left = 1.0 - min(1.0, count / weight.items)
