@@ -379,7 +379,7 @@ _limit: ContextVar[asyncio.Timeout | None] = ContextVar("_limit", default=None)
 
 @contextmanager
 def uncounted() -> Iterator[None]:
-    """Surrounds a wait of a hook while nobody plays the rollout yet. Such a wait does not count in `rollout_timeout`."""
+    """Surrounds a wait of a hook before anybody plays the rollout. The wait does not count in `rollout_timeout`."""
     limit = _limit.get()
     if limit is None:
         yield
