@@ -13,8 +13,8 @@ drawn.
 An exchange holds only its own tokens, so that a session of many turns takes no more memory than its tokens do.
 
 Each branch becomes a sequence. A turn that several branches share is trained on in the first of these sequences, and is
-context in the others. A client may hang up and never ask again. Then its last turn belongs to no sequence, because
-no client has read that turn. A turn of a model of `untrained_models` is not trained on. It belongs to a sequence only as
+context in the others. A client may hang up and never ask again. Then its last turn belongs to no sequence, because no
+client has read that turn. A turn of a model of `untrained_models` is not trained on. It belongs to a sequence only as
 context of later turns that are trained on.
 """
 
