@@ -295,8 +295,8 @@ class _Guard:
 
     def __init__(self, function: Function, *, of_a_task: bool = False) -> None:
         """`of_a_task`: True if the guard surrounds a step of a task that users' code has started. There a
-        CancelledError passes unchanged, because it ends only that task. aiohttp's server, for example, ends its tasks in this way: it
-        cancels the futures that they wait for."""
+        CancelledError passes unchanged, because it ends only that task. For example, aiohttp's server ends its tasks in
+        this way: it cancels the futures that they wait for."""
         self._function = function
         self._of_a_task = of_a_task
 
