@@ -175,7 +175,7 @@ class GeneratorConfig:
     session_timeout: Seconds = 600.0
     """Seconds in which an agent elsewhere must end a rollout that it has taken. Then another agent may play it anew."""
     untrained_models: Names = ()
-    """Names of models under which agents ask for text that is not part of the task, such as titles and summaries.
+    """Names of models for requests that are not part of the task, such as titles and summaries.
 
     The policy answers these requests too, but is not trained on the answers: they would be rewarded for the task."""
     max_session_turns: Count = MOST_TURNS
