@@ -30,128 +30,138 @@ class GeneratorConfig:
     group_size: Annotated[Count, Field(le=MOST_ROLLOUTS)] = 8
     """Completions of each prompt, G."""
     min_rollouts: Count | None = None
-    """Finished rollouts that are enough for a group when others fail; otherwise all, G. Advantages are those over the
-    finished ones."""
-    # Nothing else ends a completion of an engine that hangs and still answers for its health. An hour is several times
-    # what 32,000 tokens take, and the patience with servers that are away.
+    """Finished rollouts that are enough for a group when others fail. None: all G must finish. Advantages are computed
+    over the finished rollouts only."""
+    # An engine may hang and still pass its health checks. Then nothing else ends its completions. An hour is several
+    # times as long as 32,000 tokens take, and as the generator waits for servers that are away.
     rollout_timeout: Seconds | None = 3600.0
     """Seconds after which a rollout has failed. None: it may take any time.
 
-    The time of one that an agent elsewhere plays begins when the agent takes it."""
+    If an agent elsewhere plays the rollout, the time begins when the agent takes the rollout."""
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
-    """The sampling of completions. With a seed, each group has a seed of its own that is derived from it."""
+    """The sampling of completions. If it has a seed, the seed of each group is derived from that seed."""
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     """Arguments of the tokenizer's chat template for prompts that are messages, like {"enable_thinking": False}.
 
-    `replay train --eval-prompts` asks generators that are there for theirs."""
+    By default `replay train --eval-prompts` uses the arguments that the running generators report to the server."""
     tables: Names = ("rollouts",)
-    """Tables of each group."""
+    """Tables into which each group is inserted."""
     tags: Mapping[str, Any] = field(default_factory=dict)
-    """Tags of each group, like {"environment": "math"}. The `tags` of a prompt's row come beside them, and count where
-    both name the same one. `prompt_id` becomes a tag by itself where a table of the group indexes it."""
+    """Tags of each group, like {"environment": "math"}. The `tags` in the row of a prompt are added to these, and win
+    if both have the same name. If a table of the group indexes `prompt_id`, this tag is added automatically."""
     priority: str | Priority = "advantage"
     """advantage, learnability, or module:function.
 
-    advantage: `scoring.group_priority`, TRL's score. learnability: `scoring.group_learnability`, p (1 - p). Both are 0
-    if all rewards are equal. In Python also a function of the group itself."""
+    advantage: `scoring.trained_priority`, which is TRL's score for scored groups. learnability:
+    `scoring.group_learnability`, p (1 - p). Both are 0 if the group carries no gradient. In Python this may also be a
+    function that takes the group."""
     scale_rewards: Literal["group", "none"] = "group"
     """The `scale` of `scoring.group_advantages`."""
     advantages: str | AdvantageFunction | None = None
     """module:function that computes the advantages of a group from its rewards, in the place of `scale_rewards`.
 
-    In Python also the function itself: docs/how-to/own-advantages.md. The trainer must leave its `scale_rewards` unset.
-    It is called for one group at a time, in a thread; one that fails, or takes longer than `reward_timeout`, counts as
-    a reward function that failed."""
+    In Python this may also be the function itself: docs/how-to/own-advantages.md. The trainer must leave its
+    `scale_rewards` unset. The function is called for one group at a time, in a thread. If it fails, or takes longer
+    than `reward_timeout`, this counts as a reward function that failed."""
     max_concurrent_groups: Count | None = 16
     """Groups that are generated or wait for their table at the same time. When all wait for a full queue, the generator
-    waits too. None: as many as there are permits; the server must then have [admission]."""
+    waits too. None: only permits limit the number of groups. The server must then have [admission]."""
     partial_groups_table: str | None = None
-    """Table of partial groups, as in the server's [admission]; otherwise there are none.
+    """Table of partial groups, as in the server's [admission]; otherwise no partial groups are stored.
 
-    With it, each rollout is stored in this table as soon as it is finished. If a generator dies or ends, another one
+    With such a table, each rollout is stored there as soon as it is finished. If a generator dies or ends, another one
     goes on with its groups, and plays only the rollouts that are missing."""
     partial_groups_lease: Seconds = 30.0
-    """Seconds after which another generator is handed the groups of one that has died. A generator that lives renews
-    its leases all the time."""
+    """Seconds after which another generator gets the partial groups of a generator that died. A generator that lives
+    renews its leases all the time."""
     group_timeout: Seconds | None = None
-    """Seconds after which a partial group is inserted with the rollouts that are finished, once these are
-    `min_rollouts`; otherwise it waits for all. It needs `partial_groups_table` and `min_rollouts`."""
+    """Seconds after which a partial group is inserted without its missing rollouts. None: it waits for all rollouts.
+
+    A group with fewer than `min_rollouts` finished rollouts waits longer, until it has `min_rollouts`. This setting
+    needs `partial_groups_table` and `min_rollouts`."""
     max_groups: int | None = None
     """Start this many groups and then finish; otherwise one for each prompt."""
     unscored_table: str | None = None
     """Table of whole groups without rewards.
 
-    `replay score` scores them and hands them on. They come with their permits; `tables` are those that scored groups
-    are to get to. The server's [admission] must name this table in `permit_tables`. There is no reward function then,
-    and no `group_filter`."""
+    The generator inserts its groups there. `replay score` scores them, and moves them to `tables`. A group keeps its
+    permit on this way, so the server's [admission] must name this table in `permit_tables`. The generator then takes no
+    reward function and no `group_filter`."""
     prompts_table: str | None = None
     """Table of prompts that all generators share, so that each is done once.
 
-    Otherwise each has its own order. The prompts are then all rows, in the order of their file:
-    docs/how-to/prompts.md."""
+    Without such a table, each generator goes through the prompts in an order of its own. With it, the prompts are all
+    rows, in the order of their file: docs/how-to/prompts.md."""
     prompts_mode: Literal["epoch", "curriculum"] = "epoch"
     """Order in which prompts of a table come: epoch, each once an epoch, or curriculum, by how much they teach.
 
-    epoch: in an order that follows from the seed of `sampling`. curriculum: by p (1 - p), again and again."""
+    epoch: an order that follows from the seed of `sampling`. curriculum: by p (1 - p), again and again, where p is the
+    share of right completions of the prompt."""
     prompts_epochs: Count | None = None
     """Epochs after which a generator with a table of prompts ends; otherwise it goes on for ever."""
     prompts_lease: Seconds = 60.0
-    """Seconds after which the prompts of a generator that died go to others. It renews them while it lives."""
+    """Seconds after which the prompts of a generator that died go to others. A generator that lives renews its
+    leases."""
     follow_policy: bool = True
     """Reload the engine's weights whenever the trainer publishes new ones."""
     reload: Literal["between_groups", "in_flight"] = "between_groups"
     """When new weights are loaded.
 
-    between_groups: complete the groups under way and start none, then reload. Every group has one version. in_flight:
+    between_groups: complete the groups under way, start no others, then reload. Each group has one version. in_flight:
     reload now; completions under way go on with the new weights and span versions. `extras["policy_versions"]` then has
-    the version of each token. Their keys and values are computed again, so each log-probability is exactly that of its
-    version. This is for long completions, which would keep the engine idle."""
+    the version of each token. The keys and values of earlier tokens are computed again, so each log-probability is
+    exactly that of its version. Choose in_flight for long completions: while the engine waited for them, it would be
+    partly idle."""
     wait_for_policy: bool = False
     """Start only when the trainer has published weights. Otherwise, without published weights, start with the engine's
     own as version 0."""
     weights_root: FixedPath | None = None
     """Load weights only from this folder and its subfolders. Otherwise from any folder that the policy names.
 
-    Any client that may write to the server can set that folder. Weights are only read, never executed. Of weights that
-    are fetched: the address, up to the slash before step-N. It is needed there: no address counts that only a client
-    has named."""
+    Any client that may write to the server can set that folder. Weights are only read, never executed. If weights are
+    fetched over HTTP, this is their address, up to the slash before step-N. For such weights the setting is required,
+    so that a client alone cannot choose the address."""
     weights_cache: FixedPath | None = None
-    """Folder on this machine for weights that are fetched: three versions at most of each generator that uses it.
+    """Folder on this machine for weights that are fetched. It holds at most three versions for each generator.
 
-    Each generator has a folder of its own in it."""
+    Several generators may use the same folder: each makes a subfolder of its own there."""
     weights_token_file: FixedPath | None = None
-    """File with the token of `replay weights serve`. It goes to other machines only over TLS."""
+    """File with the token of `replay weights serve`. The token is sent to other machines only over TLS."""
     weights_allow_insecure_token: bool = False
-    """Send that token unencrypted to other machines. Anyone on the network can then read it."""
+    """Send the token of `weights_token_file` unencrypted to other machines. Anyone on the network can then read it."""
     weights_tls_ca: FixedPath | None = None
-    """Authority of its certificate, in PEM format. None: the public ones."""
+    """Authority of the certificate of `replay weights serve`, in PEM format. None: the public authorities."""
     probe_tolerance: Annotated[float, Field(gt=0)] = 0.02
     """Largest difference, in nats, between the trainer's and the engine's log-probability of any token of the probe.
 
-    The default is for float32 on both sides; with bfloat16 on either, single tokens differ by some tenths: use 0.5."""
+    The default is for float32 on both sides. If either side uses bfloat16, single tokens differ by some tenths: use
+    0.5."""
     mask_truncated_completions: bool = False
-    """Leave completions out of the loss that ended only because of their length.
+    """Leave completions that were cut off at a length limit out of the loss.
 
     They count in the advantages of their group, but `loss_mask` excludes their tokens from training, and they add
     nothing to the group's priority. This is DAPO's overlong filtering (arXiv 2503.14476)."""
     on_prompt_error: Literal["raise", "skip"] | None = None
     """Raise or skip, if a row is no prompt or does not fit the engine, a reward fails, or a group is too large.
 
-    raise: the run ends. skip: the group is left out, counted and logged; 100 in a row end the run. None: skip where
-    agents play the rollouts (`--agent`, `--sessions`), for some of these always fail, and raise otherwise. A group that
-    lacks rollouts because its engine returned what no policy can have drawn is always skipped; so is one that lacks
-    rollouts because every reward function returned None for them, once any rollout of the run has got a reward, and one
-    that the server refuses for its names or numbers."""
+    raise: the run ends. skip: the group is left out, counted and logged; 100 in a row end the run. None: skip if agents
+    play the rollouts (`--agent`, `--sessions`), because some of their rollouts always fail; otherwise raise.
+
+    In three cases a group is always skipped: the server refuses the group because of a name or a number in it; rollouts
+    are missing because the engine returned what no policy can have drawn; or rollouts are missing because every reward
+    function returned None for them, and some rollout of this run has had a reward."""
     on_full: Literal["wait", "skip"] = "wait"
-    """Wait, or skip the group, if a full table refuses it because its own `when_full` is "reject".
+    """Wait, or skip the group, if a full table with `when_full = "reject"` refuses it.
 
-    wait: try again. skip: leave the group out. A busy server and failing storage are always waited for."""
+    wait: try again. skip: leave the group out. The generator always waits for a busy server and for failing storage."""
     reward_threads: Count | None = None
-    """Groups that reward functions without async score at the same time; otherwise 1, and 8 for thread_safe ones.
+    """Groups that reward functions without async score at the same time. None: 1, and 8 for `thread_safe` functions.
 
-    Above 1 all functions must be thread-safe."""
+    If the number is above 1, all these functions must be thread-safe."""
     reward_timeout: Seconds | None = 300.0
-    """Most seconds for one reward function and one group, from the call on. Then the function has failed."""
+    """Most seconds for one call of a reward function for one group. After them the function has failed.
+
+    The time in which the group waits for a thread does not count."""
     solved_reward: float = 1.0
     """A completion with at least this reward counts in the metrics as solved."""
     tool_parser: str | None = None
@@ -163,23 +173,25 @@ class GeneratorConfig:
 
     Named as in `vllm serve --reasoning-parser`. None: thoughts are text."""
     session_timeout: Seconds = 600.0
-    """Seconds in which an agent elsewhere must end what it has taken. Then another one may take the rollout anew."""
+    """Seconds in which an agent elsewhere must end a rollout that it has taken. Then another agent may play it anew."""
     untrained_models: Names = ()
-    """Names of models. The policy answers requests for them, but is not trained on these answers. They are for titles
-    and summaries beside the task, which would get its reward."""
+    """Names of models for requests that are not part of the task, such as titles and summaries.
+
+    The policy answers these requests too, but is not trained on the answers: they would be rewarded for the task."""
     max_session_turns: Count = MOST_TURNS
-    """Turns of the policy in one rollout of an agent. Then its requests are refused, and the rollout ends for its
-    length. An episode of `verifiers` fails instead."""
+    """Most turns of the policy in one rollout of an agent. After them its requests are refused.
+
+    The rollout then ends with the reason "length". An episode of `verifiers` fails instead."""
     max_session_bytes: Count = MOST_BYTES
-    """Bytes of texts and tokens that a rollout of an agent may hold, 64 for each token. Then its requests are refused.
+    """Most bytes of texts and tokens in one rollout of an agent. Beyond them its requests are refused.
 
-    256 MiB are four million tokens."""
+    Each token counts as 64 bytes, so 256 MiB are four million tokens."""
     sessions_token_file: FixedPath | None = None
-    """File with the token of those who run agents elsewhere; they send it as a Bearer.
+    """File with the token that agents elsewhere send as a Bearer token to get rollouts.
 
-    None: none is needed, and no other machine may reach the address."""
+    None: agents need no token, and the address must not be reachable from other machines."""
     sessions_tls_cert: FixedPath | None = None
-    """Certificate of the address of sessions, in PEM format, with those between it and the root.
+    """Certificate of the address of sessions, in PEM format, with all certificates between it and the root.
 
     None: connections are not encrypted."""
     sessions_tls_key: FixedPath | None = None
@@ -189,15 +201,15 @@ class GeneratorConfig:
     metrics_interval: Seconds = 10.0
     """Seconds between two lines of metrics."""
     insert_timeout: Seconds = 30.0
-    """A group that waits this long for a full queue is counted in `insert_waits`, and tries again."""
+    """Seconds after which the wait for a full queue is counted in `insert_waits`. Then the insert is tried again."""
     permit_timeout: Seconds = 30.0
-    """A wait of this length for a permit is counted in `permit_waits`, and goes on."""
+    """Seconds after which a wait for a permit is counted in `permit_waits`. Then the wait goes on."""
     stale_timeout: Seconds | None = 600.0
-    """Seconds to wait for newer weights when the server refuses all groups as too old. Then the run ends.
+    """Seconds to wait for newer weights when the server would refuse all groups as too old. Then the run ends.
 
-    None: for ever."""
+    None: wait for ever."""
     stop_grace: float = 2.0
-    """Seconds for which groups that are being generated may go on after `stop`."""
+    """Seconds for which groups under way may go on after `stop`."""
 
     def __post_init__(self) -> None:
         if self.min_rollouts is not None and self.min_rollouts > self.group_size:
@@ -227,8 +239,9 @@ class GeneratorConfig:
             check_advantages(self.advantages, self.group_size)
 
     def decided(self, *, agents: bool) -> GeneratorConfig:
-        """These settings with an `on_prompt_error`. `agents`: True if agents play the rollouts. Raises ValueError for
-        settings that need agents, if none play."""
+        """These settings, with the default of `on_prompt_error` filled in. `agents`: True if agents play the rollouts.
+
+        Raises ValueError if a setting needs agents and no agents play."""
         if self.untrained_models and not agents:
             raise ValueError("untrained_models needs --agent or --sessions: nobody else asks by the name of a model")
         if self.on_prompt_error is not None:
@@ -264,19 +277,19 @@ class StageConfig:
     source_table: str
     """Table that it takes items from."""
     concurrency: Count | None = None
-    """Items that are worked at, at the same time; otherwise 8."""
+    """Items that the stage works at, at the same time. None: 8."""
     lease: Seconds = 60.0
-    """Seconds after which the items of a stage that died go to others. It renews them while it lives."""
+    """Seconds after which the items of a stage that died go to others. A stage that lives renews its leases."""
     max_items: Count | None = None
-    """The run ends after so many."""
+    """The run ends after this many items."""
     tables: Names = ("rollouts",)
-    """Tables of each group that is handed on."""
+    """Tables into which the results are inserted."""
     priority: str | Priority = "advantage"
     """advantage, learnability, or module:function."""
     insert_timeout: Seconds = 30.0
-    """A group that waits this long for a full queue is counted in `insert_waits`, and tries again."""
+    """Seconds after which the wait for a full queue is counted in `insert_waits`. Then the insert is tried again."""
     on_full: Literal["wait", "skip"] = "wait"
-    """Wait, or skip the group, if a full table refuses it because its own `when_full` is "reject"."""
+    """Wait, or skip the group, if a full table with `when_full = "reject"` refuses it."""
 
     def __post_init__(self) -> None:
         if self.source_table in self.tables:
@@ -297,19 +310,20 @@ class StageConfig:
 
 @settings()
 class ScorerConfig(StageConfig):
-    """The settings of a GroupScorer. Its `source_table`: whole groups without rewards, of generators with
-    `unscored_table`."""
+    """The settings of a GroupScorer. Its `source_table` is the `unscored_table` of generators: it has whole groups
+    without rewards."""
 
     concurrency: Count | None = None
-    """Rollouts that are scored at the same time; otherwise 8, and 1 by functions that are not thread-safe.
+    """Rollouts that are scored at the same time. None: 8, but functions that are not `thread_safe` score one at a time.
 
-    With a number, functions without async must be thread-safe. One that scores whole groups counts as one rollout."""
+    If you set a number, functions without async must be thread-safe. A function that scores whole groups scores so many
+    groups at the same time."""
     attempts: Count = 3
-    """Attempts to get a reward before it has failed. The pause between them doubles from 1 s."""
+    """Attempts to compute a reward before the reward has failed. The pause before an attempt doubles, from 1 s on."""
     reward_timeout: Seconds | None = 300.0
-    """Most seconds for one reward function and one rollout, each attempt. Then it has failed."""
+    """Most seconds for one call of a reward function for one rollout. After them this attempt has failed."""
     min_rollouts: Count | None = None
-    """Scored rollouts that are enough for a group when others fail; otherwise all that it came with.
+    """Scored rollouts that are enough for a group when others fail. None: all rollouts of the group must be scored.
 
     A group with fewer is dropped."""
     scale_rewards: Literal["group", "none"] = "group"
@@ -317,9 +331,9 @@ class ScorerConfig(StageConfig):
     advantages: str | AdvantageFunction | None = None
     """module:function that computes the advantages of a group from its rewards, in the place of `scale_rewards`."""
     mask_truncated_completions: bool = False
-    """Leave completions out of the loss that ended only because of their length."""
+    """Leave completions that were cut off at a length limit out of the loss."""
     drop_zero_variance: bool = False
-    """Hand on no group whose rewards teach nothing; its permit is released."""
+    """Drop groups that carry no gradient, instead of inserting them. Their permits are released."""
 
     def __post_init__(self) -> None:
         StageConfig.__post_init__(self)
@@ -329,7 +343,7 @@ class ScorerConfig(StageConfig):
 
 
 def _check_alone(advantages: str | AdvantageFunction, scale_rewards: str) -> None:
-    """Raises ValueError if both settings say how to compute advantages."""
+    """Raises ValueError if `advantages` is set together with a `scale_rewards` that is not the default."""
     if scale_rewards != "group":
         raise ValueError(
             f"advantages {name_of(advantages)!r} takes the place of scale_rewards {scale_rewards!r}: leave one of them "

@@ -1,10 +1,10 @@
-"""RolloutGenerator: keeps tables supplied with groups. Permits bound the number of groups under way.
+"""RolloutGenerator: keeps tables supplied with groups. Permits limit the number of groups under way.
 
 prompts ──▶ permit ──▶ group: rollouts, rewards, advantages (groups/maker.py) ──▶ insert (groups/server.py)
                                 ▲
                       new weights (policy/follower.py)
 
-Every group goes this way on its own, so a slow group does not hold up the others.
+Every group passes these steps in a task of its own, so a slow group does not hold up the others.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 _MOST_SKIPPED = 100
-"""The groups in a row that are skipped before the run ends: then the cause is not a single prompt."""
+"""The run ends after so many skipped groups in a row: the cause is then not a single prompt."""
 
 
 class RolloutGenerator:
@@ -55,12 +55,13 @@ class RolloutGenerator:
 
     `run` raises the error that ends it: a server that stays away longer than the client's timeout, an engine that
     died, a prompt or reward that does not work (unless they are skipped), or weights that do not match. Other trouble
-    passes by itself. A full table, a missing permit, a late group, a busy server, failing storage and a restart of the
-    server are waited for and counted.
+    passes by itself: a full table, a missing permit, a late group, a busy server, failing storage, and a restart of the
+    server. The generator waits until such trouble is over, and counts it.
 
-    The generator acquires a permit before it makes a group. The insert uses the permit up; without an insert the
-    generator releases it. The server takes a permit back after its time to live. A group that took longer is still
-    inserted and counts there as accepted. Meanwhile the server may have let more groups be generated than it wants.
+    If the server has [admission], the generator acquires a permit before it makes a group. The insert uses the permit
+    up. If the group is not inserted, the generator releases the permit. The server takes a permit back after its time
+    to live. A group that took longer than this is still inserted, and the server counts it as accepted. But then the
+    server may have given the permit to another generator, so that more groups are under way than it wants.
     """
 
     def __init__(
@@ -75,12 +76,12 @@ class RolloutGenerator:
         group_filter: Callable[[RolloutGroup], bool] | None = None,
         on_group: Callable[[GeneratorStats], None] | None = None,
     ) -> None:
-        """The engine belongs to the generator from now on: the end of `run` closes it. The client stays the caller's.
+        """The generator owns `engine`: the end of `run` closes it. The caller owns `client`, and closes it.
 
         `prompts`: anything that `Prompt.of` takes; with a `prompts_table` a list of these, or any rows by number.
-        `rollout` plays each rollout; without it a rollout is one completion of its prompt. `reward` None: rollouts
-        bring their own. `group_filter` decides whether a finished group is inserted. `on_group` is called on the event
-        loop after each group, with the current statistics.
+        `rollout` plays each rollout; by default a rollout is one completion of its prompt. `reward` None: the rollouts
+        have rewards of their own. `group_filter` decides whether a finished group is inserted. `on_group` is called on
+        the event loop after each group, with the current statistics.
         """
         self.config = (config or GeneratorConfig()).decided(agents=getattr(rollout, "plays_agents", False))
         if self.config.unscored_table is not None and (reward is not None or group_filter is not None):
@@ -108,11 +109,13 @@ class RolloutGenerator:
         self._groups: set[asyncio.Task[None]] = set()
         self._keys = KeySequence()  # of finished groups
         self._again: deque[PartialGroup] = deque()
-        """Groups that are to be opened before new prompts: they were given up once, or put back."""
+        """Groups that are opened before new prompts are drawn. They were given up once, or could not be opened yet."""
         self._permits: list[asyncio.Task[PermitGrant]] = []
-        """Requests for permits that the groups they were made for do not need any more."""
+        """Requests for permits under way that no group waits for any more. The next group that needs a permit takes
+        one of them."""
         self._unfit: list[tuple[Sample, PromptError]] = []
-        """Prompts of a table that do not fit the engine, until a prompt is drawn that fits."""
+        """Prompts of a table that do not fit the engine, each with the reason. They are rejected once another prompt
+        fits."""
         self._drawing = asyncio.Lock()
         """Held while a prompt is drawn, since several groups may begin at a time."""
         self._started = 0
@@ -124,7 +127,7 @@ class RolloutGenerator:
     @property
     def stats(self) -> GeneratorStats:
         """A copy of the current statistics."""
-        self._count()
+        self._count()  # brings the current values up to date
         return self._metrics.stats.copy()
 
     async def run(self) -> None:
@@ -166,7 +169,7 @@ class RolloutGenerator:
             await self._server.leave()
 
     def stop(self) -> None:
-        """Starts no more groups. `run` returns when those under way are finished, at the latest after `stop_grace`."""
+        """Starts no more groups. `run` gives the groups under way `stop_grace` seconds to finish, and then returns."""
         self._ended.set()
 
     async def _work(self) -> None:
@@ -192,7 +195,7 @@ class RolloutGenerator:
         error = task.exception()
         if error is None:
             return
-        # Only the first failure is the reason: what breaks after it, or while stopping, follows from it.
+        # Only the first failure is kept: failures after it, or after `stop`, are consequences.
         if not self._ended.is_set():
             self._failure = error
             self._ended.set()
@@ -207,7 +210,7 @@ class RolloutGenerator:
         stats = self._metrics.stats
         stats["groups_in_flight"] = len(self._groups)
         stats["threads_left"] = user_code.threads_left()
-        # Only the engine that has servers counts them.
+        # Only the engine `vllm-server`, which uses several servers, has these two counts.
         stats["engines_lost"] = getattr(self._engine, "engines_lost", 0)
         stats["engines_away"] = getattr(self._engine, "engines_away", 0)
 
@@ -237,7 +240,7 @@ class RolloutGenerator:
             task.add_done_callback(lambda _: self._slots.release())
 
     async def _next(self, admission: bool, times: GroupTimes) -> PartialGroup | None:
-        """The next group to work at; opens groups until there is one. None: all groups have ended."""
+        """The next group to work at. Opens groups until one can be worked at. None: all groups have ended."""
         opened = False
         while True:
             if not self._is_through:
@@ -263,7 +266,7 @@ class RolloutGenerator:
             opened = await self._open(drawn, permit)
 
     async def _permit_or_group(self) -> PermitGrant | PartialGroup:
-        """Waits for a permit, or for a group that a dead generator has left: such a group may hold the last permit."""
+        """Waits for a permit, or for a partial group of a generator that died: that group may hold the last permit."""
         if self._permits:
             permit = self._permits.pop()
         else:
@@ -279,7 +282,7 @@ class RolloutGenerator:
         return permit.result()
 
     async def _open(self, group: PartialGroup, permit: PermitGrant | None) -> bool:
-        """Opens a group, with its permit if it needs one. Returns True if `_partial_groups` has the group."""
+        """Opens a group, with its permit if it needs one. Returns True if the group was opened."""
         version = self._policy.version
         try:
             await self._partial_groups.open(group, permit, version)
@@ -315,14 +318,16 @@ class RolloutGenerator:
         return self._prompts.ended or self._started == self.config.max_groups
 
     async def _draw(self) -> PartialGroup | None:
-        """The next group to open: one that was given up, or that of the next prompt; None: there is none now."""
+        """The next group to open: one from `_again`, or a new one for the next prompt. None: there is none now."""
         if self._again:
             return self._again.popleft()
         if self._has_no_prompts:
             if self._groups:
-                await asyncio.wait(self._groups, return_when=asyncio.FIRST_COMPLETED)  # one may be given up
+                # A group that ends may have been given up. Then it is in `_again`.
+                await asyncio.wait(self._groups, return_when=asyncio.FIRST_COMPLETED)
             return None
-        # Once another prompt has fitted, the prompts are to blame, and not this generator.
+        # A group has been started, so some prompt fits this engine. Then the unfit prompts are to blame, and not the
+        # settings of this generator.
         while self._unfit and self._started:
             sample, reason = self._unfit.pop()
             await self._prompts.reject(sample, reason)
@@ -344,6 +349,7 @@ class RolloutGenerator:
         try:
             prompt, prompt_ids = self._maker.tokenize(drawn.source, began)
         except PromptError as error:
+            # A prompt of a table is set aside first: another prompt may show that only this one does not fit.
             if drawn.closes and self.config.on_prompt_error == "raise" and len(self._unfit) < _MOST_SKIPPED:
                 self._unfit.append((drawn.closes[0], error))
             else:
@@ -365,7 +371,7 @@ class RolloutGenerator:
         return PartialGroup(spec, drawn)
 
     async def _make_group(self, work: PartialGroup, times: GroupTimes) -> None:
-        """Makes and inserts one group, in a span of its own."""
+        """Makes and inserts one group. `times` gets the seconds of each step."""
         acquired = time.monotonic()
         try:
             async with self._partial_groups.work(work):
@@ -380,7 +386,7 @@ class RolloutGenerator:
         except LeaseLostError:
             self._metrics.stats["leases_lost"] += 1
         except (LeftOut, PromptError, TooOldToFinish) as error:
-            # First of all: another group may wait for this permit.
+            # The permit is released before everything else, because another group may wait for it.
             if work.permit is not None:
                 await self._server.release(work.permit)
             await self._end_prompt(work, error)
@@ -400,16 +406,18 @@ class RolloutGenerator:
             rewards = group.rewards if by_function else None
             await self._prompts.finished(work.drawn, rewards, inserted=True)
             self._metrics.count_inserted(group, by_function, staleness, times)
-        work.settle("the generator has given up the group of the rollout")  # unless the group is inserted
+        # The rollouts of a group that was inserted are settled already, so this does nothing for them.
+        work.settle("the generator has given up the group of the rollout")
         beat()
         if self._on_group is not None:
             user_code.call_plain(self._on_group, self.stats)
 
     async def _end_prompt(self, work: PartialGroup, error: Exception) -> None:
-        """Ends the prompt of a group that was not inserted. A prompt that is to blame is done; another one goes back.
+        """Ends the prompt of a group that was not inserted.
 
-        The group of a prompt that was too old is made again here, but only once: a group that always takes too long
-        would never end. It is not made again if its prompt may belong to another generator by now.
+        A prompt that is to blame is finished. Any other prompt is requeued, with one exception: if its group was given
+        up as too old, the group is made again here. This happens only once, because a group that always takes too long
+        would never end. It does not happen if another generator may have the prompt by now.
         """
         spec = work.spec
         is_old = isinstance(error, TooOldToFinish)
@@ -425,13 +433,13 @@ class RolloutGenerator:
                 logger.warning("prompt %r: left out, because its group was too old twice", spec.prompt.prompt_id)
 
     def _is_to_blame(self, error: Exception) -> bool:
-        """True if a group was left out because of its prompt."""
+        """True if a group was left out because of its prompt. `error`: the reason why it was left out."""
         if isinstance(error, LeftOut):
             return error.counts_as in ("groups_skipped", "groups_filtered", "items_rejected")
         return isinstance(error, PromptError) and self._may_skip(error)
 
     def _check_permit(self, grant: PermitGrant, seconds: float) -> None:
-        """Counts a permit that expired before its group was made; warns of the first."""
+        """Counts a permit that expired before its group was made. Logs a warning for the first such permit."""
         if seconds <= grant.ttl:
             return
         self._metrics.stats["permits_expired"] += 1
@@ -444,7 +452,7 @@ class RolloutGenerator:
             )
 
     def _may_skip(self, error: PromptError) -> bool:
-        """True if the run goes on without the group, by its settings or because no code of the user is wrong."""
+        """True if the run goes on without the group: the settings say so, or the user's code is not to blame."""
         if self.config.on_prompt_error == "skip":
             return True
         if isinstance(error, GroupRefusedError):
@@ -453,7 +461,7 @@ class RolloutGenerator:
         return isinstance(error.__cause__, CompletionError | AbstainedError)
 
     def _skip(self, error: PromptError) -> None:
-        """Leaves a prompt out. Raises the error if the run is to end with it."""
+        """Counts a prompt that is left out. Raises the error instead if it has to end the run."""
         if not self._may_skip(error):
             raise error
         self._metrics.count_skipped(error, _MOST_SKIPPED)
@@ -473,8 +481,8 @@ def run_generator(
 ) -> GeneratorStats:
     """Runs a RolloutGenerator to its end, for callers without an event loop. Returns the last statistics.
 
-    `connect` makes the client; it is called on the event loop that uses it. Ctrl-C and SIGTERM stop the run gracefully,
-    and call `on_stop`. The other parameters and the errors are those of RolloutGenerator.
+    `connect` makes the client. It is called on the event loop that uses the client. Ctrl-C and SIGTERM stop the run
+    gracefully, and call `on_stop`. The other parameters and the errors are those of RolloutGenerator.
     """
 
     def make(client: AsyncReplayClient) -> RolloutGenerator:

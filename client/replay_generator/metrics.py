@@ -1,4 +1,4 @@
-"""GeneratorMetrics: counts the work of a generator, as totals for a display and as JSON lines for a file."""
+"""GeneratorMetrics: counts the work of a generator. The counts are totals for a display, and JSON lines for a file."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ logger = logging.getLogger(__name__)
 _RECENT_GROUPS = 64
 """The means of GeneratorStats cover this many groups."""
 RATE_SECONDS = 60.0
-"""A rate covers at least this time, once the generator has worked for so long."""
+"""A rate covers at least this many seconds, or the whole run if the run is shorter."""
 LEAST_RATE_SECONDS = 10.0
-"""A rate over less time means nothing: groups come in bursts."""
+"""A rate over fewer seconds is NaN: groups end in bursts, so it would mean nothing."""
 
 
 class GeneratorStats(TypedDict):
@@ -41,13 +41,14 @@ class GeneratorStats(TypedDict):
     nan_logprobs: int
     """Tokens whose log-probability the engine does not know."""
     unknown_masks: int
-    """Tokens drawn with top_p, top_k or min_p whose sampling mask is not stored; the trainer takes all tokens there."""
+    """Tokens drawn with top_p, top_k or min_p whose sampling mask is not stored. For such a token the trainer assumes
+    that any token of the vocabulary could have been drawn."""
     groups_in_flight: int
     """Groups that are generated or wait for their table."""
     tokens_per_second: float
-    """The rate over the last minute, all waiting included; NaN in the first ten seconds."""
+    """The rate over the last minute, with all waiting; NaN in the first ten seconds."""
     reward_mean: float
-    """The mean over the latest groups; NaN before the first group."""
+    """The mean over the latest groups; NaN before the first group, and if one of these groups was not scored."""
     policy_version: int
     reloads: int
     fetched_bytes: int
@@ -68,33 +69,35 @@ class GeneratorStats(TypedDict):
     groups_aborted: int
     """Groups that were given up while they were generated, because they would have been too old on arrival."""
     tokens_wasted: int
-    """Tokens of groups that were too old on arrival, and an estimate of those drawn for groups that were given up."""
+    """Tokens of groups that were too old on arrival, plus an estimate of the tokens that were drawn for groups that
+    were given up."""
     tokens_saved: int
     """An estimate of the further tokens that would have been drawn for groups that were given up."""
     rollouts_stored: int
     """Finished rollouts of partial groups that the server has acknowledged."""
     groups_resumed: int
-    """Partial groups that this generator was handed with finished rollouts of another one."""
+    """Partial groups that this generator got with rollouts that another generator had finished."""
     tokens_resumed: int
-    """Tokens of those rollouts. Without partial groups they would have been lost."""
+    """Tokens of the rollouts in `groups_resumed` that others had finished. Without partial groups they would have been
+    lost."""
     leases_lost: int
-    """Partial groups that another generator may have been handed while this one worked at them."""
+    """Partial groups, or items of a stage, that another process may have got while this one worked at them."""
     stale_seconds: float
-    """Seconds for which generation was held, because all groups would have been too old."""
+    """Seconds for which the generator started no groups, because all groups would have been too old."""
     groups_refused_full: int
-    """Inserts that a table with `when_full = "reject"` had no room for."""
+    """Inserts that a full table with `when_full = "reject"` refused."""
     server_refused: int
-    """Calls that the server refused because it was busy or its storage failed; each was tried again."""
+    """Calls that the server refused because it was busy or its storage failed. Each of these calls was tried again."""
     insert_waits: int
-    """Inserts that found their queue full for `insert_timeout`."""
+    """The number of times that an insert waited `insert_timeout` for a full queue."""
     permit_waits: int
-    """Waits for a permit in which none came for `permit_timeout`."""
+    """The number of times that a generator waited `permit_timeout` for a permit and got none."""
     permits_expired: int
     """Groups that took longer than their permit lives."""
     prompts_lost: int
-    """Groups left out because the lease of their prompt had ended: another generator makes one of it."""
+    """Groups left out because the lease of their prompt had ended: another generator makes a group of this prompt."""
     items_rejected: int
-    """Items of `partial_groups_table` or `prompts_table` that nobody can make a group of. They are taken out."""
+    """Items of `partial_groups_table` or `prompts_table` of which no group can be made. They are removed."""
     threads_left: int
     """Threads of users' functions, such as rewards, that took too long and have not ended."""
     engines_lost: int
@@ -116,7 +119,7 @@ def _no_stats() -> GeneratorStats:
 
 @dataclass
 class GroupTimes:
-    """Seconds that a group spent in each stage."""
+    """Seconds that a group spent in each step."""
 
     permit: float = 0.0
     generate: float = 0.0
@@ -129,11 +132,13 @@ class InsertRate:
 
     def __init__(self) -> None:
         self._marks: deque[tuple[float, int, int]] = deque()
-        """Times, each with the number of all groups and of all tokens until then. The rate begins at the first."""
+        """Points in time, the oldest first: the time, and the total number of groups and of tokens until then.
+
+        The rate covers the time from the first point to now."""
 
     def add(self, tokens: int, seconds: float, now: float) -> None:
-        """Counts a group of so many tokens, which took so many seconds."""
-        if not self._marks:
+        """Counts a group. `tokens`: its size; `seconds`: the time that it took; `now`: the time at which it ended."""
+        if not self._marks:  # the run began when its first group began
             self._marks.append((now - seconds, 0, 0))
         _, groups, all_tokens = self._marks[-1]
         self._marks.append((now, groups + 1, all_tokens + tokens))
@@ -142,7 +147,7 @@ class InsertRate:
             self._marks.popleft()
 
     def per_second(self, now: float) -> tuple[float, float]:
-        """The groups and the tokens a second. NaN: the time is too short for a rate."""
+        """Groups per second, and tokens per second. NaN: the time is too short for a rate."""
         if not self._marks:
             return math.nan, math.nan
         began, first_groups, first_tokens = self._marks[0]
@@ -168,11 +173,11 @@ _MEANS = (
     "insert_seconds_mean",
     "reload_seconds_mean",
 )
-"""The means that each line has; null if there was no value since the line before."""
+"""The names of the means that are in each line. A mean is null if it had no value since the line before."""
 
 
 def _new_values() -> defaultdict[str, list[float]]:
-    """No values yet, with an entry for each of _MEANS."""
+    """An empty list of values for each name in _MEANS, and later for other names."""
     values = defaultdict[str, list[float]](list)
     for name in _MEANS:
         values[name] = []
@@ -184,9 +189,10 @@ class GeneratorMetrics:
     """Counts groups. Each line covers the time since the line before; totals count from the start."""
 
     solved_reward: float
-    """A completion counts as solved from this reward on."""
+    """A completion with at least this reward counts as solved."""
     path: Path | None = None
-    """The file to which `write` appends, also after a restart of the generator. None: there is no file."""
+    """The file to which `write` appends. After a restart of the generator it goes on with the same file. None: there is
+    no file."""
     stats: GeneratorStats = field(default_factory=_no_stats)
 
     def __post_init__(self) -> None:
@@ -194,7 +200,7 @@ class GeneratorMetrics:
         """The tokens, the mean reward, and the seconds of generation of the latest groups."""
         self._rate = InsertRate()
         self._values = _new_values()
-        """The values since the line before, by the name that their mean gets in the next line."""
+        """The values since the line before, by the name of their mean in the next line."""
         self._nan_logprobs = 0
         """Unknown log-probabilities since the line before."""
         self._skipped_in_a_row = 0
@@ -208,9 +214,12 @@ class GeneratorMetrics:
         staleness: int,
         times: GroupTimes,
     ) -> None:
-        """Counts a group that was inserted. `by_function`: the rewards (G,) of each function; empty: the group was not
-        scored. `staleness`: versions behind the trainer on arrival."""
-        # Tokens that the policy did not write have no log-probability that could be known.
+        """Counts a group that was inserted.
+
+        `by_function`: the rewards (G,) of each function, by its name; empty: the group was not scored. `staleness`: by
+        how many versions the group was behind the trainer on arrival.
+        """
+        # Only tokens that the policy wrote count: no others have a log-probability.
         unknown = int((np.isnan(group.rollout_logprobs) & group.trained_mask).sum())
         unknown += group.meta.get("unknown_logprobs", 0)
         reward_mean = math.nan
@@ -238,7 +247,7 @@ class GeneratorMetrics:
         staleness: int,
         times: GroupTimes,
     ) -> None:
-        """Adds the values of a group to those of the next line. Arguments: see `count_inserted`."""
+        """Adds the values of a group to the values of the next line. Arguments: see `count_inserted`."""
         lengths_G = group.rollout_lengths
         if by_function:
             self._add("reward_mean", group.rewards)
@@ -256,13 +265,15 @@ class GeneratorMetrics:
             self._add(f"reward/{name}", rewards_G)
 
     def _add(self, name: str, values: Iterable[Any]) -> None:
-        """Adds values to those of the next line. NaN, of a function that abstained, has no part in the mean."""
+        """Adds values to the values of the next line, but not NaN: there a reward function abstained."""
         self._values[name] += [float(value) for value in values if not math.isnan(value)]
 
     def count_given_up(self, times: GroupTimes) -> None:
-        """Counts a group that was given up, as if it drew its tokens as fast as the latest groups.
+        """Counts a group that was given up, and estimates its tokens: as if it had drawn them as fast as the latest
+        groups.
 
-        No engine says how many tokens it has drawn for a request that is cancelled: vLLM answers once, at the end.
+        The estimate is needed, because no engine says how many tokens it has drawn for a request that was cancelled.
+        vLLM answers only once, at the end.
         """
         self.stats["groups_aborted"] += 1
         if not self._recent:
@@ -281,7 +292,7 @@ class GeneratorMetrics:
             self._values["reload_seconds_mean"].append(seconds)
 
     def count_skipped(self, error: Exception, most: int) -> None:
-        """Counts a group that is left out. Raises PromptError for the last of `most` in a row."""
+        """Counts a group that is left out. Raises PromptError if this is the last of `most` such groups in a row."""
         self.stats["groups_skipped"] += 1
         self._skipped_in_a_row += 1
         if self._skipped_in_a_row >= most:
@@ -289,7 +300,7 @@ class GeneratorMetrics:
         logger.warning("skipped: %s", error)
 
     def create_file(self) -> None:
-        """Creates the file, if one is wanted. Raises OSError if that is impossible, before the run has begun."""
+        """Creates the file, if there is a `path`. Call it before the run, so that an OSError comes at once."""
         if self.path is not None:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self.path.touch()
@@ -301,7 +312,7 @@ class GeneratorMetrics:
                 print(json.dumps(self._line(), allow_nan=False), file=file)
 
     def _line(self) -> dict[str, float | int | None]:
-        """The metrics since the line before; None where there is no value. docs/metrics.md lists the fields."""
+        """The metrics since the line before, by name. None: a metric has no value. docs/metrics.md lists the names."""
         now = time.monotonic()
         seconds = max(now - self._since, 1e-9)
         values = self._values
@@ -328,7 +339,7 @@ class GeneratorMetrics:
         line["generate_seconds_max"] = max(values["generate_seconds_mean"], default=None)
         for name in self.stats:
             if name not in line:
-                # mypy takes no names of a TypedDict out of a loop over that very TypedDict.
+                # mypy knows only literal keys of a TypedDict, and not the names from a loop over it.
                 line[name] = self.stats[name]  # type: ignore[literal-required]
         for name, value in line.items():
             if value is not None and math.isnan(value):

@@ -1,6 +1,6 @@
-"""Notices: warnings that a generator writes once in its log, whichever of its thousands of rollouts they are about.
+"""Notices: warnings that a generator writes to its log only once, even if thousands of its rollouts cause them.
 
-Watch: the base of classes that notice things that the server is told.
+`Watch` is the base of classes whose findings are reported to the server.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from abc import ABC, abstractmethod
 logger = logging.getLogger(__name__)
 
 MOST = 1000
-"""The most notices of one process. Some repeat words of a client, which may send new ones without end."""
+"""The most notices of one process. Some repeat words of a client, which may send new words without end."""
 _written_kinds: set[str] = set()
 
 
 def say_once(text: str, kind: str | None = None) -> None:
-    """Writes a warning, unless one of its kind was written before. `kind` None: the text itself."""
+    """Writes a warning, unless a warning of the same kind was written before. `kind` None: the text is the kind."""
     if kind is None:
         kind = text
     if kind not in _written_kinds and len(_written_kinds) < MOST:
@@ -26,12 +26,12 @@ def say_once(text: str, kind: str | None = None) -> None:
 
 
 def forget() -> None:
-    """Forgets the notices that were written, so that all are written once more, as in a new process."""
+    """Forgets which notices were written, so that each may be written again, as in a new process."""
     _written_kinds.clear()
 
 
 def beginning_of(text: str, most: int) -> str:
-    """The beginning of a text whose JSON has at most `most` characters. The server counts the characters of JSON."""
+    """The longest beginning of `text` whose JSON has at most `most` characters: the server limits the JSON."""
     quotes = len(json.dumps(""))
     size = quotes
     for index, character in enumerate(text):
@@ -42,12 +42,13 @@ def beginning_of(text: str, most: int) -> str:
 
 
 class Watch(ABC):
-    """Notices things that the server is told.
+    """Collects facts that are reported to the server.
 
-    Watch is a base class, and no protocol: the rollout hook of a user may have a `description` of another kind.
+    Watch is a base class and not a protocol, because a user's rollout hook may have a `description` that means
+    something else.
     """
 
     @property
     @abstractmethod
     def description(self) -> dict[str, str]:
-        """The facts for the server, as JSON by name; empty: there are none."""
+        """The facts for the server: the JSON of each, by the name of the fact. Empty: there are no facts."""

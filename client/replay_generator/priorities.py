@@ -1,6 +1,7 @@
 """Priorities: compute the priority with which a group goes into its tables.
 
-They are functions of the user's own, or built-in ones by name. The priority of a group without a gradient is 0.
+A priority is a function of the user's own, or the name of a built-in one. The built-in ones give 0 to a group without a
+gradient.
 """
 
 from __future__ import annotations
@@ -15,17 +16,17 @@ from replay_generator.user_code import calls as user_code
 from replay_generator.user_code.results import number_or_nan
 
 Priority = Callable[[RolloutGroup], float]
-"""A function that returns a priority, finite and not negative. Tables do not forward an item of priority 0 to the
-pool."""
+"""A function that returns the priority of a group: a finite number that is not negative. Tables do not forward an item
+of priority 0 to the pool."""
 
 
 def advantage(group: RolloutGroup) -> float:
-    """`scoring.trained_priority`. Tokens that are not trained on do not count: they have no gradient."""
+    """The priority by `scoring.trained_priority`. Tokens that are not trained on do not count."""
     return trained_priority(group)
 
 
 def learnability(group: RolloutGroup) -> float:
-    """`scoring.group_learnability`; 0 for a group that carries no gradient."""
+    """The priority by `scoring.group_learnability`; 0 for a group that carries no gradient."""
     if not carries_gradient(group):
         return 0.0
     return group_learnability(group.rewards)
@@ -35,10 +36,10 @@ BUILT_IN = {"advantage": advantage, "learnability": learnability}
 
 
 def load_priority(name: str | Priority) -> Priority:
-    """The function of a priority. `name`: one of BUILT_IN, "package.module:function", or the function itself.
+    """The priority function that `name` stands for: a name in BUILT_IN, "package.module:function", or a function.
 
-    Raises ValueError for a name that leads to no function. If the user's own function returns anything but a finite
-    number from 0, its call raises ValueError.
+    Raises ValueError for a name that leads to no function. A function of the user's own is wrapped: the wrapper raises
+    ValueError if the function returns anything but a finite number of at least 0.
     """
     function = name if callable(name) else load_function("priority", name, BUILT_IN)
     if function in BUILT_IN.values():

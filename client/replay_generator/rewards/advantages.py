@@ -1,4 +1,4 @@
-"""Advantages: computes the advantages of a group by `scale_rewards`, or by a function of the user's own."""
+"""Advantages: computes the advantages of a group, by `scale_rewards` or by a function of the user's own."""
 
 from __future__ import annotations
 
@@ -32,12 +32,13 @@ class Advantages:
         self._scale = config.scale_rewards
         self._timeout = config.reward_timeout
         self.name = ""
-        """The name of the user's function; empty: there is none."""
+        """The name of the user's function; "": the user has no function, and `scale_rewards` decides."""
         self._function: AdvantageFunction | None = None
         if config.advantages is not None:
             self.name = name_of(config.advantages)
             self._function = load_advantages(config.advantages)
-        # One call at a time: the function may keep a mean over all groups, and need not be thread-safe.
+        # The function is called for one group at a time: it may keep a mean over all groups, and need not be
+        # thread-safe.
         self._turn = asyncio.Semaphore(1)
 
     async def compute(
@@ -47,8 +48,8 @@ class Advantages:
         played: Sequence[PlayedRollout],
         by_function: Mapping[str, FloatArray],
     ) -> FloatArray:
-        """The advantages (G,) of a group, in float32. `rewards`: (G,). `by_function`: the rewards (G,) of each reward
-        function. Raises AdvantageError."""
+        """The advantages (G,) of a group, in float32. `rewards`: (G,). `row`: the row of the prompt. `played`: the G
+        rollouts. `by_function`: the rewards (G,) of each reward function, by its name. Raises AdvantageError."""
         if self._function is None:
             return group_advantages(rewards, scale=self._scale)
         rewards_G = rewards.astype(np.float64)
@@ -69,7 +70,10 @@ class Advantages:
     async def _call(
         self, function: AdvantageFunction, rewards_G: npt.NDArray[np.float64], facts: Mapping[str, Any]
     ) -> Any:
-        """The result of the function. Raises AdvantageError if the function raises something, or takes too long."""
+        """The result of the user's function. `facts`: all arguments that the function may ask for, by name.
+
+        Raises AdvantageError if the function raises an error or takes too long.
+        """
         failed = f"the advantage function {self.name!r}"
         # The clock starts with the call: the time in which a group waits for its turn does not count.
         async with self._turn:

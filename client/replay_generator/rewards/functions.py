@@ -1,6 +1,7 @@
 """Reward functions: score the completions of a prompt.
 
-They are functions of the user's own, or built-in ones by name. A reward is the weighted sum of their results.
+A reward function is a function of the user's own, or a built-in one. The reward of a rollout is the weighted sum of the
+results of all its reward functions.
 """
 
 from __future__ import annotations
@@ -28,23 +29,26 @@ from replay_generator.user_code.results import LARGEST, check_name, number_of
 from replay_protos.words import counted
 
 RewardFunction = Callable[..., float | None | Awaitable[float | None]]
-"""A function that takes the prompt's row and the text that the policy wrote last, and returns a reward. None: the
-function abstains, and the others alone decide. A function with a parameter `rollout` gets the whole Rollout too: its
-turns with their texts, the output of tools, and its `info`.
+"""A function that takes the prompt's row and the last text that the policy wrote, and returns a reward. If it returns
+None, it abstains, and only the other functions decide. A function with a parameter `rollout` also gets the whole
+Rollout: its turns with their texts, the output of tools, and its `info`.
 
-If the function is async, all calls for a group run at once. Otherwise it runs in a thread beside the event loop, for
-one group at a time. Once it asks for a signal, it runs in a process of its own."""
+If the function is async, all calls for a group run at the same time. Otherwise the function runs in a thread, for one
+group at a time. A function that asks for a signal (`signal.alarm`, for example) runs in a process of its own from then
+on."""
 GroupRewardFunction = Callable[..., Sequence[float | None] | Awaitable[Sequence[float | None]]]
-"""A function that takes the prompt's row and the texts of all G rollouts, and returns G rewards, each of which may be
-None; see `group_reward`. A function with a parameter `rollouts` gets the rollouts too."""
+"""A function with the decorator `group_reward`. It takes the prompt's row and the texts of all G rollouts, and returns
+G rewards, each of which may be None. A function with a parameter `rollouts` also gets the rollouts."""
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 OWN_REWARD = "rollout"
-"""The name of the reward of environments, among the names of reward functions."""
+"""The name under which the rewards of environments stand among those of reward functions."""
 _SCORES_GROUPS = "scores_groups"
+"""The attribute of functions with the decorator `group_reward`."""
 _THREAD_SAFE = "thread_safe"
+"""The attribute of functions with the decorator `thread_safe`."""
 _SAFE_THREADS = 8
-"""The number of groups that `thread_safe` functions score at the same time, unless the caller gives a number."""
+"""The number of groups that `thread_safe` functions score at the same time, unless `threads` is given."""
 
 
 class RewardError(ReplayError):
@@ -52,11 +56,13 @@ class RewardError(ReplayError):
 
 
 class AbstainedError(RewardError):
-    """Every reward function abstained for a rollout. No function has failed: some have given numbers in this run."""
+    """Every reward function abstained for a rollout. This counts as intended, because other rollouts of this run have
+    had rewards."""
 
 
 def group_reward(function: Function) -> Function:
-    """Decorator for a function that scores all completions of a prompt in one call, for example in one model batch."""
+    """Decorator for a function that scores all completions of a prompt in one call, for example as one batch of a
+    model."""
     setattr(function, _SCORES_GROUPS, True)
     return function
 
@@ -69,7 +75,7 @@ def thread_safe(function: Function) -> Function:
 
 @dataclass(frozen=True)
 class Reward:
-    """One reward function in a sum."""
+    """One reward function in the weighted sum."""
 
     function: RewardFunction | GroupRewardFunction
     weight: float = 1.0
@@ -99,9 +105,9 @@ class Scorer:
     """Calls reward functions without blocking the event loop."""
 
     def __init__(self, rewards: Rewards | None, *, threads: int | None = None, timeout: float | None = None) -> None:
-        """`threads`: groups that functions without async may score at the same time; None: 1, and 8 for functions that
-        are `thread_safe`. `timeout`: seconds for one function and one group, from the call on. `rewards` None: rollouts
-        bring their own. Raises ValueError for an empty list, and for two functions with one name."""
+        """`rewards` None: the rollouts have rewards of their own. `threads`: the groups that functions without async
+        may score at the same time; None: 1, and 8 for functions that are `thread_safe`. `timeout`: the most seconds for
+        one function and one group. Raises ValueError for an empty list, and for two functions with one name."""
         listed: Sequence[RewardFunction | GroupRewardFunction | Reward]
         if rewards is None:
             listed = []
@@ -120,7 +126,7 @@ class Scorer:
         self._threads = asyncio.Semaphore(threads or 1)
         self._safe_threads = asyncio.Semaphore(threads or _SAFE_THREADS)
         self._has_scored = False
-        """True once any rollout has got a reward. Until then a None may come from a forgotten `return`."""
+        """True once any rollout has had a reward. Until then, None may also come from a function without `return`."""
 
     @property
     def scores_groups(self) -> bool:
@@ -130,14 +136,14 @@ class Scorer:
     async def score(
         self, row: Mapping[str, Any], texts: Sequence[str], rollouts: Sequence[Rollout] | None = None
     ) -> tuple[npt.NDArray[np.float32], dict[str, npt.NDArray[np.float32]]]:
-        """The weighted sum (G,), and each function's rewards (G,) by name. Raises RewardError.
+        """The weighted sums (G,), and the rewards (G,) of each function by its name. Raises RewardError.
 
-        NaN in the rewards of a function: the function abstained, and the sum is that of the other functions. NaN in the
-        sum: all functions abstained, so there is no reward (`unscored`).
+        NaN in the rewards of a function: the function abstained, and the sum is that of the other functions. NaN in a
+        sum: all functions abstained, so the rollout has no reward (`unscored`).
 
-        `texts`: the text that the policy wrote last in each rollout. `rollouts` None: there are no rollouts, only
-        texts. The reward of environments counts as the function "rollout" with weight 1. Either all rollouts have one,
-        or none has.
+        `texts`: the last text of the policy in each rollout. `rollouts` None: there are no rollouts, only texts. The
+        rewards of environments count as a function with the name "rollout" and the weight 1. Either all rollouts have
+        such a reward, or none.
         """
         weights: dict[str, float] = {}
         by_name: dict[str, npt.NDArray[np.float64]] = {}
@@ -168,7 +174,8 @@ class Scorer:
         return total.astype(np.float32), {name: rewards.astype(np.float32) for name, rewards in by_name.items()}
 
     def unscored(self) -> RewardError:
-        """The error of a rollout for which every function abstained. AbstainedError: other rollouts got a reward."""
+        """The error for a rollout for which every function abstained. It is an AbstainedError if any rollout of this
+        run has had a reward."""
         functions = " and ".join(f"{reward.name!r}{user_code.where(reward.function)}" for reward in self.rewards)
         message = f"it has no reward: {functions} returned None, and one function must give a number"
         if self._has_scored:
@@ -178,7 +185,7 @@ class Scorer:
     async def _rewards_of(
         self, reward: Reward, row: Mapping[str, Any], texts: Sequence[str], rollouts: Sequence[Rollout] | None
     ) -> npt.NDArray[np.float64]:
-        """The rewards (G,) of one function; NaN: it abstained. Raises RewardError."""
+        """The rewards (G,) of one function; NaN: the function abstained. Raises RewardError."""
         parameter = _rollout_parameter(reward.function)
         if parameter and rollouts is None:
             raise _failed(reward, f"has a parameter {parameter!r}, and here are texts without rollouts")
@@ -221,7 +228,8 @@ class Scorer:
                 raise _failed(reward, f"raised {user_code.in_words(error)}", error) from error
 
     def _thread(self, function: Callable[..., Any]) -> AbstractAsyncContextManager[None]:
-        """Surrounds a call. A call that needs a thread waits for one."""
+        """The context for a call of `function`. If the call needs a thread, entering the context waits until one is
+        free."""
         if user_code.is_async(function):
             return nullcontext()
         if getattr(function, _THREAD_SAFE, False):
@@ -230,7 +238,7 @@ class Scorer:
 
 
 def _own_rewards(rewards: Sequence[float | None]) -> npt.NDArray[np.float64]:
-    """The rewards (G,) of the environments of the rollouts. Raises RewardError."""
+    """The rewards (G,) that the environments gave the rollouts. Raises RewardError if one is missing or not finite."""
     missing = sum(reward is None for reward in rewards)
     if missing > 0:
         raise RewardError(
@@ -247,7 +255,7 @@ def _rollout_parameter(function: Callable[..., Any]) -> str | None:
     """The parameter by which a function asks for rollouts: "rollout" or "rollouts"; None: it wants only texts."""
     try:
         parameters = inspect.signature(function).parameters
-    except (TypeError, ValueError):  # some functions written in C
+    except (TypeError, ValueError):  # some functions written in C have no signature
         return None
     for name in ("rollout", "rollouts"):
         if name in parameters:
@@ -275,24 +283,24 @@ async def _results(
 
 
 ANSWER = "answer"
-"""The field of a row with the answer that built-in rewards expect, unless they are told another."""
+"""The field of a row in which built-in rewards find the expected answer, unless another field is named."""
 
 
 def exact_match(row: Mapping[str, Any], completion_text: str, *, answer_field: str = ANSWER) -> float:
-    """1.0 if the completion is the row's answer, else 0.0. White space around them does not count.
+    """1.0 if the completion is the row's answer, else 0.0. White space at the beginning and the end does not count.
 
-    `answer_field` may be a path: `reward_model.ground_truth`.
+    `answer_field`: the field with the answer. It may be a path, such as `reward_model.ground_truth`.
     """
     expected = str(_expected("exact_match", row, answer_field))
     return float(completion_text.strip() == expected.strip())
 
 
 def math_answer(row: Mapping[str, Any], completion_text: str, *, answer_field: str = ANSWER) -> float:
-    """1.0 if the final answer of the completion is the same number or formula as the row's, by math-verify, else 0.0.
+    """1.0 if the final answer of the completion is the same number or formula as the row's answer, else 0.0.
 
-    Both may stand in a whole solution: in `\\boxed{}`, or behind `####` as GSM8K has it. What the policy writes before
-    `</think>` does not count. `answer_field` may be a path; a list has several right answers. Raises ImportError
-    without the package math-verify (the extra `math`).
+    The package math-verify compares them. Both answers may stand in a whole solution: in `\\boxed{}`, or behind `####`
+    as in GSM8K. Text before `</think>` does not count. `answer_field`: the field with the row's answer, which may be a
+    path. A list in this field has several right answers. Raises ImportError without math-verify (the extra `math`).
     """
     expected = _expected("math_answer", row, answer_field)
     answers = expected if isinstance(expected, list | tuple) else [expected]
@@ -300,7 +308,8 @@ def math_answer(row: Mapping[str, Any], completion_text: str, *, answer_field: s
 
 
 def _expected(name: str, row: Mapping[str, Any], answer_field: str) -> Any:
-    """The answer in a row. `name`: the reward function, for the error. Raises ValueError if the row has no answer."""
+    """The answer in a row. `name`: the reward function, for the error message. Raises ValueError if the row has no
+    answer."""
     needed = f"{name} needs an {answer_field!r} in each row"
     try:
         expected = field_of(row, answer_field)
@@ -317,10 +326,10 @@ BUILT_IN_REWARDS: dict[str, Callable[..., float]] = {"exact_match": exact_match,
 
 
 def load_reward(name: str) -> Reward:
-    """The reward named "exact_match", "math_answer" or "package.module:function". A trailing "=0.5" gives its weight.
+    """The reward named "exact_match", "math_answer" or "package.module:function". "=0.5" at the end sets its weight.
 
-    "exact_match:reward_model.ground_truth" is the built-in one with this field as its answer. Raises ValueError for a
-    name that leads to no function, and ImportError if its package is missing.
+    "exact_match:reward_model.ground_truth" is `exact_match` with this `answer_field`. Raises ValueError for a name that
+    leads to no function, and ImportError if a package that the function needs is missing.
     """
     path, equals, weight_text = name.partition("=")
     weight = 1.0

@@ -1,10 +1,11 @@
-"""Math answers: finds the final answer in a text, and tells if two answers are the same number or formula.
+"""Math answers: finds the final answer in a text, and decides if two answers are the same number or formula.
 
     "... so 6 * 12 = 72\\n#### 72"     72
     "... hence \\boxed{\\frac{1}{2}}"    \\frac{1}{2}
-    "The answer is 72."              no mark: math-verify looks for it
+    "The answer is 72."              no mark: math-verify looks for the answer
 
-Plain numbers are compared here. All else goes to math-verify, in a process of its own (math_worker.py).
+Plain numbers are compared here. All other answers are compared by math-verify, in a process of its own
+(math_worker.py).
 """
 
 from __future__ import annotations
@@ -28,12 +29,12 @@ _HASHES = "####"
 _THINKS = "<think>"
 _THOUGHT = "</think>"
 _LOOKED_AT = 1000
-"""Characters of the end of a text in which an answer without a mark is looked for."""
+"""An answer without a mark is looked for in this many characters at the end of a text."""
 _MOST_ANSWER = 10_000
 """The most characters of an answer. A longer one counts as wrong."""
 _NUMBER = re.compile(r"(?:\\?\$)?\s*([-+]?[\d,]*\.?\d+)\s*\$?\.?")
 _WITH_UNIT = re.compile(r"((?:\\?\$)?\s*[-+]?[\d,]*\.?\d+)\s+[A-Za-z]{2}.*")
-"""A number with a unit behind it. GSM8K's own evaluation reads the number alone."""
+"""A number with a unit behind it. GSM8K's own evaluation ignores the unit, and so does this module."""
 
 
 def check_installed() -> None:
@@ -45,7 +46,8 @@ def check_installed() -> None:
 
 
 def marked_answer(text: str) -> str | None:
-    """The marked answer of a text: in its last `\\boxed{}`, or else behind its last `####`. None: there is none."""
+    """The marked answer of a text: the content of its last `\\boxed{}`, or else the line behind its last `####`. None:
+    the text has no marked answer."""
     start = text.rfind(_BOX)
     if start >= 0:
         return _in_braces(text[start + len(_BOX) :])
@@ -61,7 +63,8 @@ def marked_answer(text: str) -> str | None:
 
 
 def _in_braces(text: str) -> str | None:
-    """The text between the first brace and the one that closes it. Without braces: the first word. None: neither."""
+    """The text between a brace at the beginning and the brace that closes it. If the text begins with no brace: the
+    first word. None: the text is empty, or its brace is never closed."""
     text = text.lstrip()
     if not text:
         return None
@@ -80,7 +83,8 @@ def _in_braces(text: str) -> str | None:
 
 
 def after_thoughts(text: str) -> str:
-    """The text behind the thoughts of the policy; "": its thoughts have no end."""
+    """The text behind the thoughts of the policy, or the whole text if it has no thoughts. "": the thoughts have no
+    end."""
     if _THOUGHT in text:
         _, _, reply = text.rpartition(_THOUGHT)
         return reply
@@ -90,10 +94,10 @@ def after_thoughts(text: str) -> str:
 
 
 def same_answer(expected: Sequence[str], text: str) -> bool:
-    """True if the answer of a completion is one of the `expected` ones, each of which may stand in a whole solution.
+    """True if the answer of a completion is one of the `expected` answers. Each of these may stand in a whole solution.
 
-    The completion marks its answer, or has it in words. In words, math-verify takes the formula behind "answer is", or
-    the last one. Raises ImportError without math-verify, if plain numbers do not decide.
+    `text`: the completion. If it does not mark its answer, math-verify takes the formula behind "answer is", or else
+    the last formula. Raises ImportError without math-verify, if the answers are no plain numbers.
     """
     reply = after_thoughts(text)
     answer = marked_answer(reply)
@@ -123,7 +127,7 @@ def same_answer(expected: Sequence[str], text: str) -> bool:
 
 
 def _number(text: str) -> Decimal | None:
-    """The number that a text is; None: it is no plain number."""
+    """The number that a text stands for; None: the text is no plain number."""
     match = _NUMBER.fullmatch(text)
     if match is None:
         return None
@@ -136,7 +140,7 @@ def _number(text: str) -> Decimal | None:
 # ------------------------------------------------------------------------------------------------ workers
 
 _idle: deque[subprocess.Popen[str]] = deque()
-"""Workers that wait for a comparison. Each ends when this process does, because its input ends."""
+"""Worker processes that wait for a comparison. When this process ends, their input ends, and so they end too."""
 
 
 def _compare(expected: Sequence[str], got: str) -> bool:
@@ -151,7 +155,7 @@ def _compare(expected: Sequence[str], got: str) -> bool:
         worker.stdin.flush()
         verdict = worker.stdout.readline().strip()
     except OSError:
-        pass  # it has died
+        pass  # the worker has ended: a comparison took too long or too much memory
     if verdict not in ("0", "1"):
         worker.kill()
         worker.wait()
@@ -162,7 +166,8 @@ def _compare(expected: Sequence[str], got: str) -> bool:
 
 
 def _start() -> subprocess.Popen[str]:
-    """A worker with the packages of this process. Raises ImportError if it cannot begin."""
+    """A new worker process, with the search path of this process. Raises ImportError if it cannot import
+    math-verify."""
     check_installed()
     program = str(Path(__file__).with_name("math_worker.py"))
     path = os.pathsep.join(folder for folder in sys.path if folder)
@@ -172,7 +177,7 @@ def _start() -> subprocess.Popen[str]:
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
         text=True,
-        start_new_session=True,  # Ctrl-C is for the generator, which ends it
+        start_new_session=True,  # Ctrl-C in the terminal must reach only the generator: the worker ends with it
         env={"PATH": os.environ.get("PATH", ""), "PYTHONPATH": path},
     )
     assert worker.stdout is not None

@@ -2,8 +2,9 @@
 
     {"expected": ["72"], "got": "\\\\boxed{72}"}  ──▶  1 or 0
 
-sympy computes what the policy has written. That may take for ever and all memory: 9^9^9^9. So a comparison that takes
-longer than LIMIT ends the process, by a signal that nothing handles. The memory of the process is bounded.
+A comparison evaluates formulas that the policy has written, by sympy. Some of them, such as 9^9^9^9, would take all
+memory and never end. So if a comparison takes longer than LIMIT, a signal that nothing handles ends the process. The
+memory of the process is bounded.
 """
 
 import json
@@ -15,7 +16,7 @@ import sys
 LIMIT = 5.0
 """The most seconds of one comparison."""
 MEMORY = 4 << 30
-"""Bytes of address space."""
+"""The most bytes of address space."""
 
 
 def main() -> None:
@@ -39,7 +40,7 @@ def main() -> None:
         signal.setitimer(signal.ITIMER_REAL, LIMIT)
         try:
             same = any(equal(each, request["got"]) for each in request["expected"])
-        except Exception:  # what cannot be compared is not the same
+        except Exception:  # answers that cannot be compared count as different
             same = False
         signal.setitimer(signal.ITIMER_REAL, 0)
         print(int(same), flush=True)

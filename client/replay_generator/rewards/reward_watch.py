@@ -1,7 +1,7 @@
-"""RewardWatch: notices that all rollouts of many groups got the same reward, as from a function that fits no answer.
+"""RewardWatch: notices that all rollouts of many groups had the same reward, which points to a wrong reward function.
 
-The generator, or the scorer, reports this to the server (`describe`), with one example: the answer that the row
-expects, and the text of the policy. `replay doctor` shows them.
+The generator or the scorer reports this to the server (`describe`), with one example: the answer that the row expects,
+and the text of the policy. `replay doctor` shows both.
 """
 
 from __future__ import annotations
@@ -19,19 +19,20 @@ from replay_generator.prompts.values import field_of
 from replay_generator.rewards.functions import ANSWER, Reward
 
 LEAST_GROUPS = 20
-"""The groups in a row with one reward that are reported first. Their number is reported anew when it has doubled."""
+"""The first report comes after so many groups in a row with one reward. A new report comes each time that their number
+has doubled."""
 _FIELDS = (ANSWER, "reward_model.ground_truth", "solution")
 """The fields in which rows have the expected answer, if no reward names another field."""
 _MOST_SHOWN = 80
-"""The most characters of the end of the expected answer, and of the end of the text of the policy."""
+"""The most characters of the example: of the end of the expected answer, and of the end of the policy's text."""
 
 
 class RewardWatch(Watch):
-    """Counts the groups in a row whose rollouts all have one reward, the same for all groups."""
+    """Counts the groups in a row in which every rollout has the same reward, and the same as in the groups before."""
 
     def __init__(self, rewards: Sequence[Reward] = ()) -> None:
         self._fields: list[str] = []
-        """The fields in which a row may have the expected answer, the likeliest first."""
+        """The fields in which a row may have the expected answer. The first one that the row has counts."""
         for reward in rewards:
             if isinstance(reward.function, partial):
                 answer_field = reward.function.keywords.get("answer_field")
@@ -39,18 +40,21 @@ class RewardWatch(Watch):
                     self._fields.append(answer_field)
         self._fields += _FIELDS
         self._value: float | None = None
-        """The reward of all rollouts of the latest groups; None: those of the last group differ."""
+        """The reward of all rollouts of the latest groups; None: the rewards of the last group differ."""
         self._groups = 0
+        """The number of groups in a row with this reward."""
         self._reports_at = LEAST_GROUPS
+        """The number of groups at which the next report is due."""
         self._description: dict[str, str] = {}
 
     @property
     def description(self) -> dict[str, str]:
-        """The facts for the server, as JSON by name; empty: rewards differ, or there are few groups."""
+        """The facts for the server, as JSON by name; empty: rewards differ, or there are too few groups yet."""
         return self._description
 
     def record(self, rewards: npt.NDArray[np.float32], row: Mapping[str, Any], text: str) -> None:
-        """Counts a group. `text`: the last text of the policy in one of its rollouts."""
+        """Counts a group. `rewards`: (G,). `row`: the row of its prompt. `text`: the last text of the policy in one of
+        its rollouts."""
         value = float(rewards[0])
         are_equal = bool((rewards == rewards[0]).all())
         if not are_equal:
@@ -74,7 +78,7 @@ class RewardWatch(Watch):
         self._description = {}
 
     def _expected(self, row: Mapping[str, Any]) -> Any:
-        """The answer that a row expects; None: it has none of the fields."""
+        """The answer that a row expects; None: the row has none of the fields."""
         for name in self._fields:
             try:
                 return field_of(row, name)

@@ -1,8 +1,8 @@
 """PlayedSequence: one sequence of a finished rollout as arrays. `groups/assembly.py` makes a group of such sequences.
 
-* A sequence is read into arrays once: when its rollout is finished, or comes out of a table.
-* `check_sequences` is the rule for what a group can hold. It checks the sequences of one rollout that has just ended,
-  and those of a whole group.
+* A sequence is read into arrays once: when its rollout is finished, or when its rollout is read from a table.
+* `check_sequences` is the rule for what a group can hold. It checks the sequences of a rollout that has just ended, and
+  the sequences of a whole group.
 """
 
 from __future__ import annotations
@@ -18,17 +18,18 @@ from replay_client.columns import OFFSETS, RAGGED, check_axes, check_row_axis, c
 from replay_client.rollout import check_logprobs, check_tokens, vector
 
 TOKENS = {"token_ids": np.int32, "sampled_mask": np.bool_, "logprobs": np.float32, "policy_versions": np.int64}
-"""The dtypes of the values of each token, by the names that RolloutSequence and PlayedSequence share."""
+"""The attributes of a sequence with one value per token, and their dtypes. RolloutSequence and PlayedSequence both have
+these attributes."""
 DrawnExtras = Sequence[tuple[int, Mapping[str, npt.NDArray[Any]], Mapping[str, str]]]
-"""The type of `RolloutSequence.drawn`."""
+"""The type of `RolloutSequence.drawn`, which says what the values are."""
 Columns = dict[str, tuple[str, list[Any]]]
-"""The columns of several sequences, by name. Each has its axis, and the values of each sequence in the form that
-`group_from_rows` takes."""
+"""The columns of several sequences, by name. A column is its axis, and a list with the values of each sequence, in the
+form that `group_from_rows` takes."""
 
 
 @dataclass(frozen=True)
 class PlayedSequence:
-    """The L tokens of a sequence. The first `head` are its prompt, the others its completion."""
+    """The L tokens of a sequence. The first `head` tokens are its prompt, the others its completion."""
 
     head: int
     token_ids: npt.NDArray[np.int32]
@@ -36,16 +37,18 @@ class PlayedSequence:
     sampled_mask: npt.NDArray[np.bool_]
     """(L,) True for the tokens that the policy wrote."""
     logprobs: npt.NDArray[np.float32]
-    """(L,) in nats. NaN: it is unknown, or the policy did not write the token."""
+    """(L,) in nats. NaN: the log-probability is unknown, or the policy did not write the token."""
     policy_versions: npt.NDArray[np.int64]
     """(L,)"""
     drawn: DrawnExtras
+    """The extras of each completion."""
     turns: Sequence[Any]
     """The Turns of the sequence."""
 
     @classmethod
     def of(cls, head: int, drawn: DrawnExtras, turns: Sequence[Any], **parts: Sequence[Any]) -> PlayedSequence:
-        """A sequence from lists. `parts`: a list for each name of TOKENS. Raises an error for what is no number."""
+        """A sequence from lists. `parts`: a list for each name of TOKENS. Raises an error for values that are no
+        numbers."""
         token_ids = np.asarray(parts["token_ids"]).reshape(-1)
         return cls(
             head=head,
@@ -70,7 +73,7 @@ class PlayedSequence:
         check_logprobs(self.logprobs[self.head :])
 
     def columns(self) -> dict[str, tuple[str, Any]]:
-        """The extras of all completions, by name: the axis, and the values as in Columns.
+        """The extras of all completions, by name. Each is its axis, and the values of this sequence as in Columns.
 
         Raises an error for values that do not fit the tokens.
         """
@@ -95,13 +98,13 @@ class PlayedSequence:
             values = np.concatenate([extras[name] for _, extras in parts])
             return values, offsets
         if axis == "whole":
-            # The engine has read all from the first token on.
+            # These values begin with the first token of the prompt: the engine has read the sequence from there.
             parts = [(0, extras) for _, extras in parts]
             size = self.token_ids.size
         first_start, first_extras = parts[0]
         first = np.asarray(first_extras[name])
         if len(parts) == 1 and first_start == 0 and len(first) == size:
-            return first  # without a copy: one completion has all values
+            return first  # needs no copy, because a single completion has all values
         values = np.zeros((size, *first.shape[1:]), first.dtype)
         for start, extras in parts:
             values[start : start + len(extras[name])] = extras[name]
@@ -109,9 +112,9 @@ class PlayedSequence:
 
 
 def columns_of(sequences: Sequence[PlayedSequence]) -> Columns:
-    """The columns of all sequences. A sequence without a value gets 0, or empty sets.
+    """The columns of all sequences. In a column that a sequence does not have, its values are 0, or empty sets.
 
-    Raises an error for values that do not fit the tokens, or the values of another sequence.
+    Raises an error for values that do not fit the tokens, or that do not fit the values of another sequence.
     """
     columns_S = [sequence.columns() for sequence in sequences]
     firsts: dict[str, tuple[str, Any]] = {}
@@ -131,7 +134,10 @@ def columns_of(sequences: Sequence[PlayedSequence]) -> Columns:
 
 
 def _as_first(sequence: PlayedSequence, axis: str, values: Any, first: Any) -> Any:
-    """The values of a sequence in the dtype and shape of `first`. `values` None: the sequence has no values."""
+    """The values of a sequence, with the dtype of `first` and with its shape behind the first axis.
+
+    `values` None: the sequence has no values, and gets 0, or empty sets.
+    """
     size = sequence.token_ids.size
     if axis != "whole":
         size -= sequence.head
@@ -150,7 +156,7 @@ def _as_first(sequence: PlayedSequence, axis: str, values: Any, first: Any) -> A
 
 
 def check_sequences(sequences: Sequence[PlayedSequence]) -> None:
-    """Raises an error, mostly ValueError, for sequences of which no group can be made, alone or together."""
+    """Raises an error, mostly ValueError, if one of the sequences fits no group, or if they do not fit together."""
     for sequence in sequences:
         sequence.check()
     columns = columns_of(sequences)

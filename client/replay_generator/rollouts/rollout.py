@@ -8,16 +8,17 @@
                 return Rollout([sequence])
             sequence.append_observation(task.tokenizer.encode(answer), role="tool", text=answer)
 
-The generator calls the hook once for each of the G rollouts of a group, all at the same time, and does everything
-else: permits, new weights, rewards, advantages, the insert. A hook that raises loses its own rollout alone.
+The generator calls the hook once for each of the G rollouts of a group, all at the same time. The generator does
+everything else: permits, new weights, rewards, advantages, the insert. If a call of the hook raises an error, only its
+own rollout is lost.
 
-Token in, token out: a sequence keeps the ids that the engine drew, and the policy is asked with them. Nothing is
-decoded and tokenized again, because that gives other ids now and then, whose log-probabilities nobody has measured.
-What the policy did not write (the output of a tool, the words of a user) is added with `append_observation`. No trainer
-trains on it.
+Token in, token out: a sequence keeps the token ids that the engine drew, and the next request sends these ids. No text
+is decoded and tokenized again, because now and then this gives other ids, whose log-probabilities nobody has measured.
+Tokens that the policy did not write (the output of a tool, the words of a user) are added with `append_observation`.
+Trainers do not train on them.
 
-A rollout may have several sequences: of an agent and its sub-agents, or from before and after a compaction. It still
-counts once, with one reward.
+A rollout may have several sequences: those of an agent and its sub-agents, or those before and after a compaction. The
+rollout still counts once, with one reward.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ from replay_protos.words import counted
 
 
 class RolloutError(ReplayError):
-    """A rollout failed. The others of its group go on."""
+    """A rollout failed. The other rollouts of its group go on."""
 
 
 @dataclass(frozen=True)
@@ -64,11 +65,11 @@ class Task:
     prompt_id: str
     """The id of the prompt, which is the same in every epoch."""
     prompt_ids: list[int]
-    """(P,) tokens of the prompt, through the tokenizer's chat template if it consists of messages."""
+    """(P,) tokens of the prompt. If the prompt is a list of messages, the tokenizer's chat template has rendered it."""
     row: Mapping[str, Any]
-    """The whole row with the prompt, which reward functions see too."""
+    """The whole row of the prompt, as reward functions get it too."""
     messages: tuple[Mapping[str, Any], ...] | None
-    """The messages of the prompt; None: it is a text."""
+    """The messages of the prompt; None: the prompt is a text."""
     index: int
     """The number of this rollout in its group, from 0 to G - 1."""
     sampling: SamplingConfig
@@ -76,13 +77,13 @@ class Task:
     tokenizer: Any
     """The tokenizer of the engine."""
     max_length: int
-    """The most tokens of a sequence in the engine: those that it is given, and those that it draws."""
+    """The most tokens of a sequence in the engine: the tokens that it is given plus the tokens that it draws."""
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
-    """Arguments of the chat template: `GeneratorConfig.chat_template_kwargs`, and the row's own."""
+    """Arguments of the chat template: those of `GeneratorConfig.chat_template_kwargs`, and those of the row."""
     began: datetime = field(default_factory=datetime.now)
-    """The time at which its group began. Templates that ask for today's date get this day, also after midnight."""
+    """The time at which the group began. Templates that ask for today's date get this day, even after midnight."""
     text: str = ""
-    """The prompt, if it is a text."""
+    """The prompt if it is a text; "": the prompt is a list of messages."""
 
 
 @dataclass(frozen=True)
@@ -90,9 +91,11 @@ class Turn:
     """Tokens of a sequence that one side wrote."""
 
     role: str
-    """"assistant" for what the policy wrote; "prompt", "tool", "user" or any other for what it was given."""
+    """"assistant": the policy wrote the tokens. "prompt", "tool", "user" or any other role: it was given them."""
     tokens: int
+    """The number of tokens."""
     text: str = ""
+    """The tokens as text; "": the text is unknown, or empty."""
 
 
 class RolloutSequence:
@@ -107,16 +110,18 @@ class RolloutSequence:
         self.logprobs: list[float] = []
         """The log-probability of each token, in nats. NaN: it is unknown, or the policy did not write the token."""
         self.policy_versions: list[int] = []
-        """The version that drew each token. A token that was given has the version of the token before it, or -1."""
+        """The policy version that drew each token. A token that the policy did not write has the version of the token
+        before it. -1: no drawn token stands before it."""
         self.drawn: list[tuple[int, Mapping[str, npt.NDArray[Any]], Mapping[str, str]]] = []
-        """An entry for each completion that has extras: the index of its first token, the extras, and their axes."""
+        """An entry for each completion that has extras: the index of its first token in the sequence, the extras by
+        name, and the axis of each extra by name."""
         self.turns: list[Turn] = []
         self.finish_reason = ""
-        """The reason for which the last completion ended; "": there was no completion."""
+        """The reason why the last completion ended; "": there was no completion."""
         self.append_observation(token_ids, role="prompt", text=text)
 
     def append_completion(self, completion: Completion) -> Turn:
-        """Adds what the policy wrote. Returns it as a turn, whose text the hook can read."""
+        """Adds a completion of the policy. Returns it as a turn, so that the hook can read its text."""
         length = len(completion.token_ids)
         if completion.extras:
             start = len(self.token_ids)
@@ -131,7 +136,7 @@ class RolloutSequence:
         return turn
 
     def append_observation(self, token_ids: Sequence[int], *, role: str = "tool", text: str = "") -> None:
-        """Adds what the policy did not write."""
+        """Adds tokens that the policy did not write, such as the output of a tool."""
         length = len(token_ids)
         version = -1
         if self.policy_versions:
@@ -158,7 +163,7 @@ class RolloutSequence:
         return first
 
     def read(self) -> PlayedSequence:
-        """The sequence as arrays. Raises an error for parts that hold no numbers."""
+        """The sequence as arrays. Raises an error if its tokens, log-probabilities or versions are no numbers."""
         return PlayedSequence.of(
             self.head,
             self.drawn,
@@ -171,7 +176,7 @@ class RolloutSequence:
 
 
 def _integers(token_ids: Sequence[int]) -> list[int]:
-    """The tokens as integers of Python. Raises RolloutError if they are none."""
+    """The tokens as integers of Python. Raises RolloutError for tokens that are no integers."""
     try:
         return [index(token) for token in token_ids]
     except TypeError:
@@ -185,24 +190,27 @@ class Rollout:
     """The record of what the policy did with one task."""
 
     sequences: list[RolloutSequence]
-    """At least one. Each begins with the tokens that the policy was given."""
+    """At least one sequence. Each begins with the tokens that the policy was given."""
     reward: float | None = None
-    """The reward of the environment. It is added to that of the reward functions. None: these alone decide."""
-    finish_reason: str = ""
-    """The reason for which the rollout ended; "": that of the last completion of its last sequence."""
-    info: dict[str, Any] = field(default_factory=dict)
-    """Facts of the rollout for reward functions, for example which tools were called. They are not stored."""
-    metrics: dict[str, float] = field(default_factory=dict)
-    """Further numbers of the environment, such as the parts of its reward. Metrics that all rollouts of a group have
-    are stored and reported beside the values of reward functions, as `rollout/NAME`. They do not count in the
+    """The reward of the environment. It is added to the reward of the reward functions. None: the environment gives no
     reward."""
+    finish_reason: str = ""
+    """The reason why the rollout ended; "": the reason of the last completion of the last sequence."""
+    info: dict[str, Any] = field(default_factory=dict)
+    """Facts of the rollout for reward functions, for example which tools were called. The finished group does not have
+    them."""
+    metrics: dict[str, float] = field(default_factory=dict)
+    """Further numbers of the environment, such as the parts of its reward. They do not count in the reward. A metric
+    that all rollouts of a group have is stored and reported as `rollout/NAME`, beside the values of reward
+    functions."""
     on_settled: Callable[[str], None] | None = field(default=None, repr=False, compare=False)
     """A function that is called once: with "" when the rollout is safe, or with the reason why no group will have it.
 
-    The rollout is safe when its table of partial groups has it; without such a table, when it is played."""
+    If the generator stores partial groups, the rollout is safe once it is stored. Otherwise it is safe once it is
+    played."""
 
     def settle(self, why_lost: str = "") -> None:
-        """Calls `on_settled`: the rollout is safe, or no group will have it. Only the first call counts."""
+        """Calls `on_settled` with `why_lost`; "": the rollout is safe. Further calls do nothing."""
         callback = self.on_settled
         self.on_settled = None
         if callback is not None:
@@ -210,7 +218,7 @@ class Rollout:
 
     @property
     def turns(self) -> list[Turn]:
-        """The turns of all sequences, one sequence after the other."""
+        """The turns of all sequences, in the order of the sequences."""
         turns: list[Turn] = []
         for sequence in self.sequences:
             turns += sequence.turns
@@ -218,7 +226,7 @@ class Rollout:
 
     @property
     def text(self) -> str:
-        """The text that the policy wrote last, which plain reward functions score."""
+        """The last text that the policy wrote. Reward functions without a parameter `rollout` score only this text."""
         for turn in reversed(self.turns):
             if turn.role == "assistant":
                 return turn.text
@@ -229,8 +237,8 @@ class Rollout:
 class PlayedRollout:
     """A finished rollout, and its sequences as they were when it was read.
 
-    A rollout is read once: when its hook returns it, or when it comes out of a table. A later change of a sequence does
-    not count.
+    A rollout is read once: when its hook returns it, or when it is read from a table. Later changes of its sequences
+    have no effect.
     """
 
     rollout: Rollout
@@ -238,42 +246,45 @@ class PlayedRollout:
 
     @classmethod
     def of(cls, rollout: Rollout) -> PlayedRollout:
-        """Reads the sequences. Raises an error for parts that hold no numbers."""
+        """Reads the sequences. Raises the errors of `RolloutSequence.read`."""
         return cls(rollout, tuple(sequence.read() for sequence in rollout.sequences))
 
 
 Unanswered = list[tuple[float, str]]
-"""The requests that engines have not answered yet, the oldest first. Each has its start on the loop's clock, and a
-description."""
+"""The requests that the engine has not answered yet, the oldest first. An entry is the time at which the request began,
+on the clock of the event loop, and a description of the request."""
 
 
 class RolloutPolicy:
-    """The policy as the rollouts of one group see it.
+    """The policy, for the rollouts of one group.
 
-    Rollouts that ask for the same tokens at the same moment, as all do in their first turn, share one request of the
-    engine, which then computes their common beginning once.
+    Rollouts that ask for a completion of the same tokens at the same moment share one request to the engine. All
+    rollouts of a group do so in their first turn. The engine then computes the shared tokens only once.
     """
 
     def __init__(
         self, engine: Engine, sampling: SamplingConfig, unanswered: Unanswered, *, early: bool = False
     ) -> None:
-        """`early`: a rollout goes on as soon as its own completion has ended. Otherwise it waits for all completions of
-        its request. `unanswered`: the list in which the policy enters its requests while they are under way."""
+        """`early` True: a rollout goes on as soon as its own completion has ended. Otherwise it waits for all
+        completions of its request. `unanswered`: the policy adds its requests to this list while they are under
+        way."""
         self._engine = engine
         self._sampling = sampling
         self._unanswered = unanswered
         self._early = early
         self._waiting: dict[tuple[tuple[int, ...], SamplingConfig], list[asyncio.Future[Completion]]] = {}
+        """The completions that rollouts wait for, by the tokens and the sampling of a request that is not sent yet."""
         self._requests: set[asyncio.Task[None]] = set()
         self._sent = 0
+        """The number of requests that were sent."""
         self.failure: BaseException | None = None
-        """The error with which the engine failed; None: it did not fail."""
+        """The first error of the engine other than CompletionError; None: the engine did not fail."""
 
     async def generate(self, token_ids: Sequence[int], sampling: SamplingConfig | None = None) -> Completion:
-        """Draws one completion of `token_ids`. `sampling` None: as the generator is configured.
+        """Draws one completion of `token_ids`. `sampling` None: the sampling of the generator's settings.
 
-        Raises RolloutError if the tokens leave no room for one more, or if the model of the engine does not have all of
-        them, CompletionError if no policy can have drawn what the engine returned, and any other error of the engine.
+        Raises RolloutError if the tokens leave no room for another token, or if the model lacks one of them. Raises
+        CompletionError if no policy can have drawn what the engine returned, and any other error of the engine.
         """
         ids = tuple(_integers(token_ids))
         why = why_unfit(self._engine, ids)
@@ -284,7 +295,7 @@ class RolloutPolicy:
         done: asyncio.Future[Completion] = loop.create_future()
         if request not in self._waiting:
             self._waiting[request] = []
-            # The request is sent after all rollouts that can go on now: they may ask for the same.
+            # The request is sent once all rollouts that can run now have run: they may join it.
             loop.call_soon(self._send, request)
         self._waiting[request].append(done)
         return await done
@@ -301,7 +312,8 @@ class RolloutPolicy:
         self, token_ids: tuple[int, ...], sampling: SamplingConfig, waiting: list[asyncio.Future[Completion]]
     ) -> None:
         if sampling.seed is not None and self._sent:
-            # Otherwise two rollouts that come to the same tokens, one after the other, would go on equally.
+            # With the same seed, two rollouts that reach the same tokens at different times would get the same
+            # completion.
             seed = random.Random(f"{sampling.seed}/request {self._sent}").getrandbits(31)
             sampling = replace(sampling, seed=seed)
         self._sent += 1
@@ -341,21 +353,21 @@ class RolloutPolicy:
             self._unanswered.remove(entry)
 
     async def close(self) -> None:
-        """Ends the requests that nobody waits for any more."""
+        """Cancels the requests that are still under way: no rollout waits for them any more."""
         for task in list(self._requests):
             task.cancel()
         await asyncio.gather(*self._requests, return_exceptions=True)
 
 
 RolloutHook = Callable[[Task, RolloutPolicy], Awaitable[Rollout]]
-"""Plays one rollout. It may raise any exception: then the rollout has failed.
+"""Plays one rollout. If the hook raises an exception, the rollout has failed.
 
-A hook that is an asynchronous context manager too is entered before the first rollout, and left after the last: an
-environment may need servers of its own."""
+If the hook is also an asynchronous context manager, it is entered before the first rollout and left after the last one.
+It can start and end servers of its own there."""
 
 
 def held(hook: RolloutHook) -> AbstractAsyncContextManager[Any]:
-    """The context in which `hook` may be called."""
+    """The context in which `hook` may be called: the hook itself if it is a context manager."""
     if isinstance(hook, AbstractAsyncContextManager):
         return user_code.entered(hook)
     return nullcontext()
@@ -367,7 +379,7 @@ _limit: ContextVar[asyncio.Timeout | None] = ContextVar("_limit", default=None)
 
 @contextmanager
 def uncounted() -> Iterator[None]:
-    """Surrounds a wait of a hook in which nobody plays the rollout yet. It does not count in `rollout_timeout`."""
+    """Surrounds a wait of a hook before anybody plays the rollout. The wait does not count in `rollout_timeout`."""
     limit = _limit.get()
     if limit is None:
         yield
@@ -386,7 +398,7 @@ def uncounted() -> Iterator[None]:
 
 
 async def single_turn(task: Task, policy: RolloutPolicy) -> Rollout:
-    """A rollout of one completion of the prompt. The generator plays it if it has no hook."""
+    """Plays a rollout that is one completion of the prompt. The generator uses this hook if it is given no other."""
     sequence = RolloutSequence(task.prompt_ids)
     completion = await policy.generate(task.prompt_ids)
     sequence.append_completion(completion)
@@ -406,12 +418,12 @@ async def play(
 ) -> list[Exception]:
     """Plays one rollout for each of `tasks`, all at the same time. `timeout`: seconds for each rollout.
 
-    `finished` is awaited with each rollout and its number as soon as the rollout is finished. `patience`: seconds until
-    the next rollout must be finished, or all others are given up; None: as long as it needs. `early`, `unanswered`: see
-    RolloutPolicy.
+    `finished` is awaited with the number of each rollout and the rollout, as soon as it is finished. `patience` returns
+    the seconds within which the next rollout must be finished; if none is, all remaining rollouts are given up. None:
+    there is no limit. `early`, `unanswered`: see RolloutPolicy.
 
-    Returns the errors of the rollouts that failed; a rollout that was given up has none. Raises any error of
-    `finished`, and any error of the engine but CompletionError, with which only its own rollout fails.
+    Returns the errors of the rollouts that failed, but none for a rollout that was given up. Raises any error of
+    `finished`, and any error of the engine but CompletionError: that one only fails its own rollout.
     """
     policy = RolloutPolicy(engine, tasks[0].sampling, unanswered, early=early)
 
@@ -427,14 +439,14 @@ async def play(
     try:
         while running:
             done, running = await asyncio.wait(running, timeout=patience(), return_when=asyncio.FIRST_COMPLETED)
-            if not done:  # patience is at its end
+            if not done:  # no rollout was finished within `patience`
                 break
             for attempt in done:
                 attempt.result()
     finally:
         for attempt in running:
             attempt.cancel()
-        await asyncio.gather(*attempts, return_exceptions=True)  # the error of one is enough
+        await asyncio.gather(*attempts, return_exceptions=True)  # if one has failed, its error is raised already
         await policy.close()
     failures = []
     for attempt in attempts:
@@ -453,7 +465,7 @@ async def _attempt(
     returned: Any = None
     try:
         async with asyncio.timeout(timeout) as limit:
-            _limit.set(limit)  # in the context of this task alone
+            _limit.set(limit)  # only this task sees the value
             playing = user_code.call_here(hook, task, policy)
             if not inspect.isawaitable(playing):
                 shown = user_code.shown(playing, 80)
@@ -466,7 +478,7 @@ async def _attempt(
         if policy.failure is not None:
             raise policy.failure from None
         if isinstance(error, TimeoutError) and limit.expired():
-            # The cause is the CancelledError of the hook. Hooks add a note to it that says what they waited for.
+            # The cause is the CancelledError that ended the hook. Some hooks add a note that says what they waited for.
             notes = getattr(error.__cause__, "__notes__", ["does its engine hang?"])
             return RolloutError(f"it took longer than {timeout:g} s (rollout_timeout): {notes[0]}")
         return error
@@ -475,7 +487,7 @@ async def _attempt(
 def read(returned: Any, engine: Engine) -> PlayedRollout:
     """The rollout that a hook returned, with its sequences as arrays.
 
-    Raises RolloutError if no group can be made of it, or if the engine does not know a token.
+    Raises RolloutError if no group can be made of the rollout, or if the model of the engine lacks a token.
     """
     rollout = checked(returned)
     why = why_unreadable(engine, rollout)
@@ -525,7 +537,8 @@ def checked(rollout: Any) -> Rollout:
 def why_unreadable(engine: Engine, rollout: Rollout) -> str:
     """The token of a rollout that the model of the engine does not have, and the remedy; "" if it has all tokens.
 
-    The engine is not asked to go on after the last tokens of a rollout, but the trainer reads them.
+    `generate` has checked only the tokens of its requests. The last tokens of a rollout were in no request, but the
+    trainer reads them.
     """
     for sequence in rollout.sequences:
         why = why_unknown(engine, sequence.token_ids)
@@ -535,7 +548,7 @@ def why_unreadable(engine: Engine, rollout: Rollout) -> str:
 
 
 def where(failure: Exception) -> str:
-    """The line of the hook's own file from which a failure of `play` came; "" if it came from elsewhere."""
+    """The line of the hook's own file that raised an error of `play`; "" if the user's code did not raise it."""
     frames = traceback.extract_tb(failure.__traceback__)
     users_frames = [frame for frame in frames if user_code.PACKAGE not in Path(frame.filename).parents]
     if not users_frames:

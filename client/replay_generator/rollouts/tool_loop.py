@@ -4,8 +4,8 @@
                                    ▲                  a call ──▶ the function ──▶ its answer, as a turn of the tool
                                    └──────────────────────────────────────────────────────┘
 
-What the policy wrote stays as the ids that it drew (sessions/conversation.py). A template that would let it read
-something else ends the rollout, with an error that says so.
+The turns of the policy stay the token ids that it drew (sessions/conversation.py). If the chat template would let the
+policy read other tokens in their place, the rollout fails, with an error that says so.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ class ToolCall:
 def json_calls(text: str) -> list[ToolCall]:
     """The calls of a turn in the format of Hermes and Qwen: `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`.
 
-    Raises ValueError for a call that is not in this format; the policy gets its message as the answer of the tool.
+    Raises ValueError for a call that is not in this format. The tool loop gives the message of the error to the policy,
+    as the answer of the tool.
     """
     calls = []
     for body in _CALL.findall(text):
@@ -59,14 +60,17 @@ def tool_loop(
 ) -> RolloutHook:
     """A hook for the generator in which the policy may call `tools`, until it writes a turn without a call.
 
-    The tools are Python functions with types and a docstring, as `transformers` wants them for its chat templates; the
-    async ones are awaited, the others run in a thread. What a tool raises goes back to the policy as its answer. After
-    `max_turns` turns of the policy the rollout ends with the reason "turns". `parse` finds the calls in a turn; the
-    ValueError that it raises goes back to the policy too. `Rollout.info["calls"]` has all calls, in order.
+    The tools are Python functions with types and a docstring, as `transformers` wants them for its chat templates. An
+    async tool is awaited, any other tool runs in a thread. If a tool raises an error, the policy reads the error as the
+    answer of the tool. After `max_turns` turns of the policy the rollout ends with the reason "turns". `parse` finds
+    the calls in a turn. If it raises ValueError, the policy reads this error too. `Rollout.info["calls"]` has all
+    calls, in order.
 
-    The prompts must consist of messages, and the tokenizer needs a chat template. A row with `tools` chooses among the
-    functions, by their names: only these can be called, and the template gets what the row says of them. If the last
-    message is one of the assistant, the first turn of the policy goes on with it.
+    The prompts must consist of messages, and the tokenizer needs a chat template. If a row has `tools`, only the
+    functions that it names can be called, and the template gets their descriptions from the row. If the last message of
+    the prompt is a message of the assistant, the first turn of the policy continues that message.
+
+    Raises ValueError for two tools with one name, and for a `max_turns` below 1.
     """
     by_name = {tool.__name__: tool for tool in tools}
     if len(by_name) < len(tools):
@@ -110,7 +114,10 @@ def tool_loop(
 def _chosen(
     functions: Mapping[str, Callable[..., Any]], row_tools: Sequence[Mapping[str, Any]]
 ) -> Mapping[str, Callable[..., Any]]:
-    """The functions that a row's `tools` name; all functions if it names none. Raises RolloutError for another name."""
+    """The functions that a row's `tools` name; all functions if the row has no `tools`.
+
+    `functions`: the functions of the tool loop, by name. Raises RolloutError for a name that is not among them.
+    """
     if not row_tools:
         return functions
     chosen = {}
@@ -126,7 +133,7 @@ def _chosen(
 
 
 async def _answer(tools: Mapping[str, Callable[..., Any]], call: ToolCall) -> str:
-    """The result of a call as text; or the reason, in words, why the call has none."""
+    """The result of a call as text. If the call fails, the text says why."""
     tool = tools.get(call.name)
     if tool is None:
         return f"error: there is no tool {call.name!r:.80}; there are {', '.join(tools)}"
@@ -140,9 +147,9 @@ async def _answer(tools: Mapping[str, Callable[..., Any]], call: ToolCall) -> st
 
 
 def _as_json(value: Any) -> Any:
-    """A value for which JSON has no type, converted to one for which it has.
+    """A value that JSON can hold, in the place of a value that it cannot hold.
 
-    Arrays and numbers of NumPy, and tensors, become lists and numbers of Python. All else becomes its text.
+    Arrays and numbers of NumPy, and tensors, become lists and numbers of Python. Any other value becomes its `str`.
     """
     if hasattr(value, "tolist"):
         return value.tolist()

@@ -1,1 +1,1 @@
-"""Stages: work between two tables, by a function of the user's own, or by the scorer that gives groups rewards."""
+"""Stages: move items from one table to another. A function of the user's own works at each, or the built-in scorer."""

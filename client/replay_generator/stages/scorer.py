@@ -2,7 +2,8 @@
 
     [ unscored ] ──▶ rewards, rollout by rollout; advantages; priority ──▶ [ rollouts ]
 
-If a scorer dies, its groups go to others. Then reward functions run again; their results count once.
+If a scorer dies, other scorers get its groups. Then reward functions run again for these groups, but each group is
+handed on only once.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ _PAUSE = 1.0
 
 
 class GroupScorer(Stage):
-    """A stage that gives groups their rewards. `run` also raises PromptError when all groups fail."""
+    """A stage that gives groups their rewards. `run` also raises PromptError when too many groups in a row fail."""
 
     config: ScorerConfig
     part = "scorer"
@@ -47,9 +48,9 @@ class GroupScorer(Stage):
         group_filter: Callable[[RolloutGroup], bool] | None = None,
         on_group: Callable[[GeneratorStats], None] | None = None,
     ) -> None:
-        """`reward` None: rollouts bring their own. `group_filter` decides whether a scored group is handed on.
-        `on_group` is called on the event loop after each group, with the current statistics. The client stays the
-        caller's."""
+        """The caller owns `client`, and closes it. `reward` None: the rollouts have rewards of their own.
+        `group_filter` decides whether a scored group is handed on. `on_group` is called on the event loop after each
+        group, with the current statistics."""
         super().__init__(client, self._score, config, on_group)
         if config.drop_zero_variance:
             group_filter = _carries_gradient_and(group_filter)
@@ -57,15 +58,16 @@ class GroupScorer(Stage):
         self._scoring = RolloutScoring(scorer, config, config.source_table, group_filter, self.stats)
         self._server.watches = self._scoring.watches
         self._rollouts = 0
-        """The number of rollouts of all groups that are being scored."""
+        """The number of rollouts in all groups that are being scored."""
 
     @property
     def _has_room(self) -> bool:
-        # Twice: while a group waits for its last slow rollout, the next group uses the free slots.
+        # Twice as many rollouts as can be scored at the same time: while a group waits for its last slow rollout, the
+        # next group uses the free slots.
         return self._rollouts < 2 * (self.config.concurrency or CONCURRENCY)
 
     async def _score(self, sample: Sample) -> Handoff:
-        """Scores one group, for `Stage` to hand on."""
+        """Scores one group. Stage hands on the result."""
         work = decoded(sample)
         size = len(work.rollouts)
         self._rollouts += size
@@ -78,7 +80,7 @@ class GroupScorer(Stage):
 
 
 def _carries_gradient_and(group_filter: Callable[[RolloutGroup], bool] | None) -> Callable[[RolloutGroup], bool]:
-    """A filter that takes the groups that carry a gradient and that `group_filter` takes."""
+    """A filter for the groups that carry a gradient and pass `group_filter`. None: there is no other filter."""
 
     def takes(group: RolloutGroup) -> bool:
         if not carries_gradient(group):
@@ -91,7 +93,7 @@ def _carries_gradient_and(group_filter: Callable[[RolloutGroup], bool] | None) -
 
 
 class RolloutScoring(Scoring):
-    """Scores each rollout on its own, a bounded number at a time, and again if that fails."""
+    """Scores each rollout by itself, a bounded number at the same time. If scoring fails, it is tried again."""
 
     def __init__(self, scorer: Scorer, config: ScorerConfig, *others: Any) -> None:
         super().__init__(scorer, config, *others)
@@ -101,7 +103,8 @@ class RolloutScoring(Scoring):
     async def _rewards(
         self, scorer: Scorer, prompt: Prompt, played: list[PlayedRollout]
     ) -> tuple[list[PlayedRollout], npt.NDArray[np.float32], ByFunction, list[str]]:
-        # A function that compares rollouts gets the whole group; otherwise each rollout is a part of its own.
+        # Each part is scored by itself. If a function compares rollouts, the whole group is one part, and otherwise
+        # each rollout is a part.
         parts = [played] if scorer.scores_groups else [[rollout] for rollout in played]
         finished: list[PlayedRollout] = []
         rewards_of_parts: list[npt.NDArray[np.float32]] = []
@@ -148,6 +151,6 @@ def run_scorer(
 ) -> GeneratorStats:
     """Runs a GroupScorer to its end, for callers without an event loop. Returns the last statistics.
 
-    `connect`: see `run_stage`. `options`: those of GroupScorer.
+    `connect`: see `run_stage`. `options`: further arguments of GroupScorer, by name.
     """
     return run_worker(connect, lambda client: GroupScorer(client, reward, config, **options))

@@ -4,8 +4,9 @@
          ▲                               │ └──▶ None: the item leaves
          └── its stage has died ─────────┘
 
-Any number of processes share a table. Each draws an item when it has few left, so a slow process takes fewer items. If
-a process dies, its items go to the others when its leases end. Then the work is done again; its result counts once.
+Any number of processes can share a table. Each draws an item only when it has room for it, so a slow process takes
+fewer items. If a process dies, the others get its items when its leases end. They do the work again, but each item is
+replaced by only one result.
 """
 
 from __future__ import annotations
@@ -27,22 +28,26 @@ from replay_generator.prompts.queue import LeasedItems
 from replay_generator.user_code import calls as user_code
 
 CONCURRENCY = 8
+"""The default of `StageConfig.concurrency`."""
 _DRAW_SECONDS = 30.0
+"""Seconds that one draw waits for an item. Then it is repeated."""
 _MOST_SKIPPED = 20
+"""The run ends after so many items in a row that are left out."""
 
 Work = Callable[[Sample], Any]
-"""A function of an item. It returns a group, for the tables of the settings; or a Handoff, for other tables; or None:
-the item leaves.
+"""A function that works at an item. It returns a group for the tables of the settings, or a Handoff for other tables.
+If it returns None, the item is removed and nothing takes its place.
 
 A function without async runs in a thread."""
 
 
 class Stage:
-    """Passes items on until `stop`, `max_items` or an error. Items that are not handed on by then go back.
+    """Works at items and hands on the results, until `stop`, `max_items` or an error ends the run.
 
-    A ValueError of the work leaves its item out, with a warning. Any other error ends the run, and so do 20 items in a
-    row that are left out. The stage waits for trouble that passes by itself: a full table, a server that is away or
-    busy. `run` raises ServerUnavailableError for a server that stays away longer than the client's timeout.
+    Items that are not handed on by then return to their table. If the work raises ValueError, its item is left out,
+    with a warning. Any other error ends the run, and so do 20 items in a row that are left out. The stage waits while a
+    table is full, and while the server is away or busy. `run` raises ServerUnavailableError for a server that stays
+    away longer than the client's timeout.
     """
 
     part = "stage"
@@ -55,8 +60,8 @@ class Stage:
         config: StageConfig,
         on_item: Callable[[GeneratorStats], None] | None = None,
     ) -> None:
-        """`on_item` is called on the event loop after each item, with the current statistics. The client stays the
-        caller's."""
+        """The caller owns `client`, and closes it. `on_item` is called on the event loop after each item, with the
+        current statistics."""
         self.config = config
         self._client = client
         self._work = work
@@ -75,12 +80,15 @@ class Stage:
             self.stats,
         )
         self._tasks: dict[int, asyncio.Task[None]] = {}
-        """The items that are worked at, by their lease."""
+        """The tasks that work at items, by the id of the item's lease."""
         self._passed_on = asyncio.Event()
+        """Set when the work at an item has ended."""
         self._ended = asyncio.Event()
+        """Set by `stop`."""
 
     async def run(self) -> None:
-        """Works until `stop` is called, `max_items` are done or something fails. Items not handed on go back."""
+        """Works until `stop` is called, `max_items` items are done, or something fails. Unfinished items return to
+        their table."""
         with user_code.LoopWatch():
             await self._run()
 
@@ -95,7 +103,7 @@ class Stage:
         try:
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             for task in done:
-                task.result()  # it may have failed
+                task.result()  # raises the error of a task that failed
         finally:
             for task in tasks:
                 task.cancel()
@@ -112,7 +120,7 @@ class Stage:
         return len(self._tasks) < (self.config.concurrency or CONCURRENCY)
 
     async def _pass_all_on(self) -> None:
-        """Draws items while there is room, and passes each on in a task of its own."""
+        """Draws items while there is room, and starts a task for each. Returns when `max_items` are done."""
         drawn = 0
         try:
             async with asyncio.TaskGroup() as tasks:
@@ -127,12 +135,12 @@ class Stage:
                         self._tasks[sample.info.lease_id] = task
                         task.add_done_callback(partial(self._end, sample))
                         drawn += 1
-                        await asyncio.sleep(0)  # the task begins, so that `_has_room` counts what it takes
+                        await asyncio.sleep(0)  # the task begins here, so that `_has_room` counts its rollouts
         except ExceptionGroup as failed:
-            raise failed.exceptions[0]  # noqa: B904  its cause tells more than the group
+            raise failed.exceptions[0]  # noqa: B904  the cause of the error tells more than this group of errors
 
     async def _pass_on(self, sample: Sample) -> None:
-        """Works at one item, and hands on the result. Counts the items that are left out."""
+        """Works at one item, and hands on the result. If the item is left out, it is counted."""
         try:
             result = await user_code.call(self._work, sample)
             if result is None:
@@ -154,7 +162,7 @@ class Stage:
             user_code.call_plain(self._on_item, self.stats)
 
     async def _hand_on(self, sample: Sample, result: Any) -> None:
-        """Inserts the result of an item in its place. Raises UserCodeError for what cannot be inserted."""
+        """Inserts the result of an item, which replaces the item. Raises UserCodeError for a result of a wrong type."""
         info = sample.info
         handoff = result
         if isinstance(result, RolloutGroup):
@@ -175,7 +183,7 @@ class Stage:
             self._metrics.count_inserted(handoff.group, by_function, info.staleness, GroupTimes())
 
     def _lose(self, sample: Sample, _: None) -> None:
-        """Ends the work at an item whose lease has ended: another process may work at it."""
+        """Ends the work at an item whose lease has ended: another process may have the item now."""
         self.stats["leases_lost"] += 1
         self._tasks[sample.info.lease_id].cancel()
 
@@ -187,6 +195,7 @@ class Stage:
 def run_stage(connect: Callable[[], AsyncReplayClient], work: Work, config: StageConfig) -> GeneratorStats:
     """Runs a stage to its end, for callers without an event loop. Returns the last statistics.
 
-    `connect` makes the client; it is called on the event loop that uses it. Ctrl-C and SIGTERM stop the run gracefully.
+    `connect` makes the client. It is called on the event loop that uses the client. Ctrl-C and SIGTERM stop the run
+    gracefully.
     """
     return run_worker(connect, lambda client: Stage(client, work, config))

@@ -1,9 +1,9 @@
 """exercise_engine: checks everything that a generator relies on in an engine.
 
-* It needs no reference model: the log-probabilities of `generate` are compared with those of `score` for the same
+* No reference model is needed: the log-probabilities of `generate` are compared with those of `score` for the same
   tokens.
-* It asserts nothing that chance or a busy machine could break. A draw is a fault only if a correct engine makes it less
-  than once in a million runs, and no duration counts.
+* No check can fail by chance or because the machine is busy. A draw counts as a fault only if a correct engine makes it
+  less than once in a million runs. No check depends on how long something takes.
 """
 
 from __future__ import annotations
@@ -35,17 +35,18 @@ from replay_protos.words import counted
 T = TypeVar("T")
 
 TEXTS = ("1+1=", "12+7=?", "3 + a")
-"""The prompts."""
+"""The prompts of all checks."""
 MEMBERS = ("tokenizer", "max_length", "model", "generate", "load_weights", "score", "close")
 """Methods and attributes that every engine must have."""
 IMPOSSIBLE = -25.0
-"""A coincidence with a smaller log-probability than this, in nats, counts as a fault of the engine."""
+"""If two results agree, and the log-probability of this is below this value, in nats, it counts as a fault of the
+engine."""
 DEVIATIONS = 7.0
-"""The most standard deviations between a frequency and its probability."""
+"""The most standard deviations by which a frequency may differ from its probability."""
 MANY = 16
-"""The number of completions that cannot be the same by chance, even if a model ends most of them soon."""
+"""So many completions cannot all be the same by chance, even if the model ends most of them after few tokens."""
 TRIES = 10
-"""The attempts of a check that needs requests to be under way at the right moment."""
+"""The most attempts of a check that only works if requests are under way at the right moment."""
 
 
 async def exercise_engine(
@@ -62,12 +63,13 @@ async def exercise_engine(
         asyncio.run(exercise_engine(lambda: MyEngine("model"), weights=["step-1", "step-2"]))
 
     `make` returns a new engine, with a model that can draw more than one token. `weights`: two folders with different
-    weights of this model; without them, only the errors of `load_weights` are checked. `seeds` False: a seed does not
-    repeat completions in this engine. `exact_versions` False: the engine does not know with which token of a completion
-    the new weights began. `tolerance`: how far two log-probabilities of one token may differ, in nats: 0.02 for
-    float32, and 0.5 for bfloat16. `timeout`: seconds after which a call counts as stuck.
+    weights of this model; without them, only the errors of `load_weights` are checked. `seeds` False: in this engine
+    the same seed need not give the same completions. `exact_versions` False: if new weights are loaded while a
+    completion is under way, the engine does not know which of its tokens was the first with the new weights.
+    `tolerance`: the largest difference between two log-probabilities of the same token, in nats: 0.02 for float32, and
+    0.5 for bfloat16. `timeout`: seconds after which a call counts as stuck.
 
-    One prompt is as long as `max_length` of the engine allows: make an engine with a small one.
+    One prompt is as long as `max_length` of the engine allows, so make an engine with a small `max_length`.
 
     Raises AssertionError at the first fault. Its sentence says what the engine did, and what it must do. Errors of the
     engine itself are not caught.
@@ -105,13 +107,14 @@ class _Exercise:
         self._tolerance = tolerance
         self._timeout = timeout
         self._version = 0
-        """The policy version of the weights in the engine."""
+        """The policy version of the weights that the engine has loaded; 0: the first weights."""
         self._vocabulary = getattr(engine, "vocabulary", None)
         self._check_members()
         self._prompts = [self._encoded(text) for text in TEXTS]
         longest_prompt = max(len(prompt) for prompt in self._prompts)
         self._longest = min(60, engine.max_length - 1 - longest_prompt)
-        """Tokens of a long completion. With any of the prompts it can be scored: vLLM wants room for one more token."""
+        """The tokens of a long completion. It fits behind each of the prompts with one token to spare, because vLLM
+        needs room for one more token to score it."""
 
     def _fail(self, sentence: str) -> NoReturn:
         raise AssertionError(f"{type(self._engine).__name__}: {sentence}")
@@ -164,7 +167,8 @@ class _Exercise:
         finished: OnFinished | None = None,
         versions: Sequence[int] | None = None,
     ) -> list[Completion]:
-        """Draws completions, and checks each. `versions`: those that tokens may have; None: the one that is loaded."""
+        """Draws completions, and checks each. `versions`: the policy versions that their tokens may have; None: only
+        the version that is loaded."""
         if finished is None:
             work = self._engine.generate([*prompt_ids], sampling, n)
         else:
@@ -184,7 +188,8 @@ class _Exercise:
     def _check_completion(
         self, completion: Completion, prompt_ids: Sequence[int], sampling: SamplingConfig, versions: Sequence[int]
     ) -> None:
-        """Raises AssertionError for a completion that no policy can have drawn. The message has no subject."""
+        """Raises AssertionError for a completion that no policy can have drawn. The message has no subject: `_draw`
+        puts the number of the completion before it."""
         fault = fault_of(completion, sampling, self._vocabulary)
         assert not fault, fault
         length = len(completion.token_ids)
@@ -267,7 +272,7 @@ class _Exercise:
             )
 
     async def _score(self, token_ids: Sequence[int]) -> list[float]:
-        """The log-probability of each token but the first."""
+        """The log-probability of each token except the first, by `score`."""
         found = await self._within("score", self._engine.score([*token_ids]))
         if len(found) != len(token_ids) - 1:
             self._fail(
@@ -295,8 +300,9 @@ class _Exercise:
                 self._check_token(step, logprob, [score])
 
     def _check_token(self, step: int, logprob: float, scores: Sequence[float]) -> None:
-        """Fails unless a log-probability is unknown, or one of those that `score` returned."""
-        if all(abs(logprob - score) > self._tolerance for score in scores):  # False for NaN
+        """Fails unless a log-probability is unknown (NaN), or agrees with one of `scores`. `step`: the number of the
+        token."""
+        if all(abs(logprob - score) > self._tolerance for score in scores):  # False if `logprob` is NaN
             expected = " or ".join(f"{score:.4f}" for score in scores)
             self._fail(
                 f"token {step} of a completion has the log-probability {logprob:.4f}, and score says {expected}: both "
@@ -306,7 +312,7 @@ class _Exercise:
     # ------------------------------------------------------------------------------------------------ the checks
 
     async def check_requests(self) -> None:
-        """Requests of any size are answered whole, and each completion is one that a policy can have drawn."""
+        """Checks that requests of any size get all completions, and that a policy can have drawn each of them."""
         for prompt_ids in self._prompts:
             for max_tokens, n in ((1, 1), (8, 3), (self._longest, 2)):
                 sampling = SamplingConfig(max_tokens=max_tokens)
@@ -318,7 +324,8 @@ class _Exercise:
         await self._check_finished(prompt_ids)
 
     async def _check_finished(self, prompt_ids: Sequence[int]) -> None:
-        """`finished` may be called, on the event loop, once for each completion that is then returned."""
+        """Checks the calls of `finished`: an engine may call it, on the event loop, once for each completion, with the
+        completion that it returns later."""
         finished_early: dict[int, Completion] = {}
         faults: list[str] = []
         thread = threading.get_ident()
@@ -340,7 +347,8 @@ class _Exercise:
             self._fail(f"generate called finished {faults[0]}")
 
     async def check_distributions(self) -> None:
-        """Tokens come as often as their log-probabilities say, at any temperature and with any cut."""
+        """Checks that tokens are drawn as often as their log-probabilities say, and that temperature, top_k, top_p and
+        min_p change them rightly."""
         prompt_ids = self._prompts[0]
         n = 256
         completions = await self._draw(prompt_ids, SamplingConfig(max_tokens=1), n)
@@ -350,7 +358,7 @@ class _Exercise:
         for token, count in counts.items():
             probability = math.exp(scores[token])
             if probability <= 0.02:
-                continue  # a rare token may well come twice
+                continue  # a rare token may be drawn twice by chance
             deviation = math.sqrt(probability * (1 - min(probability, 1.0)) / n)
             if abs(count / n - probability) > DEVIATIONS * deviation + self._tolerance:
                 self._fail(
@@ -361,16 +369,16 @@ class _Exercise:
             await self._check_first(prompt_ids, sampling, scores)
 
     async def _add_scores(self, scores: dict[int, float], prompt_ids: Sequence[int], tokens: Iterable[int]) -> None:
-        """Adds to `scores` the log-probability at temperature 1 of each of these tokens behind the prompt."""
+        """Adds the log-probability of each token behind the prompt, at temperature 1, to `scores`."""
         for token in tokens:
             if token not in scores:
                 token_scores = await self._score([*prompt_ids, token])
                 scores[token] = token_scores[-1]
 
     async def _check_first(self, prompt_ids: Sequence[int], sampling: SamplingConfig, scores: dict[int, float]) -> None:
-        """First tokens are among those that `sampling` keeps, and have the log-probabilities that it gives them.
+        """Checks the first tokens of completions: `sampling` keeps them, and gives them these log-probabilities.
 
-        `scores`: the log-probability at temperature 1 of each token that was drawn so far.
+        `scores`: the log-probability, at temperature 1, of each first token that was drawn so far.
         """
         completions = await self._draw(prompt_ids, sampling, 64)
         logprobs = {completion.token_ids[0]: completion.logprobs[0] for completion in completions}
@@ -382,7 +390,7 @@ class _Exercise:
             await self._check_mask(prompt_ids, completions, scores)
 
     def _check_kept(self, token: int, sampling: SamplingConfig, scores: dict[int, float]) -> None:
-        """A token that was drawn is one that top_k, top_p and min_p keep."""
+        """Checks that a token that was drawn is one that top_k, top_p and min_p keep."""
         how = _described(sampling)
         likelier = [score for score in scores.values() if score > scores[token] + self._tolerance]
         if sampling.top_k and len(likelier) >= sampling.top_k:
@@ -395,15 +403,16 @@ class _Exercise:
             self._fail(f"with {how} it drew the token {token}, which is less likely than that")
 
     def _check_processed(self, logprobs: dict[int, float], sampling: SamplingConfig, scores: dict[int, float]) -> None:
-        """The log-probabilities are those after the temperature, among the tokens that were kept.
+        """Checks that log-probabilities are those after the temperature, among the tokens that the sampling keeps.
 
-        Such a log-probability is score / temperature minus the same number for every token.
+        `logprobs`: the log-probability of each token that was drawn. It must be score / temperature - c, with the same
+        number c for every token.
         """
         known = {token: logprob for token, logprob in logprobs.items() if not math.isnan(logprob)}
         shifts = [sampling.temperature * logprob - scores[token] for token, logprob in known.items()]
         spread = max(shifts, default=0.0) - min(shifts, default=0.0)
         is_wrong = spread > 3 * self._tolerance
-        if sampling.top_k == 1:  # the only token that was kept is certain
+        if sampling.top_k == 1:  # only one token is kept, so its probability is 1
             is_wrong = is_wrong or any(abs(logprob) > self._tolerance for logprob in known.values())
         if is_wrong:
             self._fail(
@@ -415,7 +424,8 @@ class _Exercise:
     async def _check_mask(
         self, prompt_ids: Sequence[int], completions: Sequence[Completion], scores: dict[int, float]
     ) -> None:
-        """The smallest mask has the tokens among which its token has its log-probability."""
+        """Checks the smallest sampling mask: the probability of the token that was drawn, among the tokens of the mask,
+        is the one that the engine gives."""
         completion = min(completions, key=lambda each: len(_masks(each)[0]) or math.inf)
         mask = _masks(completion)[0]
         await self._add_scores(scores, prompt_ids, mask)
@@ -430,7 +440,7 @@ class _Exercise:
             )
 
     async def check_draws(self, seeds: bool) -> None:
-        """Completions are drawn anew, unless a seed repeats them."""
+        """Checks that completions are drawn anew, and that the same seed repeats them."""
         prompt_ids, other_ids, _ = self._prompts
         free = SamplingConfig(max_tokens=self._longest)
         first = await self._draw(prompt_ids, free, MANY)
@@ -455,7 +465,8 @@ class _Exercise:
             self._fail("requests with the seeds 7 and 8 got the same completions: seeds must differ in what they draw")
 
     async def check_concurrency(self) -> None:
-        """Requests under way at the same time get answers of their own, and a long one holds up no short one."""
+        """Checks that requests under way at the same time do not mix their completions, and that a long request does
+        not hold up a short one."""
 
         async def answer(prompt_ids: Sequence[int], sampling: SamplingConfig, n: int) -> None:
             for completion in await self._draw(prompt_ids, sampling, n):
@@ -475,7 +486,7 @@ class _Exercise:
         )
 
     async def _long_before_short(self) -> bool:
-        """True if a request for long completions ends before one for a single token, which comes after it."""
+        """True if a request for long completions ended before a later request for a single token."""
         ended: list[int] = []
 
         async def ask(max_tokens: int, n: int) -> int:
@@ -484,18 +495,20 @@ class _Exercise:
             return max(len(each.token_ids) for each in completions)
 
         longest, _ = await asyncio.gather(ask(self._longest, 16), ask(1, 1))
-        # If the model has ended all of them soon, the short one waited for nothing.
+        # If the model ended all long completions after few tokens, this says nothing about the engine.
         return ended[0] != 1 and longest > 8
 
     async def check_cancellation(self) -> None:
-        """A request that is cancelled ends, and the others go on."""
+        """Checks that requests that are cancelled end, and that the others go on."""
         sampling = SamplingConfig(max_tokens=self._longest)
         given_up = []
         for _ in range(32):
             request = self._engine.generate([*self._prompts[0]], sampling, 4)
             given_up.append(asyncio.ensure_future(request))
         kept = asyncio.create_task(self._draw(self._prompts[1], sampling, 3))
-        await asyncio.sleep(0.01)  # a busy machine may not have begun with them, or have ended them
+        # Time for the engine to begin. On a busy machine it may not have begun, or may have ended the requests already.
+        # The checks below hold in these cases too.
+        await asyncio.sleep(0.01)
         cancelled = [task for task in given_up if task.cancel()]
         await self._within("generate, once it was cancelled,", asyncio.wait(given_up))
         for task in cancelled:
@@ -506,7 +519,8 @@ class _Exercise:
         await self._draw(self._prompts[2], sampling, 2)
 
     async def check_missing_weights(self) -> None:
-        """A folder that is gone, or holds no weights, is a FileNotFoundError, and changes nothing."""
+        """Checks that a folder that is gone, or holds no weights, raises FileNotFoundError, and that the engine goes on
+        with its weights."""
         with tempfile.TemporaryDirectory() as empty:
             for folder in (empty, str(Path(empty) / "gone")):
                 found = "nothing"
@@ -521,7 +535,8 @@ class _Exercise:
         await self._draw(self._prompts[0], SamplingConfig(max_tokens=4), 2)
 
     async def check_weights(self, first: str, second: str, exact_versions: bool) -> None:
-        """New weights are used at once, for requests under way too, and each token knows the version that drew it."""
+        """Checks that new weights are used at once, also for requests under way, and that each token has the version
+        that drew it. `first` and `second` are two folders with different weights."""
         ids = [*self._prompts[0], *self._prompts[1]]
         await self._load(first)
         before = await self._score(ids)
@@ -538,7 +553,7 @@ class _Exercise:
         for _ in range(TRIES):
             if await self._check_reload(first, second, exact_versions):
                 break
-        # An engine may let the requests under way end before it loads: that costs time alone.
+        # If no attempt found requests under way, that is no fault: an engine may let them end before it loads.
         await self._check_damaged(first, second)
 
     async def _load(self, folder: str) -> None:
@@ -546,9 +561,10 @@ class _Exercise:
         self._version += 1
 
     async def _check_reload(self, first: str, second: str, exact_versions: bool) -> bool:
-        """Completions that are under way at a reload go on, and each token is of the weights of its version.
+        """Checks completions that are under way while new weights are loaded: they go on, and each token has the
+        log-probability that the weights of its version give it.
 
-        Returns True if some were under way.
+        Returns True if any completion has tokens of both versions.
         """
         sampling = SamplingConfig(max_tokens=self._longest)
         await self._load(first)
@@ -556,7 +572,9 @@ class _Exercise:
         tasks = []
         for prompt_ids in self._prompts:
             tasks.append(asyncio.create_task(self._draw(prompt_ids, sampling, 4, versions=versions)))
-        for _ in range(2):  # the second one comes after all others, so they are under way when it ends
+        # The requests of `tasks` came before the second of these short requests, so the engine has begun them when it
+        # ends.
+        for _ in range(2):
             await self._draw(self._prompts[0], SamplingConfig(max_tokens=2), 1)
         await self._load(second)
         drawn = []
@@ -575,7 +593,7 @@ class _Exercise:
         return any(len({*completion.policy_versions}) == 2 for _, completion in drawn)
 
     async def _check_damaged(self, first: str, second: str) -> None:
-        """After weights that could be read in part only, no token is drawn before others are loaded."""
+        """Checks that the engine draws no token after damaged weights, until it has loaded whole weights."""
         await self._load(first)
         old = self._version
         sampling = SamplingConfig(max_tokens=self._longest)
@@ -591,7 +609,7 @@ class _Exercise:
             else:
                 self._fail("load_weights raised nothing for a file that is cut off: it must raise an error")
         task = asyncio.create_task(self._draw(self._prompts[0], sampling, 4, versions=[old, old + 2]))
-        await asyncio.wait([task], timeout=0.1)  # time to draw what it must not
+        await asyncio.wait([task], timeout=0.1)  # time in which a wrong engine would draw tokens
         self._version = old + 1
         await self._load(second)
         completions = await task
@@ -602,7 +620,7 @@ class _Exercise:
             await self._check_logprobs(self._prompts[0], completion, old)
 
     async def close(self) -> None:
-        """Closing twice is harmless."""
+        """Closes the engine twice: the second call must do nothing."""
         for _ in range(2):
             await self._within("close", self._engine.close())
 
@@ -615,30 +633,30 @@ SAMPLINGS = (
     SamplingConfig(max_tokens=1, min_p=0.3),
     SamplingConfig(max_tokens=1, top_p=0.5, sampling_masks=0),
 )
-"""The samplings of first tokens that are checked."""
+"""The samplings with which the first tokens are checked."""
 
 
 def _described(sampling: SamplingConfig) -> str:
-    """The settings that are not the default."""
+    """The settings of a sampling that differ from the defaults, as text."""
     default = vars(SamplingConfig(max_tokens=sampling.max_tokens))
     changed = {name: value for name, value in vars(sampling).items() if value != default[name]}
     return ", ".join(f"{name} = {value}" for name, value in changed.items())
 
 
 def _without_space(text: str) -> str:
-    """The text without white space, and without the mark of an incomplete character."""
+    """The text without white space, and without U+FFFD, which stands for an incomplete character."""
     return "".join(text.replace("\ufffd", "").split())
 
 
 def _masks(completion: Completion) -> list[list[int]]:
-    """The sampling mask of each token; empty: unknown."""
+    """The sampling mask of each token, as a list of tokens; empty: the mask is unknown."""
     values = completion.extras[SAMPLING_MASK]
     offsets = completion.extras[SAMPLING_MASK + OFFSETS]
     return [values[start:end].tolist() for start, end in pairwise(offsets.tolist())]
 
 
 def _is_impossible(first: Sequence[Completion], second: Sequence[Completion]) -> bool:
-    """True if both have the same tokens, and that cannot be chance."""
+    """True if both lists have the same tokens, and this is too improbable for chance."""
     if [completion.token_ids for completion in first] != [completion.token_ids for completion in second]:
         return False
     total = sum(float(np.nansum(completion.logprobs)) for completion in second)

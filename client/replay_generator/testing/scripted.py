@@ -15,21 +15,21 @@ EOS = 1
 
 
 class Letters:
-    """A tokenizer with one token for each character: its code point."""
+    """A tokenizer with one token for each character. The token id is the code point of the character."""
 
     def encode(self, text: str, **_: Any) -> list[int]:
         """The token of each character. Options, such as add_special_tokens, change nothing."""
         return [ord(character) for character in text]
 
     def decode(self, token_ids: Sequence[int], **_: Any) -> str:
-        """The characters of the tokens; EOS has none."""
+        """The characters of the tokens; EOS has no character."""
         return "".join(chr(token) for token in token_ids if token != EOS)
 
 
 def make_completion(text: str, *, logprob: float = -1.0, finish_reason: str = "stop") -> Completion:
-    """A completion with this text, in the tokens of Letters. With "stop" it ends with EOS.
+    """A completion with this text, in the tokens of Letters. If `finish_reason` is "stop", EOS is its last token.
 
-    Each token has the same `logprob`, in nats.
+    `logprob`: the log-probability of every token, in nats.
     """
     token_ids = Letters().encode(text)
     if finish_reason == "stop":
@@ -44,9 +44,9 @@ class ScriptedEngine:
 
         engine = ScriptedEngine(completions=[make_completion("7"), make_completion("8")])
 
-    The n completions of a request are the first n of `completions`, which begin again after the last one. They do not
-    depend on the prompt, the seed or `max_tokens`. All tokens have the version that was loaded last when the request
-    came.
+    The n completions of a request are the first n of `completions`; if there are fewer, they are repeated from the
+    first. They do not depend on the prompt, the seed or `max_tokens`. All their tokens have the version of the weights
+    that were loaded when the request began.
     """
 
     tokenizer: Any = field(default_factory=Letters)
@@ -54,28 +54,28 @@ class ScriptedEngine:
     max_length: int = 64
     """The most tokens of a prompt with one completion."""
     vocabulary: int | None = None
-    """The number of tokens of the model, if that matters."""
+    """The number of tokens of the model; None: unknown, so token ids are not checked against it."""
     model: str | None = None
-    """The folder of the first weights, if that matters."""
+    """The folder of the first weights; None: the engine has no such folder."""
     completions: Sequence[Completion] = (
         Completion([7, 8, EOS], [-0.1, -0.2, -0.3], "78", "stop", []),
         Completion([], [], "", "abort", []),
         Completion([9], [float("nan")], "9", "length", []),
     )
-    """The answers. The default has one of each kind: whole, empty, and one that is cut off and has no
-    log-probability."""
+    """The script. The default has three kinds of completions: a whole one, an empty one, and one that was cut off and
+    whose log-probability is unknown."""
     hold: asyncio.Event | None = None
-    """Requests do not end before this event is set; None: they end at once."""
+    """Requests do not end before this event is set. None: they end at once."""
     probe_scores: list[float] = field(default_factory=list)
-    """The answer of `score`, to any tokens."""
+    """The result of `score`, whatever its tokens are."""
     prompts: list[list[int]] = field(default_factory=list)
-    """The tokens that each request was to go on after."""
+    """The prompt of each request, as tokens."""
     seeds: list[int | None] = field(default_factory=list)
     """The seed of each request."""
     generating: int = 0
-    """The requests that are under way."""
+    """The number of requests that are under way."""
     most_generating: int = 0
-    """The most requests that were under way at a time."""
+    """The largest number of requests that were under way at the same time."""
     loaded: list[str] = field(default_factory=list)
     """The folders whose weights were loaded, in order."""
     generating_at_load: list[int] = field(default_factory=list)
@@ -88,7 +88,7 @@ class ScriptedEngine:
     async def generate(
         self, prompt_ids: Sequence[int], sampling: SamplingConfig, n: int, finished: OnFinished | None = None
     ) -> list[Completion]:
-        """The first n completions of the script. `finished` is never called: an engine need not."""
+        """The first n completions of the script. `finished` is never called: engines may leave that out."""
         version = self.version
         self.prompts.append([*prompt_ids])
         self.seeds.append(sampling.seed)
@@ -104,12 +104,12 @@ class ScriptedEngine:
         return [replace(each, policy_versions=[version] * len(each.token_ids)) for each in drawn]
 
     def release(self) -> None:
-        """Ends the requests that `hold` holds back, and holds back no other."""
+        """Sets `hold`: the requests that wait for it end, and later requests do not wait."""
         assert self.hold is not None
         self.hold.set()
 
     async def load_weights(self, path: str, version: int) -> None:
-        """Notes the folder, and reads nothing. Raises FileNotFoundError if there is none."""
+        """Notes the folder and the version, and reads no file. Raises FileNotFoundError if there is no such folder."""
         if not Path(path).is_dir():
             raise FileNotFoundError(f"no *.safetensors in {path}")
         self.generating_at_load.append(self.generating)
@@ -118,7 +118,7 @@ class ScriptedEngine:
         self.version = version
 
     async def score(self, token_ids: Sequence[int]) -> list[float]:
-        """The `probe_scores`."""
+        """Returns `probe_scores`."""
         return self.probe_scores
 
     async def close(self) -> None:

@@ -1,1 +1,1 @@
-"""Functions of users, called so that none of them stops, blocks or ends the process."""
+"""Users' code: calls functions of users so that none of them can end the process or block it unnoticed."""

@@ -1,12 +1,14 @@
-"""Users' code: calls the functions of users: rewards, stages, hooks, tools, agents, priorities. Nothing else does.
+"""Calls: calls the functions of users, such as rewards, stages, hooks, tools, agents and priorities.
 
-A function of a user may fail in any way. It cannot end the process, and every failure is reported:
+All calls of users' functions go through this module. Such a function may fail in any way, but it cannot end the
+process, and every failure is reported:
 
-* SystemExit, a KeyboardInterrupt that its own line raises, and a CancelledError without a cancellation become a
-  UserCodeError, which names function, file and line. Ctrl-C and the cancellation of the caller pass.
-* A function without async runs in a thread. Python gives signals to the main thread alone: a function that asks for a
-  signal runs from then on in a process of its own (signal_process.py).
-* An async function runs on the event loop. LoopWatch names the function in which the loop stands still.
+* SystemExit, a KeyboardInterrupt from a `raise` in the user's code, and a CancelledError although nobody cancelled the
+  call become a UserCodeError, which names function, file and line. Ctrl-C and the cancellation of the caller are raised
+  unchanged.
+* A function without async runs in a thread. Only the main thread of a process can handle signals. So a function that
+  asks for a signal runs in a process of its own from then on (signal_process.py).
+* An async function runs on the event loop. If it blocks the loop, LoopWatch logs its name.
 """
 
 from __future__ import annotations
@@ -43,33 +45,36 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 Function = Callable[..., Any]
 Call = tuple[Sequence[Any], Mapping[str, Any]]
-"""The arguments of one call by position, and its arguments by name."""
+"""The positional arguments and the keyword arguments of one call."""
 
 PACKAGE = Path(__file__).parents[1]
-"""The folder of this package: lines of its files are not the user's."""
+"""The folder of this package. Code in other files may be the user's."""
 STOOD_STILL = 5.0
-"""Seconds after which LoopWatch says that the event loop stands still."""
+"""Seconds without a turn of the event loop after which LoopWatch logs a warning."""
 _LOOKS = 5
-"""The number of looks in a row in which LoopWatch must find that the loop stands still."""
+"""LoopWatch logs a warning if it finds so many times in a row that the loop has not turned."""
 _calling: ContextVar[Function | None] = ContextVar("_calling", default=None)
-"""The function of the user that runs in this context; None: there is none."""
+"""The user's function that runs in this context; None: no user's function runs here."""
 MOST_LEFT = 8
-"""The most threads of one function that have not ended, and that nobody waits for any more. With so many, no further
-thread of the function is started."""
+"""The most abandoned threads of one function: threads that still run, but that nobody waits for any more. If a function
+has so many, it is called in no further thread."""
 _left: dict[int, set[_Thread]] = {}
-"""Such threads, by the id of their function. A thread holds its function, so that the id stays its own."""
+"""The abandoned threads, by the id of their function. A thread holds a reference to its function, so that no other
+function gets this id."""
 _left_lock = threading.Lock()
 _processes: dict[int, tuple[Function, SignalProcess]] = {}
-"""The functions that run in a process of their own, and this process, by the id of the function."""
+"""The functions that run in a process of their own, each with its process, by the id of the function. The reference to
+the function keeps its id from being used again."""
 _processes_lock = threading.Lock()
 
 
 class UserCodeError(ReplayError):
-    """A function of the user's own wanted to end the process, or failed in a process of its own."""
+    """A function of the user's own tried to end the process, cannot be called in the way that is needed, or failed in a
+    process of its own."""
 
     def __init__(self, function: str, how: str, place: str) -> None:
-        """`function`: its name. `how`: the failure, such as "raised SystemExit: 0". `place`: file and line, in
-        brackets."""
+        """`function`: the name of the function. `how`: the failure, such as "raised SystemExit: 0". `place`: file and
+        line, in brackets."""
         super().__init__(f"function {function!r} {how}{place}")
         self.how = how
         self.place = place
@@ -89,7 +94,7 @@ def is_async(function: Function) -> bool:
 
 
 async def call(function: Function, *args: Any, **options: Any) -> Any:
-    """The result of one call. An async function runs on the event loop, any other one in a thread."""
+    """The result of one call. An async function runs on the event loop, and any other function in a thread."""
     if is_async(function):
         result = _begin(function, args, options)
     else:
@@ -101,8 +106,8 @@ async def call(function: Function, *args: Any, **options: Any) -> Any:
 async def call_each(function: Function, calls: Sequence[Call]) -> list[Any]:
     """The results of several calls, in order.
 
-    An async function makes all calls at once, any other one makes them one after the other in one thread. Raises what
-    the function raises, and UserCodeError.
+    All calls of an async function run at the same time. The calls of any other function run one after the other, in one
+    thread. Raises the errors of the function, and UserCodeError.
     """
     if is_async(function):
         results = [_begin(function, args, options) for args, options in calls]
@@ -112,12 +117,13 @@ async def call_each(function: Function, calls: Sequence[Call]) -> list[Any]:
 
 
 def call_here(function: Function, *args: Any, **options: Any) -> Any:
-    """The result of a call in this thread. It is for functions that are fast, or whose result `awaited` awaits."""
+    """The result of a call in this thread. Use this for fast functions, and to get a coroutine for `awaited`."""
     return _begin(function, args, options)
 
 
 def call_plain(function: Function, *args: Any) -> Any:
-    """The result of a call in this thread, which nobody awaits. Raises UserCodeError if the function is async."""
+    """The result of a call in this thread, for functions without async. Raises UserCodeError if the function is
+    async."""
     result = call_here(function, *args)
     if inspect.iscoroutine(result):
         result.close()
@@ -127,8 +133,8 @@ def call_plain(function: Function, *args: Any) -> Any:
 
 
 def decision_of(function: Function, *args: Any) -> bool:
-    """The decision of a function. Raises UserCodeError for a result that is neither true nor false, such as an array of
-    two."""
+    """The result of a function as a bool. Raises UserCodeError for a result that is neither true nor false, such as an
+    array with two elements."""
     result = call_plain(function, *args)
     try:
         return bool(call_here(bool, result))
@@ -138,7 +144,8 @@ def decision_of(function: Function, *args: Any) -> bool:
 
 
 async def awaited(function: Function, result: Awaitable[T]) -> T:
-    """The result of a call of an async function."""
+    """The value of `result`, which a call of the async `function` returned. Tasks that `function` starts are guarded
+    too."""
     loop = asyncio.get_running_loop()
     if loop.get_task_factory() is None:
         loop.set_task_factory(_make_task)
@@ -152,7 +159,7 @@ async def awaited(function: Function, result: Awaitable[T]) -> T:
 
 @asynccontextmanager
 async def entered(hook: AbstractAsyncContextManager[T]) -> AsyncIterator[T]:
-    """The context of the user's own object, which is entered and left as by `async with`."""
+    """Enters and leaves an async context manager of the user's own, as `async with` does."""
     kind = type(hook)
     inside = await awaited(kind.__aenter__, kind.__aenter__(hook))
     try:
@@ -169,8 +176,8 @@ async def entered(hook: AbstractAsyncContextManager[T]) -> AsyncIterator[T]:
 def run(main: Coroutine[Any, Any, T]) -> T:
     """The result of `main`, in which users' code runs, for callers without an event loop.
 
-    A callback that users' code gave to the event loop runs outside of all guards. If it raises SystemExit or
-    KeyboardInterrupt, the loop ends, and this function raises UserCodeError.
+    Users' code may have passed a callback to the event loop, which then calls it without a guard. If such a callback
+    raises SystemExit or KeyboardInterrupt, the loop ends, and this function raises UserCodeError.
     """
     try:
         return event_loop.run(main)
@@ -187,12 +194,12 @@ def run(main: Coroutine[Any, Any, T]) -> T:
 
 
 def name_of(function: Function) -> str:
-    """The name of a function, or that of the class of an object that can be called."""
+    """The name of a function. For another object that can be called, the name of its class."""
     return getattr(function, "__name__", type(function).__name__)
 
 
 def in_words(error: BaseException) -> str:
-    """The type and the message of an error; of a group of errors, those of the first one."""
+    """The type and the message of an error. For a group of errors: those of the first error in it."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     if isinstance(error, UserCodeError):
@@ -201,7 +208,7 @@ def in_words(error: BaseException) -> str:
 
 
 def shown(value: Any, most: int = 200) -> str:
-    """The `repr` of a user's value, in at most so many characters. It never fails, whatever the value does."""
+    """The first `most` characters of the `repr` of a user's value. If the value's own `repr` fails: object's `repr`."""
     try:
         text = str(call_here(repr, value))
     except Exception:
@@ -217,7 +224,8 @@ def _message_of(error: BaseException) -> str:
 
 
 def where(function: Function, error: BaseException | None = None) -> str:
-    """The line of the user's file from which an error came, in brackets; else the line where the function begins."""
+    """The user's line from which `error` came, as file and line in brackets. Without an error, or if no such line is
+    found: the line where the function begins."""
     users_frames = [] if error is None else _users_frames(error)
     if users_frames:
         return own_line(users_frames)
@@ -228,7 +236,7 @@ def where(function: Function, error: BaseException | None = None) -> str:
 
 
 def _users_frames(error: BaseException) -> list[traceback.FrameSummary]:
-    """The frames of users' code in the traceback of an error, behind the last call from this file."""
+    """The frames of users' code in the traceback of an error, after the last call that this file made."""
     frames = list(traceback.extract_tb(error.__traceback__))
     calls = [index for index, frame in enumerate(frames) if frame.filename == __file__]
     if not calls:
@@ -237,7 +245,10 @@ def _users_frames(error: BaseException) -> list[traceback.FrameSummary]:
 
 
 def own_line(frames: Sequence[traceback.FrameSummary]) -> str:
-    """The last line of the file of the first frame, in brackets. It is the user's line, even if a library failed."""
+    """The last line in the file of the first frame, as file and line in brackets.
+
+    The first frame is the user's. So this is a line of the user even if a library that the user called has failed.
+    """
     users_file = frames[0].filename
     last = [frame for frame in frames if frame.filename == users_file][-1]
     return f" ({last.filename}, line {last.lineno})"
@@ -248,7 +259,7 @@ def _is_ours(filename: str) -> bool:
 
 
 def _is_pythons(filename: str) -> bool:
-    """True for a file of an event loop, and for one that is only inside of Python, such as that of `exit`."""
+    """True for a file of an event loop, and for a name that is no file, such as that of Python's built-in modules."""
     path = Path(filename)
     loop_folders = {Path(asyncio.__file__).parent, Path(event_loop.__file__).parent}
     return path.parent in loop_folders or not path.is_file()
@@ -264,7 +275,8 @@ def _code_of(function: Function) -> CodeType | None:
 
 
 def _begin(function: Function, args: Sequence[Any], options: Mapping[str, Any]) -> Any:
-    """The result of a function. An iterator, such as a generator, would run users' code later: it becomes a list."""
+    """The result of a guarded call. If the result is an iterator, such as a generator, it would run users' code later,
+    without a guard. So it becomes a list here."""
     with _Guard(function):
         return at_once(function(*args, **options))
 
@@ -279,12 +291,12 @@ async def _resolved(function: Function, result: Any) -> Any:
 
 
 class _Guard:
-    """Surrounds users' code. An exception with which it would end the process becomes a UserCodeError."""
+    """Surrounds users' code. An exception that would end the process becomes a UserCodeError."""
 
     def __init__(self, function: Function, *, of_a_task: bool = False) -> None:
-        """`of_a_task`: True if the guard surrounds a step of a task that users' code has started. A CancelledError ends
-        only that task. In this way aiohttp's server ends the tasks of its connections: it cancels what they wait for.
-        """
+        """`of_a_task`: True if the guard surrounds a step of a task that users' code has started. There a
+        CancelledError passes unchanged, because it ends only that task. For example, aiohttp's server ends its tasks in
+        this way: it cancels the futures that they wait for."""
         self._function = function
         self._of_a_task = of_a_task
 
@@ -302,17 +314,18 @@ class _Guard:
 
 
 def _passes(error: BaseException) -> bool:
-    """True if Python or this program raised the error inside users' code, and not that code itself."""
+    """True if not users' code raised the error, but Python or this program while users' code ran."""
     if isinstance(error, asyncio.CancelledError):
         return _is_cancelled()
     if isinstance(error, KeyboardInterrupt | GeneratorExit) and threading.current_thread() is threading.main_thread():
-        # Ctrl-C, or the end of a coroutine, comes between two steps of any line. All others come from a `raise`.
+        # Python raises these errors for Ctrl-C and at the end of a coroutine, and then the traceback does not end at a
+        # `raise`. Users' code can raise them only by a `raise`.
         return not _is_raised_by_a_line(error)
     return False
 
 
 def _is_cancelled() -> bool:
-    """True if the task of this code was cancelled."""
+    """True if the current task was cancelled, or if this code runs on an event loop outside of a task."""
     try:
         task = asyncio.current_task()
     except RuntimeError:  # a thread without an event loop, which nobody can cancel
@@ -321,7 +334,7 @@ def _is_cancelled() -> bool:
 
 
 def _is_raised_by_a_line(error: BaseException) -> bool:
-    """True if the error began at a statement `raise`."""
+    """True if a `raise` statement raised the error."""
     trace = error.__traceback__
     if trace is None:
         return False
@@ -331,7 +344,8 @@ def _is_raised_by_a_line(error: BaseException) -> bool:
 
 
 def _make_task(loop: asyncio.AbstractEventLoop, coroutine: Any, **options: Any) -> asyncio.Task[Any]:
-    """A new task. A task that users' code starts is guarded too: its SystemExit would end the event loop."""
+    """A new task, for the event loop. A task that users' code starts gets a guard, because a SystemExit in it would end
+    the event loop."""
     function = _calling.get()
     if function is not None:
         coroutine = _GuardedCoroutine(function, coroutine)
@@ -364,7 +378,8 @@ class _GuardedCoroutine(Coroutine[Any, Any, Any]):
 
 
 async def _call_plain(function: Function, calls: Sequence[Call]) -> list[Any]:
-    """The results of a function without async, in a thread or in the main thread of a process of its own."""
+    """The results of several calls of a function without async. They run in a thread, or in a process of its own if the
+    function has asked for a signal."""
     _, process = _processes.get(id(function), (None, None))
     if process is None:
         results, requests = await _in_thread(function, calls)
@@ -385,7 +400,7 @@ async def _call_plain(function: Function, calls: Sequence[Call]) -> list[Any]:
 
 
 class _Thread:
-    """Calls of a function in a thread, which may last longer than anybody waits for them."""
+    """Calls of a function in a thread. The thread may still run when nobody waits for the results any more."""
 
     def __init__(self, function: Function, calls: Sequence[Call]) -> None:
         self._function = function
@@ -410,7 +425,7 @@ class _Thread:
                 _left.pop(key, None)
 
     def leave(self) -> None:
-        """Notes that nobody waits for the thread any more, and says so in the log; nothing if it has ended."""
+        """Notes and logs that nobody waits for the thread any more. Does nothing if the thread has ended."""
         with _left_lock:
             if self._has_ended:
                 return
@@ -427,13 +442,14 @@ class _Thread:
 
 
 def threads_left() -> int:
-    """The number of threads of all functions that have not ended, and that nobody waits for any more."""
+    """The number of abandoned threads of all functions: they still run, but nobody waits for them any more."""
     with _left_lock:
         return sum(len(threads) for threads in _left.values())
 
 
 async def _in_thread(function: Function, calls: Sequence[Call]) -> tuple[list[Any], SignalRequests]:
-    """The result of `_call_in_thread`. Raises UserCodeError if too many threads of this function have not ended."""
+    """The result of `_call_in_thread`, in a new thread. Raises UserCodeError if the function has too many abandoned
+    threads."""
     with _left_lock:
         count = len(_left.get(id(function), ()))
     if count >= MOST_LEFT:
@@ -449,7 +465,7 @@ async def _in_thread(function: Function, calls: Sequence[Call]) -> tuple[list[An
 
 
 def _call_in_thread(function: Function, calls: Sequence[Call]) -> tuple[list[Any], SignalRequests]:
-    """The results, and the requests for signals. If there are any requests, the results do not count."""
+    """The results of the calls, and the requests for signals. If there are requests, the results must not be used."""
     results: list[Any] = []
     with signal_requests() as requests:
         try:
@@ -464,7 +480,7 @@ def _call_in_thread(function: Function, calls: Sequence[Call]) -> tuple[list[Any
 
 
 def _move(function: Function, requests: SignalRequests) -> SignalProcess:
-    """The process that calls this function from now on."""
+    """Makes the process that calls this function from now on. `requests`: the signals that the function asked for."""
     with _processes_lock:
         if id(function) in _processes:
             return _processes[id(function)][1]
@@ -484,10 +500,11 @@ def _move(function: Function, requests: SignalRequests) -> SignalProcess:
 
 
 class LoopWatch:
-    """Names in the log the function in which the running event loop stands still."""
+    """A context that watches the running event loop. If the loop does not turn for some seconds, a warning in the log
+    names the function that blocks it."""
 
     def __init__(self, seconds: float = STOOD_STILL) -> None:
-        """`seconds`: the time without a turn of the loop after which the log has a warning."""
+        """`seconds`: the time without a turn of the loop after which the warning is logged."""
         self._look = seconds / _LOOKS
         self._seconds = seconds
         self._ended = threading.Event()
@@ -508,7 +525,8 @@ class LoopWatch:
                 self._loop.call_soon_threadsafe(turned.set)
             except RuntimeError:  # the loop is closed
                 return
-            # Looks are counted, and no seconds: a machine that slept, or is busy, holds up this thread too.
+            # Looks are counted, and not seconds: if the machine sleeps or is busy, this thread is held up too, and then
+            # looks less often.
             for look in range(1, sys.maxsize):
                 if turned.wait(self._look) or self._ended.is_set():
                     break
@@ -520,7 +538,7 @@ class LoopWatch:
         frames: list[traceback.FrameSummary] = []
         if frame is not None:
             frames = list(traceback.extract_stack(frame))
-        start = 0  # the first frame behind the last call from this file
+        start = 0  # the first frame after the last call that this file made
         for index, summary in enumerate(frames):
             if summary.filename == __file__:
                 start = index + 1

@@ -1,7 +1,7 @@
-"""Results: checks the numbers and names that users' code gives, as rewards, metrics and priorities.
+"""Results: checks the numbers and names that users' code returns: rewards, metrics and priorities.
 
-A metric becomes a column of its group: its name travels on the wire, and its numbers are stored in float32. A result is
-checked where it comes in. Otherwise a bad number would be found only when the whole group is made.
+A metric becomes a column of its group. Its name is sent to the server, and its numbers are stored in float32. A result
+is checked as soon as users' code returns it. Otherwise a bad number would be found only when the whole group is made.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from replay_client.rollout import MAX_VALUE
 from replay_generator.user_code import calls as user_code
 
 MOST_METRICS = 256
-"""The most metrics of one rollout. A group has room for about a thousand columns, and not only metrics need some."""
+"""The most metrics of one rollout. A group has room for about a thousand columns, and other values need columns too."""
 MOST_NAME = 200
 """The most bytes in UTF-8 of the name of a metric, of a reward function, and of a turn's role. The name of a column may
-have 256."""
+have 256 bytes, with a prefix."""
 LARGEST = float(np.finfo(np.float32).max)
 """The largest number of float32."""
 
 
 def number_of(value: Any) -> float:
-    """The float of a number of Python or NumPy, or of a tensor with one element. Raises ValueError for all else."""
+    """A number of Python or NumPy, or a tensor with one element, as a float. Raises ValueError for any other value."""
     kind = getattr(getattr(value, "dtype", None), "kind", "f")
     is_number = isinstance(value, numbers.Number) or hasattr(value, "item")
     if kind not in "biufc" or not is_number:
@@ -40,7 +40,7 @@ def number_of(value: Any) -> float:
 
 
 def number_or_nan(value: Any) -> float:
-    """The number as by `number_of`; NaN: the value is no number."""
+    """The result of `number_of`, or NaN if the value is no number."""
     try:
         return number_of(value)
     except ValueError:
@@ -48,9 +48,9 @@ def number_or_nan(value: Any) -> float:
 
 
 def bounded(value: Any, largest: float = LARGEST) -> float:
-    """The value as a number from -largest to largest, which float32 can hold.
+    """The value as a number from -largest to largest.
 
-    Raises ValueError. The message has no subject: the caller puts the name of the value before it.
+    Raises ValueError for any other value. The message has no subject: the caller puts the name of the value before it.
     """
     number = number_or_nan(value)
     if not abs(number) <= largest:
@@ -59,7 +59,8 @@ def bounded(value: Any, largest: float = LARGEST) -> float:
 
 
 def check_name(name: Any, what: str) -> None:
-    """Raises ValueError for a text that cannot be the name of a column. `what`: a description for the message."""
+    """Raises ValueError for a name that cannot be the name of a column. `what`: a description of the name, for the
+    message."""
     if not isinstance(name, str):
         raise ValueError(f"{what} must be a text, not {user_code.shown(name, 80)}")
     if not name.isprintable():  # half of a surrogate pair is not printable either
@@ -98,7 +99,7 @@ def numbers_of(reward: Any, metrics: Any) -> tuple[float | None, dict[str, float
 
 
 def utf8(text: str) -> str:
-    """The text with halves of surrogate pairs spelled out, so that it can be sent and stored."""
+    """The text with each half of a surrogate pair written as an escape, so that the text can be sent and stored."""
     return text.encode(errors="backslashreplace").decode()
 
 

@@ -1,16 +1,18 @@
 """SignalProcess: a process that calls one function in its main thread, because that function asks for signals.
 
-    thread of a function ──asks for a signal──▶ `signal_requests` notes it ──▶ SignalProcess calls it from then on
+    function asks for a signal in a thread ──▶ `signal_requests` notes this ──▶ from then on SignalProcess calls it
 
-Python gives signals to the main thread of a process alone. Graders set alarms against answers that take for ever
-(math-verify does). In another thread that raises ValueError, which many graders take for a wrong answer. So the
-requests of a function are noted, whatever it does with the error. When this module is imported, it replaces functions
-of `signal` by others that note requests: modules that are imported later, and say `from signal import alarm`, have
-these too. Outside of `signal_requests` they do what Python's own functions do.
+Only the main thread of a process can handle signals. Many graders, such as math-verify, set an alarm to end comparisons
+that would take for ever. In any other thread this raises ValueError, which many graders take for a wrong answer. So
+this module notes that a function asks for a signal, whatever the function does with the error.
 
-The process is a child of this one, and both speak through a pair of sockets. The child imports the module of the
-function. It imports the file of the program only if the function is defined there: that file may do work when it is
-imported.
+For this purpose the module replaces functions of `signal` when it is imported. Modules that are imported later, and say
+`from signal import alarm`, get the replaced functions too. Outside of `signal_requests` these do what Python's own
+functions do.
+
+SignalProcess is a child of this process, and both communicate through a pair of sockets. The child imports the module
+of the function. It imports the file of the program only if the function is defined there, because that file may do work
+when it is imported.
 """
 
 from __future__ import annotations
@@ -39,12 +41,13 @@ from typing import Any
 from replay_client.waits import in_daemon_thread, stop_signals
 
 SignalRequests = list[str]
-"""The requests of a function for signals, in order, such as "signal.signal(SIGALRM)"."""
+"""The calls with which a function asked for signals, in order, such as "signal.signal(SIGALRM)"."""
 _CALLS = ("signal", "alarm", "setitimer", "set_wakeup_fd")
-"""The functions of `signal` that only work, or only make sense, in the main thread."""
+"""The functions of `signal` that are replaced. They only work, or only make sense, in the main thread."""
 _REFUSAL = "signal only works in main thread of the main interpreter"
-"""The message of Python's own error."""
+"""The message of the ValueError that Python's own functions raise in another thread."""
 _noting = threading.local()
+"""Its attribute `requests` is the list to which this thread adds requests; None or missing: it notes none."""
 _PROGRAM = """
 import sys
 from multiprocessing.connection import Connection
@@ -57,18 +60,22 @@ from replay_generator.user_code.signal_process import serve
 
 serve(connection)
 """
-"""The program of the process. `prepare` gives the process the search path and the folder of its parent."""
+"""The program of the process. `prepare` sets the search path for imports and the working directory to those of the
+parent."""
 
 
 class NotImportableError(Exception):
-    """No other process can take this function, or the arguments of its call. The message says why and what to do."""
+    """The function, or the arguments of its call, cannot be sent to another process. The message says why, and what to
+    do."""
 
 
 class FunctionFailedError(Exception):
-    """The function raised an error, or its process ended. The message tells that without the function's name."""
+    """The function raised an error, or its process ended. The message has no subject: the caller puts the name of the
+    function before it."""
 
     def __init__(self, message: str, place: str = "", *, is_value_error: bool = False) -> None:
-        """`place`: the line of the function's file, in brackets."""
+        """`place`: file and line of the error, in brackets. `is_value_error`: True if the function raised a
+        ValueError."""
         super().__init__(message)
         self.place = place
         self.is_value_error = is_value_error
@@ -79,7 +86,7 @@ class FunctionFailedError(Exception):
 
 @contextmanager
 def signal_requests() -> Iterator[SignalRequests]:
-    """Notes the requests to `signal` by the code of the block in this thread, and refuses them as Python does."""
+    """Notes the requests for signals of the code in this block and thread, and refuses them as Python does."""
     requests: SignalRequests = []
     _noting.requests = requests
     try:
@@ -89,23 +96,24 @@ def signal_requests() -> Iterator[SignalRequests]:
 
 
 def _note_requests() -> None:
-    """Replaces the functions of `signal` by others that note requests, for the rest of the process."""
+    """Replaces the functions of `signal` in _CALLS by functions that note requests, until the process ends."""
     for name in _CALLS:
         real = getattr(_signal, name)
         noted = _noted(name, real)
-        # `signal.signal` is a function around that of `_signal`; the others are the same in both modules.
+        # `signal.signal` is a Python function that calls `_signal.signal`, so it need not be replaced. The other
+        # functions are the same objects in both modules.
         for module in (_signal, signal):
             if getattr(module, name) is real:
                 setattr(module, name, noted)
 
 
 def _noted(name: str, real: Callable[..., Any]) -> Callable[..., Any]:
-    """A function that notes requests in the place of `real`."""
+    """A function that replaces `real`, and notes requests."""
 
     @functools.wraps(real)
     def request(*args: Any, **options: Any) -> Any:
         requests = getattr(_noting, "requests", None)
-        # A child that the function forks has this thread as its main thread, and may ask for signals there.
+        # If the function forks a child process, this thread is the main thread there, and may ask for signals.
         if requests is None or threading.current_thread() is threading.main_thread():
             return real(*args, **options)
         argument = ""
@@ -131,7 +139,7 @@ _note_requests()
 
 
 def portable(function: Callable[..., Any]) -> bytes:
-    """The function as bytes that another process can load. Raises NotImportableError."""
+    """The function as bytes that another process can load. Raises NotImportableError if there is no way."""
     try:
         return bytes(ForkingPickler.dumps(function))
     except Exception as error:
@@ -145,7 +153,8 @@ def portable(function: Callable[..., Any]) -> bytes:
 
 
 class _ByName:
-    """A pickle that is loaded as the value of a name in a module, such as a lambda or a decorated function."""
+    """Stands for a value that pickle refuses, such as a lambda or a decorated function. When it is loaded, it becomes
+    the value of a name in a module."""
 
     def __init__(self, module: str, name: str) -> None:
         self._place = (module, name)
@@ -159,7 +168,7 @@ def _imported(module: str, name: str) -> Any:
 
 
 def _place_of(function: Callable[..., Any]) -> tuple[str, str] | None:
-    """A module and the name that the function has at its top; None: no module has it."""
+    """The module that has the function as an attribute, and the name of this attribute; None: no module has it."""
     for module_name, module in list(sys.modules.items()):
         for name, value in list(getattr(module, "__dict__", {}).items()):
             if value is function:
@@ -168,7 +177,10 @@ def _place_of(function: Callable[..., Any]) -> tuple[str, str] | None:
 
 
 def _preparation(function: bytes) -> dict[str, Any]:
-    """The data that a process needs before it can load the function. Raises NotImportableError."""
+    """The data that a process needs before it can load the function. `function`: the result of `portable`.
+
+    Raises NotImportableError if the process would have to import a program that starts its work when it is imported.
+    """
     prepared = multiprocessing.spawn.get_preparation_data("replay-signals")
     prepared.pop("authkey")  # only processes of multiprocessing need it
     if b"__main__" not in function:
@@ -183,7 +195,8 @@ def _preparation(function: bytes) -> dict[str, Any]:
 
 
 def _is_main_guarded() -> bool:
-    """True if the file of the program does its work only as the program, or if there is no such file."""
+    """True if the main file does its work only if it is the program (`if __name__ == "__main__":`). Also true if there
+    is no such file."""
     path = getattr(sys.modules["__main__"], "__file__", None)
     if path is None:
         return True
@@ -202,21 +215,23 @@ class SignalProcess:
     """Calls one function in the main thread of a process, one call after the other. It starts with the first call."""
 
     def __init__(self, function: Callable[..., Any], requests: str) -> None:
-        """`requests`: the requests of the function for signals, in words."""
+        """`requests`: the calls with which the function asked for signals, as text."""
         self.requests = requests
         self._function = function
         self._turn = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
         self._connection: Connection | None = None
         self._caller: object = None
+        """The `groups_aborted` of the caller whose calls the process makes now; None: the process waits."""
         atexit.register(self.end)
 
     async def call_each(self, calls: Sequence[tuple[Sequence[Any], Mapping[str, Any]]]) -> list[Any]:
         """The results of these calls. Raises NotImportableError and FunctionFailedError.
 
-        If the caller gives up, the process ends: the function may hang. The next call starts another one.
+        If the caller is cancelled, the process is killed, because the function may hang. The next call starts another
+        process.
         """
-        groups_aborted = threading.Event()
+        groups_aborted = threading.Event()  # set when the caller has its results, or gives up
         try:
             results: list[Any] = await in_daemon_thread(functools.partial(self._ask, calls, groups_aborted))
         finally:
@@ -250,8 +265,8 @@ class SignalProcess:
     def _answered(self, calls: bytes) -> Any:
         """The answer of the process to these calls.
 
-        A scheduler sends the signals that stop a program to its children too. The program still waits for this answer,
-        so another process makes the calls once more.
+        A scheduler that stops a program may send its signal to the child processes too. The program still waits for
+        this answer before it ends. So if such a signal has ended the process, another process makes the calls again.
         """
         try:
             return self._answer_to(self._connected(), calls)
@@ -262,7 +277,8 @@ class SignalProcess:
         return self._answer_to(self._connected(), calls)
 
     def _connected(self) -> Connection:
-        """The connection to the process that has the function. Raises NotImportableError."""
+        """The connection to the process, which is started if it does not run. Raises NotImportableError if the process
+        cannot load the function."""
         if self._connection is not None and self._process is not None and self._process.poll() is None:
             return self._connection
         function = portable(self._function)
@@ -275,7 +291,7 @@ class SignalProcess:
                 command,
                 pass_fds=[number],
                 stdin=subprocess.DEVNULL,
-                start_new_session=True,  # Ctrl-C of the terminal is for the parent, which still waits for answers
+                start_new_session=True,  # Ctrl-C in the terminal must reach only the parent: it still waits for answers
             )
         connection = Connection(parent_socket.detach())
         connection.send(prepared)
@@ -295,7 +311,8 @@ class SignalProcess:
             ) from error
 
     def _answer_to(self, connection: Connection, question: bytes) -> Any:
-        """The answer of the process. Raises FunctionFailedError if it ended, or if the answer cannot be loaded."""
+        """The answer of the process to one message. Raises FunctionFailedError if the process ended, or if its answer
+        cannot be loaded here."""
         try:
             connection.send_bytes(question)
             return connection.recv()
@@ -312,7 +329,7 @@ class SignalProcess:
 
 
 def serve(connection: Connection) -> None:
-    """The work of the process: receives the function, and calls it in this thread until the parent is gone."""
+    """The work of the process: receives the function, and calls it in this thread until the parent has ended."""
     questions: queue.SimpleQueue[bytes] = queue.SimpleQueue()
     threading.Thread(target=_read, args=(connection, questions), daemon=True).start()
     try:
@@ -332,7 +349,8 @@ def serve(connection: Connection) -> None:
 
 
 def _read(connection: Connection, questions: queue.SimpleQueue[bytes]) -> None:
-    """Passes on the messages of the parent. Ends the process when the parent is gone: the function may hang."""
+    """Puts the messages of the parent into a queue. Ends the whole process when the parent has ended, even while the
+    function hangs."""
     while True:
         try:
             questions.put(connection.recv_bytes())
@@ -342,7 +360,7 @@ def _read(connection: Connection, questions: queue.SimpleQueue[bytes]) -> None:
 
 def _called(function: Callable[..., Any], question: bytes) -> tuple[Any, ...]:
     try:
-        # Loaded here, in the main thread: a module that is imported by this may ask for signals.
+        # The arguments are loaded in this main thread, because a module that this imports may ask for signals.
         calls = ForkingPickler.loads(question)
         return "returned", [at_once(function(*args, **options)) for args, options in calls]
     except BaseException as error:
@@ -350,20 +368,20 @@ def _called(function: Callable[..., Any], question: bytes) -> tuple[Any, ...]:
 
 
 def at_once(result: Any) -> Any:
-    """The result; the values of an iterator as a list."""
+    """The result of a call. If it is an iterator: the list of its values."""
     if isinstance(result, Iterator) and not isinstance(result, Awaitable):
         return list(result)
     return result
 
 
 def _raised(error: BaseException) -> tuple[Any, ...]:
-    """The answer for a call that failed: the message, the line, and True for a ValueError."""
+    """The answer after a call that failed: "raised", the message, the user's line, and True if it is a ValueError."""
     message = f"raised {type(error).__name__}: {error}"
     return "raised", message, _line_of(error), isinstance(error, ValueError)
 
 
 def _line_of(error: BaseException) -> str:
-    """The last line of the function's own file, in brackets; "" if the call failed before it began."""
+    """The last line in the function's own file, as file and line in brackets; "" if the function did not run yet."""
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename != __file__]
     if not frames:
         return ""

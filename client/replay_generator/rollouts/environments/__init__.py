@@ -14,10 +14,12 @@ if TYPE_CHECKING:
 def load_environment(
     source: str, args: str | Mapping[str, Any] | None = None, config: GeneratorConfig | None = None
 ) -> VerifiersEnvironment:
-    """The environment "verifiers:NAME". `args`: its arguments, as a mapping or as JSON. `config`: of its generator,
-    which bounds each rollout (`max_session_turns`, `max_session_bytes`); None: the defaults.
+    """The environment that `source` names, as "verifiers:NAME".
 
-    Raises ValueError that says what is wrong: with the name, with the arguments, or with what the environment needs.
+    `args`: the arguments of the environment, as a mapping or as JSON. `config`: the settings of the generator, which
+    bound each rollout (`max_session_turns`, `max_session_bytes`); None: the defaults.
+
+    Raises ValueError if the name or the arguments are wrong, or if the environment cannot be loaded.
     """
     package, _, name = source.partition(":")
     if package != "verifiers" or not name:

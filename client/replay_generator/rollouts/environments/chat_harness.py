@@ -1,8 +1,8 @@
 """ChatHarness: lets a policy answer the messages of a `verifiers` task, without tools and without another process.
 
-The harnesses that come with `verifiers` are programs, and each rollout starts a process. For tasks without tools,
-ChatHarness does the same in the process of the generator. `verifiers` finds a harness by the name of a module. So
-import ChatHarness in the module of the taskset, or in one beside it:
+The harnesses that come with `verifiers` are programs, and each rollout starts a process. ChatHarness does the same work
+in the process of the generator, for tasks without tools. `verifiers` finds a harness by the name of a module. Therefore
+import ChatHarness in the module of the taskset, or in a module beside it:
 
     from replay_generator.rollouts.environments.chat_harness import ChatHarness
 
@@ -19,7 +19,7 @@ from verifiers.v1.dialects.chat import message_to_wire
 
 
 class ChatHarnessConfig(vf.HarnessConfig):  # type: ignore[misc]
-    """It has no settings of its own."""
+    """The settings of ChatHarness: only those that all harnesses have."""
 
 
 class ChatHarness(vf.Harness[ChatHarnessConfig]):  # type: ignore[misc]
@@ -51,7 +51,7 @@ class ChatHarness(vf.Harness[ChatHarnessConfig]):  # type: ignore[misc]
         async with httpx.AsyncClient(
             timeout=None, verify=False, trust_env=False, headers={"Authorization": f"Bearer {secret}"}
         ) as client:
-            # The answer is not read here: `verifiers` has it in the trace, and also the reason of a refusal.
+            # The answer is not read here: `verifiers` writes it into the trace, and also the reason of a refusal.
             response = await client.post(
                 f"{endpoint}/chat/completions", json={"model": ctx.model, "messages": messages}
             )

@@ -1,9 +1,9 @@
 """TemplateRenderer: makes token ids of chats for models that the package `renderers` does not know by name.
 
-The package has a renderer for such models too. That one gives the messages to the chat template as they come. It also
-renders a whole chat again for each turn, and so tokenizes again what the policy wrote. TemplateRenderer renders by
-`chat.render`, as all prompts are rendered. It keeps the ids of all turns so far, and renders only what comes after
-them.
+The package has DefaultRenderer for such models. But DefaultRenderer passes the messages to the chat template without
+any preparation. It also renders the whole chat again for each turn, and so tokenizes again what the policy wrote.
+TemplateRenderer renders by `chat.render`, as all prompts are rendered. It keeps the token ids of all turns so far, and
+renders only the messages behind them.
 """
 
 from __future__ import annotations
@@ -18,22 +18,27 @@ from renderers.default import DefaultRenderer
 from replay_generator.prompts.chat import ChatError, clean, render, rendered_ids
 
 DAY = "replay_day"
-"""The field that has the day on which the rollout began, in ISO format, for templates that ask for today's date."""
+"""The name of a template argument: the day on which the rollout began, in ISO format. Templates that ask for today's
+date get this day."""
 _MARK = "[a turn of the policy]"
+"""The text that is rendered in the place of a turn of the policy."""
 
 
 class TemplateRenderer(DefaultRenderer):  # type: ignore[misc]
-    """The chat template of the tokenizer. `renderers` makes it by its name, with the fields of `config_class`."""
+    """Renders by the chat template of the tokenizer.
+
+    `renderers` imports this class by its path, and makes an instance with the fields of `config_class`.
+    """
 
     config_class = DefaultRendererConfig
 
     def render(
         self, messages: list[Any], *, tools: list[Any] | None = None, add_generation_prompt: bool = False
     ) -> RenderedTokens:
-        """The tokens of a chat, and the message that each token belongs to.
+        """The tokens of a chat, and for each token the index of its message.
 
-        `renderers` finds these messages by rendering the beginnings of the chat. A beginning may have more tokens than
-        the whole, so the list of messages is cut to the length of the chat.
+        `renderers` finds these indices by rendering the beginnings of the chat. A beginning may have more tokens than
+        the whole chat, so the list of indices is cut to the number of tokens of the chat.
         """
         rendered = super().render(messages, tools=tools, add_generation_prompt=add_generation_prompt)
         rendered.message_indices = rendered.message_indices[: len(rendered.token_ids)]
@@ -45,7 +50,8 @@ class TemplateRenderer(DefaultRenderer):  # type: ignore[misc]
         if add_generation_prompt:
             text = self._text(messages, tools)
             return rendered_ids(self._tokenizer, text)
-        # These tokens only tell where a message ends. Many templates refuse the beginning of a chat.
+        # These tokens of a beginning of the chat only tell where a message ends. Many templates refuse such a
+        # beginning. Then the indices of the messages are less exact, and nothing else is lost.
         try:
             ids: list[int] = super()._apply(clean(messages), tools=tools)
         except ChatError:
@@ -64,8 +70,8 @@ class TemplateRenderer(DefaultRenderer):  # type: ignore[misc]
     ) -> RenderedTokens | None:
         """The tokens so far, with those of `new_messages` and of the beginning of the next turn.
 
-        The template renders a short chat with a mark in the place of the policy's turn. What follows the mark is what
-        follows that turn. None if the template does not show the mark: then the whole chat is rendered.
+        The template renders a short chat with a mark in the place of the policy's turn. The text behind the mark is the
+        text behind that turn. None: the template leaves out the mark, so `renderers` has to render the whole chat.
         """
         chat = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _MARK}, *new_messages]
         rendered = self._text(chat, tools)
@@ -86,7 +92,7 @@ class TemplateRenderer(DefaultRenderer):  # type: ignore[misc]
         )
 
     def _text(self, messages: list[Any], tools: list[Any] | None) -> str:
-        """The text that the policy goes on after, with the date of the day on which the rollout began."""
+        """The rendered text, after which the policy writes. Its date is the day on which the rollout began."""
         arguments = dict(self.config.model_extra or {})
         day = arguments.pop(DAY, None)
         began = None if day is None else datetime.fromisoformat(day)

@@ -5,12 +5,13 @@
          └──traces──▶ branches ──▶ sequences of the session; rewards ──▶ the reward
 
 An episode of `verifiers` has a trace for each agent. A trace is a tree of messages, each with the tokens that it added.
-Every way from the root to a leaf is a branch: the conversation that some request to the policy had. Each branch of an
-agent that is trained becomes a sequence (sessions/exchanges.py), which is found by its tokens.
+Every path from the root to a leaf is a branch: the conversation of some request to the policy. Each branch of an agent
+that is trained becomes a sequence. The session has the sequences (sessions/exchanges.py), and a branch finds its own by
+its tokens.
 
-`verifiers` asks by the part of vLLM's `/inference/v1/generate` that its TrainClient uses: token ids in, token ids and
-log-probabilities out. That interface has no room for versions and extras, so the session's own completions are trained
-on.
+The client of `verifiers`, TrainClient, sends requests of vLLM's `/inference/v1/generate`: token ids in, token ids and
+log-probabilities out. These answers have no field for policy versions and extras. Therefore the completions that the
+session has kept are trained on, and not those in the traces.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ _TRACE = "X-Session-ID"
 
 
 class EpisodeSession(Session):
-    """The session of an episode. It remembers the traces that asked the policy for anything."""
+    """The session of an episode. It remembers which traces have asked the policy for a completion."""
 
     def __init__(self, task: Task, policy: RolloutPolicy, config: GeneratorConfig) -> None:
         super().__init__(
@@ -68,15 +69,16 @@ class EpisodeSession(Session):
             most_bytes=config.max_session_bytes,
         )
         self.trace_ids: set[str] = set()
+        """The ids of these traces, from the header _TRACE of the requests."""
 
 
 class VerifiersEnvironment(SessionServer):
     """A rollout hook that plays an episode for each rollout. Its `prompts` are the tasks of the environment."""
 
     def __init__(self, name: str, args: Mapping[str, Any] | None = None, config: GeneratorConfig | None = None) -> None:
-        """`name`: the name by which `verifiers` finds the taskset. `args`: the fields of its EnvConfig, and beside them
-        `renderer`, the fields of a RendererConfig. `config`: that of the generator, which bounds each rollout. Raises
-        ValueError."""
+        """`name`: the name by which `verifiers` finds the taskset. `args`: the fields of the EnvConfig of `verifiers`,
+        and perhaps `renderer`, an object with the fields of a RendererConfig. `config`: the settings of the generator,
+        which bound each rollout; None: the defaults. Raises ValueError if the environment cannot be loaded."""
         super().__init__(posted=((_PATH, Chat(), _generate),))
         self._config = config or GeneratorConfig()
         env_fields = dict(args or {})
@@ -100,16 +102,16 @@ class VerifiersEnvironment(SessionServer):
         self._held = AsyncExitStack()
 
     def prompts(self, seed: int = 0) -> Iterator[Prompt]:
-        """A prompt for each task, shuffled anew for each epoch. Tasks without an end come in their own order.
+        """A prompt for each task, without end, shuffled anew for each epoch. An endless taskset keeps its own order.
 
-        Raises ValueError if there are no tasks.
+        Raises ValueError if the tasks cannot be loaded, or if there are none.
         """
         taskset = self._env.taskset
         if not taskset.bounded:
             return map(_prompt, taskset)
         try:
             prompts = [_prompt(task) for task in taskset]
-        except Exception as error:  # it may read files, or ask a hub
+        except Exception as error:  # the taskset may read files, or ask a hub
             raise ValueError(
                 f"environment 'verifiers:{self._name}' cannot load its tasks: {type(error).__name__}: {error}"
             ) from error
@@ -118,8 +120,8 @@ class VerifiersEnvironment(SessionServer):
         return cycle_prompts(prompts, seed=seed)
 
     async def __aenter__(self) -> VerifiersEnvironment:
-        # `renderers` 0.1 has a lock for the whole process, which belongs to the first event loop that waits for it: a
-        # second run in the same process would fail.
+        # `renderers` 0.1 has one lock for the whole process, and the first event loop that waits for the lock owns it.
+        # Without a new lock, a second run in the same process, with another event loop, would fail.
         renderers.client._max_prompt_len_lock = asyncio.Lock()
         async with AsyncExitStack() as held:
             await super().__aenter__()
@@ -152,7 +154,8 @@ class VerifiersEnvironment(SessionServer):
         )
         template_kwargs = dict(task.chat_template_kwargs)
         if self._asks_for_date(task.tokenizer, model):
-            # The day alone: `verifiers` keeps a renderer for each set of arguments.
+            # The day without the time: `verifiers` caches a renderer for each set of arguments, so a time would add a
+            # renderer for each rollout.
             template_kwargs[DAY] = task.began.date().isoformat()
         sampling: dict[str, Any] = {
             "temperature": task.sampling.temperature,
@@ -164,7 +167,7 @@ class VerifiersEnvironment(SessionServer):
         return vf.ModelContext(model=MODEL, client=client, sampling=vf.SamplingConfig(**sampling))
 
     def _asks_for_date(self, tokenizer: Any, model: str) -> bool:
-        """True if the chat template asks for today's date, and TemplateRenderer renders it."""
+        """True if the chat template asks for today's date, and TemplateRenderer is the renderer."""
         renderer = self._renderer_of(model) or {}
         if renderer.get("import_path") != _TEMPLATE_RENDERER:
             return False
@@ -190,7 +193,7 @@ async def _generate(dialect: Dialect, session: Session, request: web.Request, ra
 
 
 def _ask_of(size: int, body: dict[str, Any]) -> Ask:
-    """The request with this body, of so many bytes. Raises Refusal."""
+    """The request with this body. `size`: its bytes. Raises Refusal."""
     if body.get("features") or body.get("content_parts"):
         raise Refusal("the generator takes text only, no images", field="features")
     token_ids = body["token_ids"]
@@ -209,7 +212,8 @@ def _answer(completion: Completion) -> dict[str, Any]:
     logprobs = []
     for token, logprob in zip(completion.token_ids, completion.logprobs, strict=True):
         if not math.isfinite(logprob):
-            # JSON has finite numbers only. The session's completion, which is trained on, still has NaN here.
+            # JSON has only finite numbers. This answer is not trained on: the session's completion, which still has
+            # NaN here, is.
             logprob = 0.0
         logprobs.append({"token": f"token_id:{token}", "logprob": logprob})
     choice = {
@@ -222,14 +226,16 @@ def _answer(completion: Completion) -> dict[str, Any]:
 
 
 def _prompt(task: Any) -> Prompt:
-    """A task as a prompt. Its text is for people and reward functions: the episode decides what the policy reads."""
+    """A task as a prompt. The text of the prompt is for people and reward functions only: the episode decides what the
+    policy reads."""
     text = task.data.prompt_text or task.data.name or "(the user of the environment begins)"
     row = {**task.data.model_dump(mode="json"), "prompt": text, "task": task}
     return Prompt(prompt_id=task.key, content=text, row=row)
 
 
 def _rollout(episode: Any, session: EpisodeSession) -> Rollout:
-    """The rollout of an episode, with its reward. Raises RolloutError if there is nothing to train on."""
+    """The rollout of an episode, with its reward. Raises RolloutError if there is nothing to train on, or if the agents
+    have different rewards."""
     traces = [trace for trace in episode.traces if trace.agent.trainable and trace.id in session.trace_ids]
     ends: list[Exchange] = []
     for trace in traces:
@@ -248,7 +254,8 @@ def _rollout(episode: Any, session: EpisodeSession) -> Rollout:
 
 
 def _reward_of(traces: Sequence[Any]) -> float | None:
-    """The reward of an episode; None: the environment gave none. Raises RolloutError if its agents got several."""
+    """The reward of an episode; None: the environment gave none. Raises RolloutError if its agents got different
+    rewards."""
     rewards = [trace.reward for trace in traces]
     if len(set(rewards)) > 1:
         listed = ", ".join(f"{trace.agent.name} {trace.reward:g}" for trace in traces)
@@ -263,7 +270,8 @@ def _reward_of(traces: Sequence[Any]) -> float | None:
 
 
 def _metrics_of(traces: Sequence[Any], session: EpisodeSession) -> dict[str, float]:
-    """The means over the traces of the parts of the reward and of the metrics, by name."""
+    """The metrics of an episode, by name: the parts of the reward and the metrics of `verifiers`, each as its mean over
+    the traces, and the number of refused requests."""
     values: dict[str, list[float]] = {"refusals": [float(session.refusals)]}
     for trace in traces:
         parts = {}
@@ -279,7 +287,8 @@ def _metrics_of(traces: Sequence[Any], session: EpisodeSession) -> dict[str, flo
 
 
 def _branches(trace: Any) -> Iterator[list[int]]:
-    """The tokens of each branch that is trained on, up to the last turn of the policy: nobody read what follows."""
+    """The tokens of each branch that is trained on, up to the end of the last turn of the policy. The policy has read
+    none of the tokens behind that turn."""
     for branch in trace.branches:
         tokens: list[int] = []
         end = 0
@@ -292,7 +301,7 @@ def _branches(trace: Any) -> Iterator[list[int]]:
 
 
 def _finish_reason(trace: Any) -> str:
-    """The finish reason in the words of the generator; "": that of the last turn of the policy."""
+    """The finish reason of a trace, in the words of the generator; "": the reason of the last turn of the policy."""
     if trace.is_timeout:
         return "timeout"
     if trace.stop_condition == "max_turns":

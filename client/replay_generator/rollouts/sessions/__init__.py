@@ -9,11 +9,11 @@ from replay_generator.rollouts.rollout import RolloutHook
 def load_sessions(
     agent: str | None, sessions: str | None, config: GeneratorConfig, *, needs_reward: bool
 ) -> RolloutHook:
-    """The hook of an agent, or of the agents that come to an address.
+    """The rollout hook of an agent, or of agents elsewhere that ask an address for rollouts.
 
-    `agent`: a command, or package.module:function; None: agents come to `sessions`, host:port. `needs_reward`: True if
-    no reward function scores their rollouts. Raises ValueError or OSError for an agent or an address that cannot be
-    used.
+    `agent`: a command, or package.module:function; None: agents elsewhere play the rollouts. `sessions`: the address
+    for these agents, as host:port. `needs_reward`: True if no reward function scores their rollouts. Raises ValueError
+    or OSError for an agent or an address that cannot be used.
     """
     from replay_generator.rollouts.sessions.agents import SessionHook, load_agent
     from replay_generator.rollouts.sessions.remote import RemoteHook

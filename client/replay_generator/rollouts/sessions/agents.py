@@ -1,10 +1,11 @@
-"""SessionHook: plays rollouts with agents as they are. An agent asks an address for turns, and ends with a reward.
+"""SessionHook: plays rollouts with agents that need no change. An agent asks an address for turns and returns a reward.
 
     task ──▶ Session ──its address──▶ the agent: a function, a command, or one elsewhere (remote.py)
                                                   │
     Rollout ◀── what was drawn through it ◀──result─┘
 
-For a command, and for an agent elsewhere, the function is one of this package. It returns the result of the agent.
+A command, and an agent elsewhere, are also called through a function: Command here, and `RemoteHook._play`. It returns
+the result of the agent.
 """
 
 from __future__ import annotations
@@ -42,9 +43,9 @@ logger = logging.getLogger(__name__)
 MOST_SHOWN = 2000
 """The most characters of the end of a command's output that the failure of its rollout shows."""
 GRACE = 10.0
-"""Seconds in which a supervisor must end its agent. A supervisor that the agent has stopped (SIGSTOP) cannot."""
+"""Seconds in which a supervisor must end its agent. If the agent has stopped the supervisor (SIGSTOP), it cannot."""
 _KEPT = 1 << 16
-"""Bytes of the end of a command's output that are kept, of stdout and of stderr each."""
+"""Bytes that are kept from the end of a command's stdout, and from the end of its stderr."""
 
 
 def _no_text(value: Any) -> Any:
@@ -54,16 +55,17 @@ def _no_text(value: Any) -> Any:
     return value
 
 
-_Number = Annotated[float, Field(allow_inf_nan=False, strict=False), BeforeValidator(_no_text)]  # also True
+_Number = Annotated[float, Field(allow_inf_nan=False, strict=False), BeforeValidator(_no_text)]
+"""A finite number. True and False count as 1 and 0."""
 
 
 @dataclass(frozen=True)
 class Address:
-    """The address at which the agent of one rollout asks the policy. Everybody who knows it may ask: it is a secret."""
+    """The address at which the agent of one rollout asks the policy. It is a secret: all who know it may ask."""
 
     url: str
     key: str
-    """The API key for clients. It protects nothing, but clients want one."""
+    """The API key for clients. The server does not check it, but clients refuse to work without a key."""
 
     @property
     def openai(self) -> dict[str, Any]:
@@ -81,15 +83,18 @@ class Result:
     """The result of an agent. Raises ValueError for values of other types."""
 
     reward: _Number | None = None
-    """The reward of the agent; None: reward functions alone decide."""
+    """The reward that the agent gives its rollout; None: only reward functions decide."""
     metrics: Mapping[str, _Number] = field(default_factory=dict)
-    """See Rollout."""
+    """The `metrics` of the Rollout."""
     info: Mapping[str, Any] = field(default_factory=dict)
-    """See Rollout."""
+    """The `info` of the Rollout."""
 
 
 def result_of(end: Any, *, needs_reward: bool) -> Result:
-    """The result of an agent. `end`: an object with the fields of Result, or the reward alone. Raises ValueError."""
+    """The result of an agent. `end`: an object with the fields of Result, or only the reward.
+
+    Raises ValueError if `end` is no result, or if it lacks the reward that `needs_reward` asks for.
+    """
     fields: Mapping[str, Any] = {"reward": end}
     if isinstance(end, Mapping):
         fields = end
@@ -108,19 +113,20 @@ Agent = Callable[[Task, Address], Awaitable[Any]]
         ...
         return {"reward": 1.0, "metrics": {"turns": 3.0}}
 
-`task.row` is the row of the prompt, and `task.messages` are its messages. The agent returns the reward, the fields of a
-Result, or None, which leaves the reward to reward functions. If it raises an exception, its rollout has failed."""
+`task.row` is the row of the prompt, and `task.messages` are its messages. The agent returns the reward, or the fields
+of a Result. If it returns None, reward functions give the reward. If it raises an exception, its rollout has failed."""
 
 
 class SessionHook(SessionServer):
-    """A server of sessions that is the rollout hook of an agent: each rollout is a session, which the agent plays."""
+    """The rollout hook of an agent. Each rollout is a session of this server, and the agent plays the session."""
 
     plays_agents = True
-    """True: groups that fail are skipped, since some rollouts of agents always fail (`on_prompt_error`)."""
+    """True: by default the generator skips groups that fail, because some rollouts of agents always fail
+    (`on_prompt_error`)."""
 
     def __init__(self, agent: Agent, config: GeneratorConfig, *, needs_reward: bool, **address: Any) -> None:
-        """`needs_reward`: True if the agent must give a reward, because no reward function scores the transcript.
-        `address`: arguments of SessionServer. Raises ValueError for a parser that vLLM does not know."""
+        """`needs_reward`: True if the agent must give a reward, because no reward function scores its rollouts.
+        `address`: arguments of SessionServer, by name. Raises ValueError for a parser that vLLM does not know."""
         super().__init__(**address)
         self._agent = agent
         self._config = config
@@ -142,7 +148,8 @@ class SessionHook(SessionServer):
                 playing = user_code.call_here(self._agent, task, Address(url, session.id))
                 end = await user_code.awaited(self._agent, playing)
             except asyncio.CancelledError as error:
-                error.add_note("its agent has not ended")  # rollouts.play shows the first note
+                # rollout.py shows the first note if the rollout takes too long.
+                error.add_note("its agent has not ended")
                 raise
             try:
                 result = result_of(end, needs_reward=self._needs_reward)
@@ -152,7 +159,10 @@ class SessionHook(SessionServer):
 
 
 def load_agent(name: str) -> Agent:
-    """The function that package.module:function names; any other text is a command. Raises ValueError."""
+    """The agent that `name` stands for: the function of "package.module:function", or else a command.
+
+    Raises ValueError for a function that does not exist or is not async, and for a command that does not exist.
+    """
     if re.fullmatch(r"[\w.]+:\w+", name) is None:
         return Command(name)
     function = load_function("agent", name, {})
@@ -162,11 +172,12 @@ def load_agent(name: str) -> Agent:
 
 
 class Command:
-    """An agent that is a command. Each rollout is a process, which finds its address in its environment.
+    """An agent that is a command. Each rollout is a process, which finds the address in its environment variables.
 
-    The input of the process is the row of the prompt, as a line of JSON. The last line of its output may be an object
-    with `reward` and `metrics`. Reward functions find the end of its output in `rollout.info["output"]`. All its
-    descendants end with it (supervisor.py). With any exit code but 0 its rollout has failed.
+    The process reads the row of the prompt from stdin, as one line of JSON. The last line of its stdout may be a JSON
+    object with `reward` and `metrics`. Reward functions find the end of its output in `rollout.info["output"]`. When
+    the process ends, all its descendants are ended too (supervisor.py). If its exit code is not 0, the rollout has
+    failed.
     """
 
     def __init__(self, command: str) -> None:
@@ -184,12 +195,13 @@ class Command:
             line = json.dumps(dict(task.row), default=str)
             row.write(line.encode() + b"\n")
             row.seek(0)
-            # Not by asyncio: uvloop forks, which takes long in a process with much memory, and disturbs gRPC.
+            # Popen, and not asyncio: uvloop would fork, which is slow in a process with much memory and disturbs gRPC.
             process = Popen(words, stdin=row, stdout=PIPE, stderr=PIPE, env=variables, start_new_session=True)
         try:
             await asyncio.gather(_keep_end(process.stdout, stdout), _keep_end(process.stderr, stderr))
         except asyncio.CancelledError as error:
-            error.add_note(f"the agent's output ends with: {_shown(stdout, stderr)}")  # rollouts.play shows it
+            # rollout.py shows the note if the rollout takes too long.
+            error.add_note(f"the agent's output ends with: {_shown(stdout, stderr)}")
             raise
         finally:
             code = await in_daemon_thread(partial(_end, process))
@@ -205,13 +217,16 @@ _ELSEWHERE = re.compile(
     r"|ORG|ORG_ID|ORGANIZATION|PROJECT|PROJECT_ID)(_PATH|_FILE)?|AZURE_(OPENAI|API)_\w+|CLAUDE_CODE_USE_\w+"
     r"|AWS_BEARER_TOKEN_BEDROCK"
 )
-"""Variables with which a client would ask, and pay, another provider than the address of its rollout."""
+"""Environment variables that would send a client to a provider, at a cost, instead of to the address of its rollout."""
 _OURS = re.compile(r"REPLAY_\w+|(HF|HUGGING_?FACE)_\w*TOKEN(_PATH)?")
-"""Variables of the generator that no agent may see: its settings, and its token of the hub."""
+"""Environment variables of the generator that no agent may see: its settings, and its token for the hub."""
 
 
 def _variables(address: Address, own: Mapping[str, str]) -> dict[str, str]:
-    """The environment of an agent, in which clients of all kinds find the address. `own`: that of the generator."""
+    """The environment variables of an agent, in which clients of all kinds find the address.
+
+    `own`: the environment variables of the generator.
+    """
     variables = {}
     for name, value in own.items():
         if _ELSEWHERE.fullmatch(name) is None and _OURS.fullmatch(name) is None:
@@ -222,7 +237,7 @@ def _variables(address: Address, own: Mapping[str, str]) -> dict[str, str]:
         variables[name] = address.anthropic["base_url"]
     for name in ("OPENAI_API_KEY", "ANTHROPIC_API_KEY", "CODEX_API_KEY"):
         variables[name] = address.key
-    # No proxy leads to this process. Some clients read the one name, some the other.
+    # A proxy could not reach this process. Some clients read `no_proxy`, others read `NO_PROXY`.
     direct_hosts = []
     for name in ("no_proxy", "NO_PROXY"):
         for part in own.get(name, "").split(","):
@@ -236,8 +251,8 @@ def _variables(address: Address, own: Mapping[str, str]) -> dict[str, str]:
 
 
 def _end(process: Popen[bytes]) -> int:
-    """Ends a supervisor with all that it supervises. Returns its exit code."""
-    process.terminate()  # it does nothing if the supervisor has ended already
+    """Ends a supervisor and all processes that it supervises. Returns the supervisor's exit code."""
+    process.terminate()  # this does nothing if the supervisor has ended already
     try:
         return process.wait(GRACE)
     except TimeoutExpired:
@@ -249,7 +264,7 @@ def _end(process: Popen[bytes]) -> int:
 
 
 async def _keep_end(pipe: Any, end: bytearray) -> None:
-    """Reads all bytes of a pipe into `end`, which keeps only the last _KEPT of them."""
+    """Reads a pipe to its end. `end` gets the last _KEPT bytes."""
     stream = asyncio.StreamReader()
     protocol = asyncio.StreamReaderProtocol(stream)
     transport, _ = await asyncio.get_running_loop().connect_read_pipe(lambda: protocol, pipe)
@@ -262,7 +277,7 @@ async def _keep_end(pipe: Any, end: bytearray) -> None:
 
 
 def _shown(*ends: bytearray) -> str:
-    """The ends of the outputs of a command, as one text."""
+    """The ends of a command's outputs as one text, or "nothing"."""
     texts = []
     for end in ends:
         text = bytes(end).decode(errors="replace").strip()
@@ -272,7 +287,7 @@ def _shown(*ends: bytearray) -> str:
 
 
 def _last_object(stdout: bytes) -> dict[str, Any]:
-    """The object with a reward or metrics in the last line; empty: the last line is no such object."""
+    """The object in the last line, if it has a reward or metrics; otherwise an empty dictionary."""
     last_line = stdout.rstrip().rpartition(b"\n")[2]
     try:
         value = json.loads(last_line)

@@ -2,9 +2,9 @@
 
     a connection ──▶ TLS ──▶ a request, whole within SECONDS_PER_REQUEST ──▶ its answer, however long ──▶ the next
 
-* If as many connections are open as may be, a new one takes the place of the oldest with half a request, or else of an
-  idle one. If all connections wait for answers, the new one waits too.
-* A connection that waits for an answer is never cut.
+* If the number of open connections is at its limit, a connection is closed for a new one: the oldest that has sent only
+  part of its request, or else an idle one. If all connections wait for answers, the new one waits too.
+* A connection that waits for an answer is never closed.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from replay_protos import connection_bounds
 logger = logging.getLogger(__name__)
 
 _BACKLOG = 1024
-"""Connections that the kernel keeps until they are accepted."""
+"""The most connections that the kernel holds until this process accepts them."""
 _PAUSE = 0.1
-"""Seconds until the next attempt after an error of the machine, for example for want of file descriptors."""
+"""Seconds until the next attempt after an error of the machine, for example if it has no file descriptors left."""
 
 
 class _Connection(asyncio.Protocol):
-    """One connection: it passes all bytes on to aiohttp's protocol, and ends a client that is too slow."""
+    """One connection. It passes all bytes on to aiohttp's protocol, and is closed if its client is too slow."""
 
     def __init__(
         self,
@@ -39,7 +39,7 @@ class _Connection(asyncio.Protocol):
         begun: Callable[[_Connection, asyncio.Transport], None],
         lost: Callable[[_Connection, asyncio.Transport | None], None],
     ) -> None:
-        """`begun` is called when bytes may come, and `lost` when no more bytes come."""
+        """`inner`: aiohttp's protocol. `begun` is called when the transport is ready, and `lost` when it is closed."""
         self._inner = inner
         self._begun = begun
         self._lost = lost
@@ -49,17 +49,17 @@ class _Connection(asyncio.Protocol):
         """The time at which the connection was opened, or at which its newest request began."""
         self._transport: asyncio.Transport | None = None
         self.opening: asyncio.Task[None] | None = None
-        """The task that agrees on TLS; None: that is done."""
+        """The task that sets the connection up, with its TLS handshake; None: the task has ended."""
         self.is_answered = False
-        """True while the server has a whole request, and makes its answer."""
+        """True while the server has a whole request and prepares its answer."""
         self.is_idle = False
-        """True while the client has its answer, and has sent no byte since."""
+        """True while the client has the answer to its last request and has sent no byte since."""
         self._has_next = False
-        """True if the client has sent bytes behind the request that is being answered."""
+        """True if the client sent more bytes, while its request was being answered."""
         self.wait(connection_bounds.SECONDS_PER_REQUEST)
 
     def wait(self, seconds: float | None) -> None:
-        """Ends the connection after so many seconds, unless this is called again. None: never."""
+        """Ends the connection after so many seconds, unless `wait` is called again. None: does not end it."""
         if self._late is not None:
             self._late.cancel()
             self._late = None
@@ -67,21 +67,21 @@ class _Connection(asyncio.Protocol):
             self._late = self._loop.call_later(seconds, self.abort)
 
     def begin(self) -> None:
-        """Notes that a request has begun to come."""
+        """Notes that the first byte of a request has come."""
         if self.is_idle:
             self.is_idle = False
             self.since = self._loop.time()
             self.wait(connection_bounds.SECONDS_PER_REQUEST)
 
     def answer(self) -> None:
-        """Notes that a whole request is there."""
+        """Notes that the whole request has come."""
         self.is_answered = True
         self.is_idle = False
         self._has_next = False
         self.wait(None)
 
     def answered(self) -> None:
-        """Notes that the answer of the request is made. The client has to send the next request now."""
+        """Notes that the request is answered. From now on the client has a limited time for its next request."""
         if not self.is_answered:
             return
         self.is_answered = False
@@ -101,7 +101,7 @@ class _Connection(asyncio.Protocol):
             self.opening.cancel()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast("asyncio.Transport", transport)  # uvloop's are no subclass
+        self._transport = cast("asyncio.Transport", transport)  # uvloop's transports are no subclass of it
         self._begun(self, self._transport)
         self._inner.connection_made(transport)
 
@@ -128,14 +128,16 @@ class _Connection(asyncio.Protocol):
 
 
 class Connections:
-    """The connections of one address. `make` makes aiohttp's protocol for one of them."""
+    """The connections of one address."""
 
     def __init__(self, make: Callable[[], asyncio.Protocol], ssl_context: SSLContext | None) -> None:
+        """`make` makes aiohttp's protocol for one connection. `ssl_context` None: connections are not encrypted."""
         self._make = make
         self._ssl = ssl_context
         self._most = connection_bounds.most_connections()
         self._open: dict[_Connection, None] = {}
-        """The open connections, the oldest first. The values mean nothing: a set would not keep the order."""
+        """The open connections, the oldest first. It is a dictionary because a set would not keep the order; its values
+        are all None."""
         self._by_transport: dict[asyncio.BaseTransport, _Connection] = {}
         self._changed = asyncio.Event()
         """Set when a connection is lost or becomes idle."""
@@ -151,7 +153,7 @@ class Connections:
             for family, _, _, _, address in dict.fromkeys(found):
                 where: Any = address
                 if self._listeners and port == 0:
-                    # All families get the port that the kernel has chosen for the first.
+                    # All addresses get the port that the kernel has chosen for the first one.
                     chosen_port = self._listeners[0].getsockname()[1]
                     where = (where[0], chosen_port, *where[2:])
                 self._listeners.append(_listener(family, where))
@@ -159,13 +161,13 @@ class Connections:
             self._close_listeners()
             raise
         for listener in self._listeners:
-            # In a context of its own: this one may be that of a hook, whose code is guarded.
+            # The current context may belong to a user's hook: tasks that start there count as the user's code.
             accepting = loop.create_task(self._accept(listener), context=contextvars.Context())
             self._tasks.add(accepting)
         return self._listeners[0].getsockname()[:2]  # type: ignore[no-any-return]
 
     async def close(self) -> None:
-        """Accepts no more. Connections that are open go on."""
+        """Accepts no more connections. Open connections stay open."""
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -185,7 +187,7 @@ class Connections:
 
         def on_whole_request() -> None:
             connection.answer()
-            if is_answer_made:  # nobody read the body
+            if is_answer_made:  # the answer was made without the body, so `answered` came too early
                 connection.answered()
 
         request.content.on_eof(on_whole_request)
@@ -222,7 +224,7 @@ class Connections:
             opening.add_done_callback(self._tasks.discard)
 
     async def _serve(self, connection: _Connection, accepted: socket.socket) -> None:
-        """Agrees on TLS. From then on aiohttp's protocol gets the bytes."""
+        """Sets a connection up, with its TLS handshake. After that aiohttp's protocol gets the bytes."""
         timeout = None
         if self._ssl is not None:
             timeout = connection_bounds.SECONDS_PER_REQUEST
@@ -249,7 +251,7 @@ class Connections:
         self._changed.set()
 
     async def _make_room(self) -> None:
-        """Waits until one more may be open."""
+        """Waits until one more connection may be open."""
         while len(self._open) >= self._most:
             if not self._is_full_said:
                 self._is_full_said = True
@@ -265,10 +267,10 @@ class Connections:
                     await self._changed.wait()
 
     def _close_one(self) -> float | None:
-        """Closes a connection that waits for nothing, if there is one.
+        """Closes one connection that does not wait for an answer, if there is any.
 
-        Returns the seconds after which the oldest connection with half a request may be closed; None: there is none, or
-        it was closed now.
+        Returns the seconds after which the oldest connection with part of a request may be closed. None: no connection
+        has part of a request, or the oldest one was closed now.
         """
         half_done = [connection for connection in self._open if not connection.is_answered and not connection.is_idle]
         idle = [connection for connection in self._open if connection.is_idle]

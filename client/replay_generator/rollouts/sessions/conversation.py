@@ -1,13 +1,13 @@
 """Conversation: messages as the chat template renders them, and the tokens between two turns of the policy.
 
-What the policy wrote stays as the ids that it drew. Only the tokens between two of its turns are made of text: the
-template renders the conversation with a mark in the place of each turn of the policy, and the text behind the last mark
-is tokenized by itself.
+The turns of the policy stay the token ids that it drew. Only the tokens between two of its turns are made from text:
+the template renders the conversation with a mark in the place of each turn of the policy, and the text behind the last
+mark is tokenized by itself.
 
-Some templates render earlier turns differently later, for example without their thoughts. With such a template the
-model reads something else in use than in training. So each rendering has to begin with the rendering before. This is
-checked with the marks, and with the words of the policy. White space in the words may differ: templates trim it, and
-the tokens are those of the policy anyway.
+Some templates change earlier turns when the conversation goes on, for example by leaving out their thoughts. With such
+a template the model reads other text in use than in training. So each rendering must begin with the rendering before
+it. This is checked twice: with marks in the place of the policy's turns, and with their text. White space in that text
+may differ, because templates trim it, and the sequence has the tokens of the policy in any case.
 """
 
 from __future__ import annotations
@@ -26,25 +26,26 @@ _THOUGHT = "</think>"
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Conversation:
-    """Messages that end where the policy has to write. A conversation does not change; `go_on` makes the next one.
+    """Messages up to the point where the policy has to write. Conversations are immutable: `go_on` makes the next one.
 
-    A conversation holds only what is new in it, so that many turns take no more memory than their text does.
+    A conversation holds only the messages that are new in it, so that many turns take no more memory than their text.
     """
 
     task: Task
     tools: Sequence[Any]
     before: Conversation | None
-    """The conversation that this one goes on after; None: this is the first."""
+    """The conversation that this one continues; None: this is the first."""
     new_messages: tuple[Message, ...]
-    """The messages behind those of `before`, with the words of the policy."""
+    """The messages behind the messages of `before`. The turn of the policy among them has its text."""
     new_marked: tuple[Message, ...]
     """The same messages, with a mark in the place of the turn of the policy."""
     new_rendered: str
     """The text that the template adds for `new_marked`, behind the text of `before`."""
     size: int
-    """The number of messages, with those of `before`."""
+    """The number of all messages, including those of `before`."""
     words: str = ""
-    """Words of the assistant in the prompt, which the next turn of the policy goes on with."""
+    """The text of the assistant at the end of the prompt, which the first turn of the policy continues; "": the prompt
+    does not end with such a text."""
 
     @property
     def _path(self) -> list[Conversation]:
@@ -59,7 +60,7 @@ class Conversation:
 
     @property
     def messages(self) -> list[Message]:
-        """All messages, with the words of the policy."""
+        """All messages, with the text of the policy's turns."""
         messages: list[Message] = []
         for conversation in self._path:
             messages += conversation.new_messages
@@ -84,9 +85,9 @@ class Conversation:
     ) -> tuple[Conversation, list[int]]:
         """A conversation in which the policy has written nothing yet, and its tokens.
 
-        If the last message is one of the assistant, the first turn of the policy goes on with its words. With `ended`
-        that message is complete, and the policy takes another turn behind it. Raises RolloutError if there can be no
-        conversation.
+        If the last message is a message of the assistant, the first turn of the policy continues its text. `ended`
+        True: that message is complete, and the policy takes another turn behind it. Raises RolloutError if the chat
+        template is missing or refuses the messages.
         """
         if not getattr(task.tokenizer, "chat_template", None):
             raise RolloutError("a conversation needs a model whose tokenizer has a chat template")
@@ -109,10 +110,10 @@ class Conversation:
 
     def go_on(self, text: str, last_token: int, following: Sequence[Message]) -> tuple[Conversation, list[int]]:
         """The conversation after a turn of the policy and the `following` messages, and the tokens between this turn
-        and the next.
+        and the next turn of the policy.
 
-        `text`: the turn as text; `last_token`: the last token of the turn. Without messages the policy takes one more
-        turn. Raises RolloutError if the template would let the policy read something else than what it wrote.
+        `text`: the turn as text. `last_token`: the last token of the turn. If `following` is empty, the policy takes
+        one more turn. Raises RolloutError if the template would let the policy read something else than it wrote.
         """
         text = f"{self.words}{text}"
         before = self.messages
@@ -120,7 +121,7 @@ class Conversation:
         mark = self._mark_of(text)
         turn = {"role": "assistant", "content": mark}
         if following and following[0]["role"] == "tool" and self.before is None:
-            # One check, in the first turn, tells for all turns.
+            # The template is the same for all turns, so one check in the first turn is enough.
             self._check_tool_answer([*before_marked, turn], following[0])
         rendered = _render(self.task, (*before_marked, turn, *following), self.tools, ended=True)
         rendered_before = self.rendered
@@ -140,7 +141,7 @@ class Conversation:
                 "thoughts: use a template that keeps all turns as they are, or a hook of your own that begins a new "
                 "RolloutSequence for each turn"
             )
-        # The template ends the turn of the policy as the policy has ended it.
+        # The template adds the end of the turn, but the policy has drawn this end already.
         ending = text_of(self.task.tokenizer, [last_token])
         between = self._tokens(rendered.removeprefix(expected_start).removeprefix(ending))
         conversation = Conversation(
@@ -158,8 +159,8 @@ class Conversation:
     def _mark_of(self, text: str) -> str:
         """The mark in the place of a turn with this text.
 
-        No text has such a mark by chance, and no template changes it. Some templates move thoughts, so a turn with
-        thoughts has a mark for these too.
+        No text contains such a mark by chance, and no template changes it. Some templates move thoughts to another
+        place, so a turn with thoughts has a second mark in the place of its thoughts.
         """
         place = f"{self.size}-{id(self)}"
         mark = f"[turn-{place}]"

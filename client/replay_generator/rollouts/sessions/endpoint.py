@@ -2,11 +2,13 @@
 
     /sessions/ID/v1/… ──▶ the dialect of the path ──Ask──▶ the session ──Answer──▶ a body, or events
 
-* The end of a path decides what is done. Clients differ in what they write before it: nothing, /v1, or /v1 twice.
+* The end of a path decides which function answers. Clients differ in what they write before this end: nothing, /v1, or
+  /v1 twice.
 * An answer is sent when the policy has written all of it. Until then a stream gets comments, so that it stays open.
-* A failure has a status and a body in the words of the protocol. In a stream that has begun, it is the last event.
-* A client that hangs up does not end its turn: it may ask again, and gets the answer. Only closing the session ends
-  turns.
+* A failure is answered with a status and a body in the form of the protocol. If a stream has begun, the failure is its
+  last event.
+* If a client hangs up, its turn goes on: the client may send its request again, and then gets the answer. Only the end
+  of the session ends turns.
 """
 
 from __future__ import annotations
@@ -49,21 +51,22 @@ _MOST = 32
 MOST_WAITING = 1024
 """The most requests of one session that wait."""
 MOST_WAITING_BYTES = 64 << 20
-"""The most bytes of the bodies of the requests that wait."""
+"""The most bytes of the requests of one session that wait, all bodies together."""
 _MOST_VALUES = 1 << 18
-"""The most values in a request, beside one for each token of a prompt. Python makes so many in some hundredths of a
-second, in which no other thread runs."""
+"""The most JSON values in a request, besides one value for each token that fits into the engine. The JSON parser lets
+no other thread run until it has read the last value. So many values take it some hundredths of a second."""
 _MOST_NESTED = 256
-"""The most lists and objects in each other in a request. Templates and `json` read and write them by recursion."""
+"""The deepest nesting of lists and objects in a request. Templates and `json` read and write them by recursion."""
 _EMPTY = Answer("", "", "", (), "stop", None, 0, 0)
+"""An answer for a trial: see `_parsed`."""
 _QUIET_S = 10.0
-"""After so many seconds without an answer a stream gets a comment."""
+"""Seconds without an answer after which a stream gets a comment, and then another one each time."""
 
 
 class _AtDebug(logging.LoggerAdapter[logging.Logger]):
-    """A logger for aiohttp that notes bytes that are no request at level DEBUG.
+    """A logger for aiohttp. It logs bytes that are no request at level DEBUG, and not as errors.
 
-    Anybody can send such bytes, as often as they like.
+    Anybody can send such bytes, as often as they like, and would fill the log.
     """
 
     def exception(self, msg: object, *args: object, **options: Any) -> None:
@@ -72,13 +75,13 @@ class _AtDebug(logging.LoggerAdapter[logging.Logger]):
 
 @web.middleware
 async def _faults(request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]) -> Any:
-    """Counts refusals, and says in the log if a request fails by an error of this server."""
+    """Counts refusals. Logs and answers errors of this server."""
     try:
         return await handler(request)
     except web.HTTPException as error:
         request.config_dict[_REFUSALS].count(error.status, error.text or error.reason)
         raise
-    except ConnectionError:  # the client has gone
+    except ConnectionError:  # the client has hung up, so nobody can be answered
         raise
     except Refusal as refusal:
         request.config_dict[_REFUSALS].count(refusal.status, str(refusal))
@@ -90,27 +93,28 @@ async def _faults(request: web.Request, handler: Callable[[web.Request], Awaitab
 
 
 class _Line:
-    """The requests of one session: some are answered, and the others wait in the order in which they came."""
+    """The requests of one session. At most _MOST of them are answered at the same time, and the others wait in line."""
 
     def __init__(self, *, is_taken: bool) -> None:
         self.is_taken = is_taken
-        """True once an agent has come for the session."""
+        """True once an agent has taken the session."""
         self.under_way = 0
-        """The number of requests that are answered, or wait."""
+        """The number of requests that are being answered, or wait."""
         self.asked_at = time.monotonic()
-        """The time at which a request was answered last, or an agent took the session."""
+        """The time at which the last request was answered. Before the first request: when an agent took the session."""
         self._turns = asyncio.Semaphore(_MOST)
         self._waiting = 0
         self._waiting_bytes = 0
 
     def take(self) -> None:
-        """Notes that an agent has come for the session."""
+        """Notes that an agent has taken the session."""
         self.is_taken = True
         self.asked_at = time.monotonic()
 
     @asynccontextmanager
     async def turn(self, size: int) -> AsyncIterator[None]:
-        """The turn of a request of so many bytes. Raises Refusal if too much waits."""
+        """Surrounds the answering of a request of `size` bytes, and waits in line before. Raises Refusal if the line is
+        full."""
         is_full = self._waiting >= MOST_WAITING or self._waiting_bytes + size > MOST_WAITING_BYTES
         if self._turns.locked() and is_full:
             why = f"the session has {_MOST} requests under way, and {self._waiting} wait: wait for an answer"
@@ -137,10 +141,10 @@ class _Line:
 
 
 class SessionServer(Watch):
-    """A server of HTTP. Everybody who knows the address of a session may ask it."""
+    """An HTTP server for sessions. Everybody who knows the address of a session may send requests to it."""
 
     agents_come = False
-    """True if a session waits until an agent comes for it (`take`)."""
+    """True if a session begins without an agent, and waits until an agent takes it (`take`)."""
 
     def __init__(
         self,
@@ -151,8 +155,8 @@ class SessionServer(Watch):
         largest: int = 8 << 20,
         posted: Sequence[PostedPath] = (),
     ) -> None:
-        """`port` 0: any free port. `largest`: the most bytes of a request; a million tokens have fewer. `posted`: paths
-        of a session that are served besides those of OpenAI and Anthropic."""
+        """`port` 0: any free port. `largest`: the most bytes of a request; the default has room for a million tokens.
+        `posted`: paths of a session that are served besides those of OpenAI and Anthropic."""
         self._posted = (*posted, *_POSTED)
         self.app = web.Application(client_max_size=largest, middlewares=[self._answering, _faults])
         """The application. A subclass may add routes before the server is entered."""
@@ -200,10 +204,12 @@ class SessionServer(Watch):
 
     @property
     def description(self) -> dict[str, str]:
-        """The state of the sessions, for the replay server: the number of open sessions, and for what they wait.
+        """The state of the sessions, for the replay server: JSON under the key "sessions".
 
-        `nobody` wait for an agent to come, `policy` for an answer of the policy, and `agent` for their agent to ask or
-        to end. `silent`: the most seconds for which such an agent has asked nothing, in tens.
+        `open` is the number of open sessions. Of these, `nobody` sessions wait until an agent takes them, `policy`
+        sessions wait for an answer of the policy, and `agent` sessions wait for the next request of their agent, or for
+        its end. `silent`: the longest time without a request among the `agent` sessions, in seconds, rounded down to
+        tens. The facts of Refusals come beside them.
         """
         lines = [line for _, line in self._sessions.values()]
         taken = [line for line in lines if line.is_taken]
@@ -220,26 +226,27 @@ class SessionServer(Watch):
         return {"sessions": json.dumps(facts | self.app[_REFUSALS].facts())}
 
     def open(self, session: Session) -> str:
-        """Serves a session from now on. Returns its address: Anthropic's base URL. OpenAI's has "/v1" behind it."""
+        """Serves a session from now on. Returns its address, which is the base URL for clients of Anthropic. Clients of
+        OpenAI take this address with "/v1" behind it."""
         line = _Line(is_taken=not self.agents_come)
         self._sessions[session.id] = (session, line)
         return f"{self.base_url}/sessions/{session.id}"
 
     def take(self, session_id: str) -> None:
-        """Notes that an agent has come for an open session."""
+        """Notes that an agent has taken an open session."""
         _, line = self._sessions[session_id]
         line.take()
 
     def close(self, session: Session) -> None:
-        """Serves a session no more."""
+        """Stops serving a session."""
         self._sessions.pop(session.id, None)
 
     @asynccontextmanager
     async def playing(self, session: Session) -> AsyncIterator[str]:
-        """Serves a session until the block ends; the block gets the address of the session.
+        """Serves a session until the block ends, and yields the address of the session.
 
-        Raises the fault of the session, even if the block ends without an error. A RolloutError of the block gets the
-        last request that was refused.
+        Raises the fault of the session, even if the block ends without an error. If the block raises a RolloutError,
+        the last refusal of the session is added to its message.
         """
         try:
             yield self.open(session)
@@ -269,7 +276,7 @@ class SessionServer(Watch):
                     raise Refusal("the client has hung up while its request waited", status=410)
                 return await work(dialect, session, request, raw)
         except Exception as error:
-            # The session remembers only refusals of requests for the policy.
+            # Only POST requests ask the policy, so the session remembers the refusals of these alone.
             asked_session = session if request.method == "POST" else None
             refusal = _refusal(request, error, asked_session)
             headers = {"Retry-After": "1"} if refusal.status == 429 else None
@@ -277,13 +284,13 @@ class SessionServer(Watch):
 
 
 Work = Callable[[Dialect, Session, web.Request, bytes], Awaitable[web.StreamResponse]]
-"""A function that answers a request with this body. Raises Refusal."""
+"""A function that answers a request. Its last argument is the body. Raises Refusal."""
 PostedPath = tuple[str, Dialect, Work]
-"""The end of a path, the dialect in whose words its requests are refused, and the function that answers them."""
+"""The end of a path, the dialect in whose form its requests are refused, and the function that answers its requests."""
 
 
 async def _answer(dialect: Dialect, session: Session, request: web.Request, raw: bytes) -> web.StreamResponse:
-    """Answers with a turn of the policy, as a body or as a stream."""
+    """Answers a request with a turn of the policy, as a body or as a stream."""
     key = request.headers.get("Idempotency-Key", "")
     repeated = bool(key) or request.headers.get("x-stainless-retry-count", "0") != "0"
     ask, body = await _ask(dialect, session, raw)
@@ -327,20 +334,21 @@ async def _model(dialect: Dialect, session: Session, request: web.Request, raw: 
 
 
 def _card(session: Session, name: str) -> dict[str, Any]:
-    """The description of the policy as a model. `name`: the name by which the client asks for it."""
+    """The policy as a client sees it in a list of models. `name`: the name by which the client asks for the policy."""
     return {
         "id": name,
         "object": "model",
         "created": 0,
         "owned_by": "replay",
-        "max_model_len": session.task.max_length - 1,  # the policy writes at least one more
+        "max_model_len": session.task.max_length - 1,  # room for at least one token of the policy
     }
 
 
 async def _unknown(dialect: Dialect, session: Session, request: web.Request, raw: bytes) -> web.StreamResponse:
     """Refuses a request for a path that is not served."""
     if request.headers.get("Upgrade", "").lower() == "websocket":
-        # Codex asks by a web socket first. At this status it posts at once, at any other after seven seconds.
+        # Codex tries a web socket first. After status 426 it sends a POST at once, after any other status only seven
+        # seconds later.
         raise Refusal("no path is served by web sockets: send a request by POST", status=426)
     paths = ", ".join(dialect.path for dialect in (Chat, Completions, Responses, Messages))
     path = request.match_info["rest"] or "/"
@@ -356,7 +364,7 @@ _POSTED: tuple[PostedPath, ...] = (
     ("/messages/count_tokens", _MESSAGES, _count),
     ("/messages", _MESSAGES, _answer),
 )
-"""The paths of OpenAI and Anthropic. The first whose end is that of a path decides."""
+"""The paths of OpenAI and Anthropic. The first entry whose text is the end of the requested path decides."""
 
 
 def _work_of(request: web.Request, posted: Sequence[PostedPath]) -> tuple[Dialect, Work]:
@@ -386,14 +394,14 @@ async def _ask(dialect: Dialect, session: Session, raw: bytes) -> tuple[Ask, dic
 
 
 def _parsed(dialect: Dialect, answers: Sequence[Answer], max_length: int, raw: bytes) -> tuple[Ask, dict[str, Any]]:
-    """As `_ask`. It runs in a thread where the request is large."""
+    """The result of `_ask`. This runs in a thread if the request is large."""
 
     def read(body: dict[str, Any]) -> tuple[Ask, dict[str, Any]]:
         if isinstance(dialect, Responses):
             ask = dialect.ask(body, answers)
         else:
             ask = dialect.ask(body)
-        # A request whose answer cannot be written is refused before the answer is drawn.
+        # A trial with an empty answer: if no answer to this request can be written, it is refused before one is drawn.
         _answered(dialect, _EMPTY, body)
         return replace(ask, size=len(raw)), body
 
@@ -401,7 +409,10 @@ def _parsed(dialect: Dialect, answers: Sequence[Answer], max_length: int, raw: b
 
 
 def parsed(path: str, raw: bytes, max_length: int, read: Callable[[dict[str, Any]], T]) -> T:
-    """The result of `read` for the JSON of a request. Raises Refusal for a body that is not what `path` takes."""
+    """The result of `read` for the body of a request. `raw`: the body, as JSON. `path`: the path, for error messages.
+
+    Raises Refusal for a body that is too large, or that is no request for this path.
+    """
     try:
         values = _values(raw)
         if values > _MOST_VALUES + max_length:
@@ -414,11 +425,12 @@ def parsed(path: str, raw: bytes, max_length: int, read: Callable[[dict[str, Any
         if is_deep(body, _MOST_NESTED):
             raise Refusal(f"the request has more than {_MOST_NESTED} lists and objects in each other", field="body")
         if rb"\u" in raw:
-            json.dumps(body, ensure_ascii=False).encode()  # half of a surrogate pair is no text
+            # An escape may stand for half of a surrogate pair, which is no text: `encode` then raises an error.
+            json.dumps(body, ensure_ascii=False).encode()
         return read(body)
     except Refusal:
         raise
-    except Exception as error:  # the body is not whole, or not of the form of its path
+    except Exception as error:  # the body is cut off, or has not the form that its path takes
         why = f"this is no request for {path}: {type(error).__name__}: {error}"
         raise Refusal(why, field=f"body of {path}") from error
 
@@ -427,10 +439,10 @@ _TEXT = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"', re.DOTALL)
 
 
 def _values(raw: bytes) -> int:
-    """An upper bound for the number of values of a JSON text: its lists, objects and commas.
+    """An upper bound for the number of values in a JSON text: the number of its lists, objects and commas.
 
-    The parser of JSON holds all threads until it has read the last value. This function looks at one string after the
-    other.
+    The JSON parser lets no other thread run until it has read the last value, so the values are counted before. While
+    they are counted, other threads can run between two strings of the text.
     """
     count = _structure(raw)
     if count <= _MOST_VALUES:
@@ -445,9 +457,9 @@ def _structure(raw: bytes) -> int:
 
 
 async def read_body(request: web.Request) -> bytes:
-    """The whole body of a request. Raises Refusal for one that is too large, or that is not what its headers say.
+    """The whole body of a request. Raises Refusal for a body that is too large, or that contradicts its headers.
 
-    Unlike `request.read`, this leaves no copy of the body in the request.
+    Unlike `request.read`, this function leaves no copy of the body in the request.
     """
     body = bytearray()
     try:
@@ -461,7 +473,7 @@ async def read_body(request: web.Request) -> bytes:
                 )
     except Refusal:
         raise
-    except Exception as error:  # of its length, its chunks or its compression
+    except Exception as error:  # the length, the chunks or the compression of the body is wrong
         why = f"the body is not what its headers say: {type(error).__name__}: {error}"
         raise Refusal(why, field="body") from error
     return bytes(body)
@@ -475,7 +487,7 @@ def _answered(dialect: Dialect, answer: Answer, body: dict[str, Any]) -> bytes:
 
 
 def _event(data: dict[str, Any] | str) -> bytes:
-    """A server-sent event. Protocols that name their events have the name in the data too."""
+    """A server-sent event. In protocols that name their events, the name is the `type` in the data."""
     if isinstance(data, str):
         return f"data: {data}\n\n".encode()
     encoded = json.dumps(data)
@@ -485,7 +497,8 @@ def _event(data: dict[str, Any] | str) -> bytes:
 
 
 def _refusal(request: web.Request, error: Exception, session: Session | None) -> Refusal:
-    """The refusal that a client gets for an error. `session`: the session that remembers it; None: no session does."""
+    """The refusal with which a client is answered after an error. `session`: the session that remembers this refusal;
+    None: no session remembers it."""
     if not isinstance(error, Refusal):
         logger.error("a request of an agent failed with %s: %s", type(error).__name__, error)
         error = Refusal(f"the policy failed with {type(error).__name__}: {error}", status=500)
@@ -500,7 +513,8 @@ async def _written(request: web.Request, response: web.StreamResponse, data: byt
     """Writes to a client. Returns True if the client was still there when all data was written."""
     try:
         if request.transport is not None:
-            request.transport.set_write_buffer_limits(0)  # otherwise the end of the data may wait in a buffer
+            # Without a buffer, `write` returns only once the kernel has all data.
+            request.transport.set_write_buffer_limits(0)
         async with asyncio.timeout(connection_bounds.SECONDS_IDLE):
             await response.prepare(request)
             await response.write(data)

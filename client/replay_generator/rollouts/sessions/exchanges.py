@@ -1,19 +1,21 @@
-"""Exchanges: the requests of an agent and the completions of the policy, as a tree of which sequences are made.
+"""Exchanges: the requests of an agent and the completions of the policy, as a tree from which sequences are made.
 
-A client sends the whole conversation each time. Its messages lead to the exchange that they begin with (matching.py has
-the rule), and the new request goes on after the tokens of that exchange, as they were drawn.
+A client sends the whole conversation with each request. By its first messages the last known exchange of the
+conversation is found (matching.py has the rule). The new request continues the tokens of that exchange, as they were
+drawn.
 
-* A request that goes on at the end of a branch makes the branch longer.
-* A request that goes on where another one already does begins a branch of its own. Sub-agents that share a beginning do
-  so.
-* A conversation that begins with no exchange, for example because the agent has edited or compacted it, begins a tree
-  of its own.
+* A request that continues the last exchange of a branch makes the branch longer.
+* A request that continues an exchange which another request has continued already begins a new branch. Sub-agents that
+  share a beginning do so.
+* A conversation that begins with no known exchange begins a new tree, for example after the agent has edited or
+  compacted the conversation.
 
-An exchange has only its own tokens, so that a session of many turns takes no more memory than its tokens do.
+An exchange holds only its own tokens, so that a session of many turns takes no more memory than its tokens do.
 
-Each branch becomes a sequence. A turn that several branches share is trained on in the first of them, and is context in
-the others. A turn that no client has read belongs to no sequence: the client hung up and never asked again. Neither
-does a turn of a model of `untrained_models`.
+Each branch becomes a sequence. A turn that several branches share is trained on in the first of these sequences, and is
+context in the others. A client may hang up and never ask again. Then its last turn belongs to no sequence, because no
+client has read that turn. A turn of a model of `untrained_models` is not trained on. It belongs to a sequence only as
+context of later turns that are trained on.
 """
 
 from __future__ import annotations
@@ -43,13 +45,13 @@ class Exchange:
     """Tokens that the policy was given, and the completion that it drew after them."""
 
     before: Exchange | None
-    """The exchange after whose tokens this one goes on; None: this is the first of its tree."""
+    """The exchange that this one continues; None: this is the first exchange of its tree."""
     new_ids: list[int]
-    """The tokens behind those of `before`, up to the completion."""
+    """The tokens between the completion of `before` and the completion of this exchange."""
     role: str = "prompt"
-    """The side that gave these tokens."""
+    """The role in which `new_ids` are given to the policy, such as "user" or "tool"."""
     words: str = ""
-    """These tokens as a text."""
+    """`new_ids` as text; "": the client sent tokens."""
     conversation: Conversation | None = None
     """The conversation as the policy read it; None: the client sent tokens or a text."""
     completion: Completion | None = None
@@ -57,19 +59,19 @@ class Exchange:
     sampling: SamplingConfig | None = None
     """The sampling of the completion."""
     text: str = ""
-    """The text that the client sent, and the completion behind it; "": the client sent no text."""
+    """The text that the client sent, with the completion behind it; "": the client sent no text."""
     read: bool = False
-    """True once the client has the whole answer."""
+    """True once the client has received the whole answer."""
     is_trained: bool = True
-    """True if the completion is trained on. Otherwise it is context of the exchanges that go on after it."""
+    """True if the completion is trained on. Otherwise it is only context of the exchanges that continue this one."""
     followed: bool = False
-    """True once another exchange goes on after this one."""
+    """True once a request has continued this exchange."""
     answer: Answer | None = None
-    """The answer that the client got."""
+    """The answer to the request; None: the completion is not parsed yet, or the client sent tokens or a text."""
     digest: bytes = b""
     """The digest of the conversation with its answer."""
     size: int = field(init=False)
-    """The number of tokens from the first of the tree on; with those of the completion, once it is drawn."""
+    """The number of `token_ids`."""
 
     def __post_init__(self) -> None:
         self.size = len(self.new_ids)
@@ -78,7 +80,8 @@ class Exchange:
 
     @property
     def token_ids(self) -> list[int]:
-        """All tokens, from the first of the tree on; with those of the completion, once it is drawn."""
+        """All tokens of the path, from the first exchange of the tree to this one. They include the completion once it
+        is drawn."""
         ids: list[int] = []
         for exchange in self.path:
             ids += exchange.new_ids
@@ -88,7 +91,7 @@ class Exchange:
 
     @property
     def path(self) -> list[Exchange]:
-        """The exchanges from the first of the tree to this one."""
+        """The exchanges from the first one of the tree to this one."""
         path = []
         exchange: Exchange | None = self
         while exchange is not None:
@@ -101,7 +104,7 @@ class Exchange:
         """True if `token_ids` begins with all tokens of this exchange."""
         end = self.size
         exchange: Exchange | None = self
-        while exchange is not None:  # from the last tokens to the first
+        while exchange is not None:  # compares from the last tokens to the first
             completion_ids = exchange.completion.token_ids if exchange.completion else []
             for part in (completion_ids, exchange.new_ids):
                 start = end - len(part)
@@ -114,16 +117,17 @@ class Exchange:
 
 @dataclass(frozen=True)
 class Beginning:
-    """The known beginning of the messages of a request."""
+    """The messages of a request, and how many of them belong to known exchanges."""
 
     messages: Sequence[Message]
     """All messages of the request, in the order in which the policy reads them."""
     before: Exchange | None
-    """The last exchange that the messages begin with; None: they begin with none."""
+    """The last exchange whose conversation and answer the messages begin with; None: there is no such exchange."""
     count: int
-    """The number of messages up to `before`, with its answer. The others are new."""
+    """The number of messages of the conversation of `before`, with its answer. All later messages are new."""
     digests: Sequence[bytes]
-    """The digest up to `before`, and that up to each of the new messages. The last one is that of the whole request."""
+    """The digest of the conversation up to and with the answer of `before`, then the digest up to and with each new
+    message. The last one is the digest of the whole request."""
 
 
 class Exchanges:
@@ -132,20 +136,24 @@ class Exchanges:
     def __init__(self) -> None:
         self._drawn: list[Exchange] = []
         self._by_conversation: dict[bytes, list[Exchange]] = {}
-        """The exchanges that answered a conversation, the oldest first, by its digest."""
+        """The exchanges that answered a conversation, the oldest first, by the digest of the conversation."""
         self._beginnings: set[bytes] = set()
         """The digests of all beginnings of conversations that were answered."""
         self._call_ids: dict[str, Exchange] = {}
-        """The exchange that wrote a call, by the id of the call."""
+        """The exchange whose completion has a call, by the id of the call."""
 
     def add(self, exchange: Exchange, completion: Completion, sampling: SamplingConfig) -> None:
+        """Adds an exchange, once its completion is drawn."""
         exchange.completion = completion
         exchange.sampling = sampling
         exchange.size += len(completion.token_ids)
         self._drawn.append(exchange)
 
     def answered(self, exchange: Exchange, beginning: Beginning, answer: Answer) -> None:
-        """Remembers the answer to a request with these messages. From then on `after_messages` finds the exchange."""
+        """Notes the answer to a request. From now on `after_messages` finds the exchange.
+
+        `beginning`: the result of `after_messages` for the messages of the request.
+        """
         digest = beginning.digests[-1]
         exchange.answer = answer
         exchange.digest = followed_by(digest, {"answer": answer.id})
@@ -157,11 +165,13 @@ class Exchanges:
     def after_messages(self, tools: Sequence[Any], messages: Sequence[Message]) -> Beginning:
         """The known beginning of these messages.
 
-        Of several exchanges with equal answers it has the best one by `_rank`, and of equally good ones the oldest.
+        If several exchanges have equal answers, `_rank` decides among them, and then their age: the oldest wins.
         """
         messages = in_order(messages, self._call_ids)
         start = begun(tools)
-        reached: set[bytes] = {start}  # the digests of all known conversations that end here
+        # The digests of all known conversations that consist of the messages up to here. There may be several, because
+        # a message of the assistant may match the answers of several exchanges.
+        reached: set[bytes] = {start}
         best: Exchange | None = None
         count = 0
         for number, message in enumerate(messages, start=1):
@@ -195,12 +205,15 @@ class Exchanges:
         return exchanges
 
     def _say_what_differs(self, messages: Sequence[Message], number: int, differs: str) -> None:
-        """Says in the log from which message on a conversation goes on after none of the exchanges."""
+        """Logs which message of a conversation is the first one that belongs to no known exchange.
+
+        `number`: the number of this message, from 1. `differs`: the part in which it differs from an answer, or "".
+        """
         if not self._by_conversation:
             return
         unknown = messages[number - 1 :]
         if all(message["role"] != "assistant" for message in unknown):
-            return  # no turn of the policy could be found in them
+            return  # all turns of the policy were found
         role = unknown[0]["role"]
         what = ""
         if differs:
@@ -211,7 +224,7 @@ class Exchanges:
         )
 
     def after_tokens(self, token_ids: Sequence[int]) -> Exchange | None:
-        """The longest exchange that these tokens go on after."""
+        """The longest exchange whose tokens stand at the beginning of `token_ids`; None: there is no such exchange."""
         longest: Exchange | None = None
         for exchange in self._drawn:
             if exchange.size > len(token_ids) or not exchange.begins(token_ids):
@@ -221,7 +234,7 @@ class Exchanges:
         return longest
 
     def after_text(self, text: str) -> Exchange | None:
-        """The longest exchange that this text goes on after."""
+        """The longest exchange whose text stands at the beginning of `text`; None: there is no such exchange."""
         longest: Exchange | None = None
         for exchange in self._drawn:
             if not exchange.text or not text.startswith(exchange.text):
@@ -231,9 +244,9 @@ class Exchanges:
         return longest
 
     def that_drew(self, token_ids: Sequence[int], besides: Sequence[Exchange]) -> Exchange:
-        """The exchange that has exactly these tokens. Of several: the first that is not among `besides`.
+        """The exchange that has exactly these tokens. Of several, the first one that is not in `besides`.
 
-        Raises RolloutError if there is none.
+        Raises RolloutError if no exchange has them.
         """
         size = len(token_ids)
         found = [exchange for exchange in self._drawn if exchange.size == size and exchange.begins(token_ids)]
@@ -246,14 +259,14 @@ class Exchanges:
 
     @property
     def has_read(self) -> bool:
-        """True if the client has read any answer."""
+        """True if the client has read at least one completion."""
         return any(exchange.read for exchange in self._drawn)
 
     def sequences(self, assumed: SamplingConfig, last: Sequence[Exchange] | None = None) -> list[RolloutSequence]:
-        """A sequence for each branch. `assumed`: the sampling that the trainer assumes. `last`: the exchanges at the
-        ends of the branches; None: all branches that a client has read.
+        """A sequence for each branch. `assumed`: the sampling that the trainer assumes. `last`: the last exchange of
+        each branch; None: all branches that a client has read.
 
-        Raises RolloutError for a turn that was drawn in another way.
+        Raises RolloutError for a turn that was drawn with another sampling.
         """
         if last is None:
             last = self._last_read()
@@ -265,7 +278,8 @@ class Exchanges:
         return sequences
 
     def _last_read(self) -> list[Exchange]:
-        """The last exchanges of all branches that a client has read and that are trained on."""
+        """The last exchange of each branch. A branch ends with a completion that a client has read and that is trained
+        on."""
         on_path: set[Exchange] = set()
         for exchange in self._drawn:
             if exchange.read and exchange.is_trained:
@@ -275,7 +289,8 @@ class Exchanges:
 
 
 def _sequence(path: Sequence[Exchange], trained: set[Exchange], assumed: Mapping[str, Any]) -> RolloutSequence:
-    """The sequence of a branch. It is trained on the turns that are not in `trained` yet, and adds them there."""
+    """The sequence of a branch. The turns in `trained` are only context in this sequence. Its other turns are trained
+    on, and are added to `trained`."""
     sequence = RolloutSequence(path[0].new_ids, text=path[0].words)
     for exchange in path:
         assert exchange.completion is not None
@@ -299,10 +314,10 @@ def _sequence(path: Sequence[Exchange], trained: set[Exchange], assumed: Mapping
 
 
 def _rank(exchange: Exchange | None, message: Message) -> tuple[bool, ...]:
-    """The order in which exchanges come into question for a message; the least is best.
+    """How well an exchange fits a message of the assistant; the least rank fits best.
 
-    First one whose calls have the ids of the message; then one with its thoughts; then one that was read; then one that
-    nobody goes on after.
+    Exchanges come first whose calls have the ids of the calls of the message. Among equals, those with the thoughts of
+    the message come first, then those that a client has read, then those that no request has continued.
     """
     assert exchange is not None
     assert exchange.answer is not None

@@ -1,13 +1,13 @@
-"""Matching: which messages of the assistant are turns of ours, however their client writes them.
+"""Matching: decides which assistant messages in a request are turns of our policy, even if a client rewrote them.
 
-A message is ours if the conversation before it is that of an exchange (exchanges.py), and
+A message is a turn of ours if the conversation before it is the conversation of an exchange (exchanges.py), and
 
 * its text and its calls are exactly those of the answer, or
-* the ids of its calls are those of the answer. Then its numbers may be written in another way, as JavaScript writes
-  100.0 as 100, and the text may be missing.
+* the ids of its calls are those of the answer. Then numbers in the calls may be written in another way, as JavaScript
+  writes 100.0 as 100, and the text may be missing.
 
-Its thoughts may be missing, but may not differ. A message with any other difference is not ours: if it were replaced by
-our turn, the policy would read what the agent did not send.
+The thoughts of the message may be missing, but may not differ. A message with any other difference is no turn of ours:
+if it were replaced by our turn, the policy would read what the agent did not send.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from replay_generator.prompts.chat import Message
 from replay_generator.rollouts.sessions.turns import Answer, object_of
 
 _Call = tuple[str, str, Any]
-"""The id of a call, the name of its function, and its arguments: an object, or the text in its place."""
+"""The id of a call, the name of its function, and its arguments: an object, or the text that the policy wrote in its
+place."""
 
 
 def difference(answer: Answer, message: Message) -> str:
@@ -57,10 +58,11 @@ def has_thoughts(answer: Answer, message: Message) -> bool:
 
 
 def in_order(messages: Sequence[Message], known: Mapping[str, Any]) -> list[Message]:
-    """The messages, with the results of parallel calls in the order of the calls. `known`: the ids of our calls.
+    """The messages, with the results of parallel calls in the order of the calls. `known`: has the ids of the policy's
+    calls as keys.
 
-    Results are put in order if they stand directly behind our turn, and their ids are exactly those of its calls, each
-    once.
+    Results are put in order if they stand directly behind a turn of the policy, and if they have exactly the ids of
+    its calls, each once.
     """
     ordered = list(messages)
     for index, message in enumerate(messages):
@@ -86,9 +88,9 @@ def begun(tools: Sequence[Any]) -> bytes:
 
 
 def followed_by(digest: bytes, message: Message) -> bytes:
-    """The digest of a conversation with one more message. Equal digests mean the same bytes.
+    """The digest of a conversation with one more message. Equal digests mean equal conversations.
 
-    `digest`: that of the conversation before the message.
+    `digest`: the digest of the conversation before the message.
     """
     encoded = json.dumps(message, sort_keys=True).encode()
     return hashlib.sha256(digest + encoded).digest()
@@ -100,7 +102,7 @@ def _calls(message: Message) -> list[_Call]:
 
 
 def _calls_of(answer: Answer) -> list[_Call]:
-    """The calls of an answer, in the form in which dialects give the calls that a client repeats."""
+    """The calls of an answer, in the form in which dialects return the calls of a message that a client sends back."""
     calls = []
     for call in answer.calls:
         arguments: Any = object_of(call.arguments)
@@ -111,7 +113,7 @@ def _calls_of(answer: Answer) -> list[_Call]:
 
 
 def _same(one: Any, other: Any, *, exactly: bool) -> bool:
-    """True if two values of JSON are equal. `exactly`: 100 and 100.0 differ."""
+    """True if two JSON values are equal. `exactly` True: 100 and 100.0 are not equal."""
     pairs = [(one, other)]
     while pairs:
         one, other = pairs.pop()

@@ -1,7 +1,8 @@
-"""Parsers: divides a turn into thoughts, calls of tools, and text, by vLLM's own parsers.
+"""Parsers: divides a turn into thoughts, tool calls and text, by vLLM's own parsers.
 
-Each family of models writes calls and thoughts in a format of its own. vLLM has a parser for each, by the names that
-`vllm serve --tool-call-parser` and `--reasoning-parser` take. So the trained model is served with the same parsers.
+Each family of models writes calls and thoughts in a format of its own. vLLM has a parser for each format. The names of
+the parsers are those that `vllm serve --tool-call-parser` and `--reasoning-parser` take, so that `vllm serve` can later
+serve the trained model with the same parsers.
 """
 
 from __future__ import annotations
@@ -18,18 +19,19 @@ from replay_generator.rollouts.sessions.turns import Refusal, WrittenCall, whole
 logger = logging.getLogger(__name__)
 
 _HARMONY = ("openai", "openai_gptoss")
-"""The names of vLLM's parsers of gpt-oss. vLLM chooses these by the model, and not by the name."""
+"""The names of vLLM's parsers for gpt-oss, which are refused: see the error in `_check_parser`."""
 
 
 class Parsers:
     """The parsers of one model, for all its sessions."""
 
     def __init__(self, tool_parser: str | None = None, reasoning_parser: str | None = None) -> None:
-        """Without names every turn is text. Raises ValueError for a name that vLLM does not know, and if vLLM is not
-        installed."""
+        """Without a name, every turn is only text. Raises ValueError for a name that vLLM does not know, and if a name
+        is given but vLLM is not installed."""
         self.knows_tools = tool_parser is not None
+        """True if requests may have tools."""
         self._kind: Any = None
-        """The class of vLLM's parser; None: every turn is text."""
+        """The class of vLLM's parser; None: every turn is only text."""
         if not (tool_parser or reasoning_parser):
             return
         try:
@@ -47,8 +49,8 @@ class Parsers:
     def ready(
         self, tokenizer: Any, prompt_ids: Sequence[int], tools: Sequence[Mapping[str, Any]], template: Mapping[str, Any]
     ) -> TurnParser:
-        """The parser of a turn that is not drawn yet. `prompt_ids`: the tokens that the policy reads; `template`:
-        arguments of the chat template. Raises Refusal if the tokenizer lacks what the parser needs."""
+        """The parser for the next turn. `prompt_ids`: the tokens that the policy reads before it. `template`: the
+        arguments of the chat template. Raises Refusal if the parser cannot use the tools or the tokenizer."""
         if self._kind is None:
             return TurnParser(tokenizer)
         try:
@@ -62,7 +64,7 @@ class Parsers:
             parser = self._kind(tokenizer, request.tools, chat_template_kwargs=dict(template))
             parser.set_prompt_token_ids(list(prompt_ids))
             adjusted = parser.adjust_request(request)
-        except Exception as error:  # whatever the parser of some model misses
+        except Exception as error:  # each parser raises errors of its own if the tokenizer lacks something
             raise Refusal(
                 f"the parser that the generator names does not fit the tokenizer: {type(error).__name__}: {error}: "
                 "start the generator with the --tool-parser and the --reasoning-parser of its model",
@@ -72,7 +74,8 @@ class Parsers:
 
 
 def _check_parser(option: str, name: str | None, known: Sequence[str]) -> None:
-    """Raises ValueError for a parser that cannot be used. `known`: the names of vLLM's parsers."""
+    """Raises ValueError for a parser that cannot be used. `option`: the setting; `known`: the names of vLLM's
+    parsers."""
     if name is not None and name not in known:
         raise ValueError(f"{option} {name!r} is none of vLLM's: {', '.join(known)}")
     if name in _HARMONY:
@@ -88,18 +91,20 @@ class TurnParser:
 
     tokenizer: Any
     parser: Any = None
-    """vLLM's parser; None: every turn is text."""
+    """vLLM's parser; None: every turn is only text."""
     request: Any = None
+    """The request in vLLM's form, which the parser wants with each turn."""
     has_tools: bool = False
     skips_special_tokens: bool = True
-    """False: the parser wants a text with its special tokens, because its format consists of them."""
+    """False: the parser needs the special tokens in the text, because its format consists of them."""
 
     def parse(
         self, completion: Completion, stopped_by: str | None, *, objects_only: bool = False
     ) -> tuple[str, str, list[WrittenCall]]:
-        """The thoughts, the text and the calls of a turn up to the text that stopped it. `objects_only`: see Ask.
+        """The thoughts, the text and the calls of a turn, in this order.
 
-        A policy may write anything. If the parser fails, the whole turn is a text, as it was written.
+        `stopped_by`: the stop text, at which the turn is cut off; None: there is none. `objects_only`: see Ask. The
+        policy may write anything: if the parser fails, the result is the whole turn as text.
         """
         if self.parser is None:
             return "", _up_to(stopped_by, completion.text), []
@@ -108,11 +113,12 @@ class TurnParser:
         if self.has_tools:
             try:
                 thoughts, content, calls = _parsed(self.parser, text, self.request, ids, with_calls=True)
-            except Exception as error:  # of the parser of some model
+            except Exception as error:  # each parser raises errors of its own
                 logger.debug("a turn of the policy is a text: its parser fails: %s: %s", type(error).__name__, error)
             else:
                 if not objects_only or all(call.object is not None for call in calls):
                     return thoughts, content, calls
+        # Without tools, or if the calls cannot be used, calls stay part of the text.
         try:
             thoughts, content, _ = _parsed(self.parser, text, self.request, ids, with_calls=False)
         except Exception as error:
@@ -133,7 +139,7 @@ class TurnParser:
 def _parsed(
     parser: Any, text: str, request: Any, ids: Sequence[int], *, with_calls: bool
 ) -> tuple[str, str, list[WrittenCall]]:
-    """The thoughts, the text and the calls that vLLM's parser finds. Raises whatever the parser does."""
+    """The thoughts, the text and the calls that vLLM's parser finds. Raises any error of the parser."""
     thoughts, content, found = parser.parse(text, request, with_calls, ids)
     calls = []
     for call in found or ():

@@ -1,4 +1,4 @@
-"""Refusals: counts by status the requests of agents that the server of sessions refused lately."""
+"""Refusals: counts the requests of agents that the server of sessions refused lately, by HTTP status."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from typing import Any
 from replay_generator.notices import beginning_of
 
 REFUSED_SECONDS = 600.0
-"""A refusal counts for this time."""
+"""A refusal is counted for this many seconds."""
 USUAL = frozenset((410, 426, 503))
-"""Statuses that are part of the work: a request that comes too late, one by a web socket, and one for a rollout when no
-rollout waits."""
+"""Statuses that also occur in a healthy run, and are not counted. 410: the request came too late. 426: it came by a web
+socket. 503: it asked for a rollout while no rollout waited."""
 _MOST = 10_000
-"""The most refusals that are counted."""
+"""The most refusals that are counted. Older ones are forgotten."""
 _MOST_REASON = 400
 """The most characters of a reason, as JSON."""
 
@@ -38,7 +38,8 @@ class Refusals:
         self._reason = beginning_of(reason, _MOST_REASON)
 
     def facts(self) -> dict[str, Any]:
-        """The number of refusals by status, and the reason of the last one; empty: there was none."""
+        """The facts for the server: `refused`, the number of refusals by status, and `reason`, the reason of the last
+        one. Empty: there were no refusals."""
         while self._last:
             time_of_oldest, _ = self._last[0]
             if self._clock() - time_of_oldest <= REFUSED_SECONDS:

@@ -1,15 +1,18 @@
-"""RemoteHook: rollouts of agents that run on other machines. They come for the next rollout, and say how it ended.
+"""RemoteHook: rollouts of agents on other machines. An agent asks for a rollout, plays it, and reports its end.
 
     POST /sessions           ──▶ {"id", "prompt", "row", "address", "openai_base_url", "anthropic_base_url", "deadline"}
                                  503 with Retry-After if no rollout waits for an agent, after some seconds
     POST /sessions/ID/end    {"reward": NUMBER, "metrics": {NAME: NUMBER}} or {"failed": "why"}
 
-* If no rollout waits, the answer is an error of HTTP, and no empty answer: many clients try again by themselves then.
-* Both requests need the token. The address of a session needs only its secret, so an agent cannot give itself a reward.
-* An end is answered when its rollout is safe: if partial groups are stored, when the rollout is stored. 410: no group
-  will have the rollout. An end that comes again gets the same answer.
-* The time of a rollout begins when an agent takes it. Until an agent comes, the rollout waits without a limit.
-* After the deadline the session is gone, and its rollout is offered anew, as another session.
+* If no rollout waits, the answer is the error 503 and not an empty answer, because many clients repeat a request after
+  such an error by themselves.
+* Both requests need the token. The address of a session contains a secret and needs no token. So code that knows only
+  this address cannot report a reward.
+* The request that ends a rollout is answered when the rollout is safe: once it is played or, if partial groups are
+  stored, once it is stored. 410: no group will have the rollout. If a client repeats this request, it gets the same
+  answer.
+* The time of a rollout begins when an agent takes it. Until then the rollout waits without a limit.
+* After the deadline the session ends, and its rollout is offered again, as another session.
 """
 
 from __future__ import annotations
@@ -38,15 +41,15 @@ from replay_generator.user_code.results import encode_info, utf8
 logger = logging.getLogger(__name__)
 
 PATIENCE = 4.0
-"""Seconds that a client waits for a rollout. Some clients give up after five."""
+"""Seconds for which a request for a rollout waits if there is none. Some clients give up after five."""
 NOBODY = 60.0
-"""Seconds without an agent after which the log has a warning."""
+"""Seconds without an agent after which a warning is logged."""
 _MOST_SAID = 2000
-"""The most characters of a failure that an agent reports, or that an agent gets."""
+"""The most characters of a failure that an agent reports, or that an agent is answered with."""
 _HOST = re.compile(r"(?:\[[0-9a-f:.]+\]|[a-z0-9_.-]+)(?::([0-9]{1,5}))?", re.IGNORECASE)
-"""A name or an address, and perhaps a port."""
+"""The value of a Host header: a name or an address, and perhaps a port."""
 _MOST_ENDED = 4096
-"""The most ends that are remembered, in case they come again."""
+"""The most ends of rollouts that are remembered, in case a client repeats its request."""
 
 
 def _new_future() -> asyncio.Future[Any]:
@@ -55,16 +58,17 @@ def _new_future() -> asyncio.Future[Any]:
 
 @dataclass(eq=False)
 class _OfferedRollout:
-    """A rollout that an agent may play, and its end."""
+    """A rollout that is offered to agents, or that an agent plays."""
 
     task: Task
     address: Address
     taken: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when an agent takes the rollout."""
     ended: asyncio.Future[Any] = field(default_factory=_new_future)
-    """The end that the agent sends."""
+    """The end that the agent reports. Cancelled: the generator does not wait for it any more."""
     settled: asyncio.Future[str] = field(default_factory=_new_future)
-    """Done when the end may be answered: "", or the reason why no group will have the rollout."""
+    """Done when the request that ended the rollout may be answered. The value is "" if the rollout is safe, or the
+    reason why no group will have it."""
 
     def settle(self, why_lost: str) -> None:
         if not self.settled.done():
@@ -72,13 +76,13 @@ class _OfferedRollout:
 
 
 class RemoteHook(SessionHook):
-    """The rollout hook of agents that come to its address."""
+    """The rollout hook of agents elsewhere, which ask its address for rollouts."""
 
     agents_come = True
 
     def __init__(self, address: str, config: GeneratorConfig, *, needs_reward: bool) -> None:
         """`needs_reward`: see SessionHook. Raises ValueError for an address, a token file or a certificate that cannot
-        be used, and for an address that other machines reach without a token."""
+        be used, and for an address that other machines could reach without a token."""
         self._listen = ListenAddress(
             "sessions",
             address,
@@ -99,26 +103,28 @@ class RemoteHook(SessionHook):
         self.app.router.add_post("/sessions", self._offer)
         self.app.router.add_post("/sessions/{id}/end", self._end)
         self._free: asyncio.Queue[_OfferedRollout] = asyncio.Queue()
-        """The rollouts that wait for an agent. Some of them may have been given up."""
+        """The rollouts that wait for an agent. The generator may have given up some of them: then `ended` is done."""
         self._seen_at = -math.inf
         """The time at which an agent sent a request last, on the clock of the event loop."""
         self._is_missed_said = False
         self._taken: dict[str, _OfferedRollout] = {}
         """The rollouts that agents play, by the id of the session."""
         self._ended: dict[int, asyncio.Future[str]] = {}
-        """The answers to ends, by the hash of the end, the oldest first."""
+        """The `settled` of rollouts that agents have ended, by the hash of the session's id and of the request's body.
+        The oldest comes first."""
         self._settling: dict[int, _OfferedRollout] = {}
         """The rollouts that agents have ended and that are not settled yet, by the id of their task."""
 
     async def __call__(self, task: Task, policy: RolloutPolicy) -> Rollout:
         while True:
-            # After session_timeout another agent may play the rollout anew.
+            # `_played` raises TimeoutError after session_timeout. Then another agent may play the rollout anew.
             with suppress(TimeoutError):
                 return await self._played(task, policy)
             logger.warning("prompt %r: an agent elsewhere did not end rollout %d in time", task.prompt_id, task.index)
 
     async def _played(self, task: Task, policy: RolloutPolicy) -> Rollout:
-        """Plays one attempt. Its end is answered when the rollout is safe, or has failed."""
+        """Plays one attempt. Sees to it that the agent's last request is answered once the rollout is safe or has
+        failed."""
         try:
             rollout = await super().__call__(task, policy)
         except BaseException as error:
@@ -126,14 +132,14 @@ class RemoteHook(SessionHook):
             if offered is not None:
                 why_lost = "the generator has given up the rollout"
                 if isinstance(error, RolloutError):
-                    why_lost = ""  # the rollout has failed, and the generator knows it
+                    why_lost = ""  # the rollout has failed, and the generator has noted this end
                 offered.settle(why_lost)
             raise
         rollout.on_settled = self._settling.pop(id(task)).settle
         return rollout
 
     async def _play(self, task: Task, address: Address) -> Any:
-        """Offers a rollout to agents. Returns the end that one of them sends."""
+        """Offers a rollout to agents. Returns the end that an agent reports, or raises TimeoutError."""
         offered = _OfferedRollout(task, address)
         self._free.put_nowait(offered)
         try:
@@ -142,7 +148,8 @@ class RemoteHook(SessionHook):
             async with asyncio.timeout(self._config.session_timeout):
                 end = await offered.ended
         except asyncio.CancelledError as error:
-            error.add_note("the agent elsewhere that took it has not ended it")  # rollouts.play shows it
+            # rollout.py shows the note if the rollout takes too long.
+            error.add_note("the agent elsewhere that took it has not ended it")
             raise
         finally:
             offered.ended.cancel()
@@ -154,7 +161,7 @@ class RemoteHook(SessionHook):
         return end
 
     async def _wait_for_agent(self, offered: _OfferedRollout) -> None:
-        """Returns when an agent has taken the rollout, however long that takes. Says once that no agent comes."""
+        """Returns when an agent has taken the rollout, however long that takes. Logs once that no agents come."""
         loop = asyncio.get_running_loop()
         began = loop.time()
         while not offered.taken.is_set():
@@ -162,7 +169,7 @@ class RemoteHook(SessionHook):
                 async with asyncio.timeout(NOBODY):
                     await offered.taken.wait()
                     return
-            beat()  # the generator does not hang
+            beat()  # shows that the generator works, although nothing happens
             away = loop.time() - max(began, self._seen_at)
             if not self._is_missed_said and not self._taken and away >= NOBODY:
                 self._is_missed_said = True
@@ -175,18 +182,18 @@ class RemoteHook(SessionHook):
                 )
 
     async def _offer(self, request: web.Request) -> web.Response:
-        """Answers with a rollout, once one waits for an agent."""
+        """Answers a request for a rollout. Waits up to PATIENCE until there is one."""
         self._check(request)
         origin = _origin_of(request)
         try:
             async with asyncio.timeout(PATIENCE):
                 offered = await self._free.get()
-                while offered.ended.done():  # the generator has given it up
+                while offered.ended.done():  # the generator has given up this rollout
                     offered = await self._free.get()
         except TimeoutError:
             why = "no rollout waits for an agent now"
             raise web.HTTPServiceUnavailable(text=why, headers={"Retry-After": "1"}) from None
-        if request.transport is None or request.transport.is_closing():
+        if request.transport is None or request.transport.is_closing():  # the agent has hung up
             self._free.put_nowait(offered)
             raise web.HTTPServiceUnavailable
         self._taken[offered.address.key] = offered
@@ -205,7 +212,7 @@ class RemoteHook(SessionHook):
         return web.json_response(offer, dumps=partial(json.dumps, default=str))
 
     async def _end(self, request: web.Request) -> web.Response:
-        """Ends a rollout. Answers when the rollout is settled."""
+        """Ends a rollout. Answers when the rollout is safe, or when no group will have it."""
         self._check(request)
         name = request.match_info["id"]
         body = await read_body(request)
@@ -226,7 +233,7 @@ class RemoteHook(SessionHook):
         return web.json_response({"ended": name})
 
     def _parsed_end(self, body: bytes) -> dict[str, Any]:
-        """The end of a rollout. Raises Refusal for a body that is no end of a rollout."""
+        """The end of a rollout, as an object. Raises Refusal for a body that is no end of a rollout."""
         try:
             end = json.loads(body)
             if not isinstance(end, dict):
@@ -239,16 +246,17 @@ class RemoteHook(SessionHook):
         return end
 
     def _check(self, request: web.Request) -> None:
-        """Raises an error of HTTP unless the request has the token that is in the file now."""
+        """Raises HTTPUnauthorized unless the request has the token, as the token file has it at this moment."""
         if not self._listen.authorized(request.headers.get("Authorization", "")):
             raise web.HTTPUnauthorized(text="the request needs the token of sessions_token_file, as a Bearer")
         self._seen_at = asyncio.get_running_loop().time()
 
 
 def _origin_of(request: web.Request) -> str:
-    """Scheme, host and port as this client reaches the server, which may listen on all addresses of its machine.
+    """Scheme, host and port by which this client has reached the server.
 
-    Raises Refusal for a Host header from which no address can be made.
+    The server cannot know them otherwise, because it may listen on all addresses of its machine. Raises Refusal for a
+    Host header from which no address can be made.
     """
     host = request.headers.get("Host", "")
     found = _HOST.fullmatch(host)

@@ -4,8 +4,9 @@
                                                                                               │
     Rollout ◀── sequences ◀── the tree of exchanges (exchanges.py) ◀──────────────────────────┴──▶ Answer
 
-Only what is new in a request is rendered and tokenized; no token that the policy drew ever is. Each turn is drawn by a
-task of its own: a client that hangs up does not end it, because it may ask again for the answer.
+Only the new part of a request is rendered and tokenized. The tokens that the policy drew are used as they are. Each
+turn is drawn by a task of its own: if the client hangs up, the task goes on, because the client may send its request
+again.
 """
 
 from __future__ import annotations
@@ -34,13 +35,16 @@ from replay_protos.words import counted
 
 T = TypeVar("T")
 _LONGEST = 128
-"""Characters of a long token. Few vocabularies have a longer one."""
+"""The characters of a very long token. Few vocabularies have a longer one."""
 _TOKEN = 64
-"""Bytes that a token takes, with its log-probability and its version."""
+"""Bytes that a token takes in memory, with its log-probability and its version."""
 
 
 class Session:
-    """The conversations of one rollout with the policy. Its `id` is a secret: everybody who knows it may ask."""
+    """The conversations of one rollout with the policy.
+
+    The `id` of the session is a secret: everybody who knows the id may send requests to the policy.
+    """
 
     def __init__(
         self,
@@ -58,14 +62,16 @@ class Session:
         self.task = task
         self.exchanges = Exchanges()
         self.context_full = False
-        """True once a request left no room for another token."""
+        """True once a request left no room for another token, or exceeded a bound of the session."""
         self.answers: list[Answer] = []
         """The answers that the agent got, in order."""
         self.last_refusal: str | None = None
+        """The text of the last refusal; None: no request was refused."""
         self.refusals = 0
-        """The number of requests that were refused; without those that were too long for the model."""
+        """The number of refused requests, without requests that were too long for the model."""
         self.fault: CompletionError | None = None
-        """The error of a completion that no policy can have drawn. With it the rollout has failed."""
+        """The error of a completion that no policy can have drawn: the rollout has failed. None: there was no such
+        completion."""
         self._policy = policy
         self._parsers = parsers
         self._most_turns = most_turns
@@ -76,18 +82,22 @@ class Session:
         self._bytes = 0
         """The bytes of the texts and tokens of these turns."""
         self._turns_by_request: dict[bytes, asyncio.Task[Answer]] = {}
-        """The newest turn of each request, by the digest of the request. Turns that failed are not here."""
+        """The newest turn of each request, by the digest of the request. Turns that failed are removed."""
         self._answered: dict[str, Exchange] = {}
         """The exchanges that were answered, by the id of the answer."""
         self._slips: dict[WrittenCall, str] = {}
-        """The texts of turns with a call whose arguments are no object, by this call."""
+        """The calls of the policy whose arguments are no object. The value is the whole text of the turn that has the
+        call."""
         self._under_way: set[asyncio.Task[Any]] = set()
+        """The tasks that draw turns."""
         self._closed = False
 
     async def ask(self, ask: Ask, digest: bytes, repeated: bool = False) -> Answer:
-        """The next turn. `digest`: that of the request; a request that is `repeated` gets the answer of the first.
+        """The next turn of the policy.
 
-        A caller that is cancelled does not end the drawing. Raises Refusal, and any error of the engine.
+        `digest`: the digest of the request. `repeated` True: the client may have sent this request before; if so, it
+        gets the answer to the first one. If the caller is cancelled, the turn is still drawn. Raises Refusal, and any
+        error of the engine.
         """
         turn = None
         if repeated:
@@ -99,7 +109,7 @@ class Session:
         return await _result(turn)
 
     async def count(self, ask: Ask) -> int:
-        """The number of tokens that the policy would read. Raises Refusal."""
+        """The number of tokens that the policy would read for this request. Raises Refusal."""
         exchange, _ = await self._exchange(ask)
         return exchange.size
 
@@ -108,17 +118,17 @@ class Session:
         self._answered[answer.id].read = True
 
     def refused(self, refusal: Refusal) -> None:
-        """Notes that a request was refused. An agent may hide that, so the log and the rollout say it."""
+        """Notes that a request was refused. The log and the rollout report it, because an agent may not."""
         if refusal.status in (410, 429):  # the request came too late, or may come again
             return
-        # Only the text: the refusal itself has the request in its traceback.
+        # Only the text is kept: the traceback of the refusal holds the whole request in memory.
         self.last_refusal = str(refusal)
         if refusal.code != "context_length_exceeded":
             self.refusals += 1
             say_once(f"a request of an agent is refused: {refusal}", f"refused {refusal.kind}")
 
     async def draw(self, ask: Ask) -> Completion:
-        """A completion of the tokens that a client made itself, drawn with the sampling that it asks for.
+        """A completion of a request with token ids, drawn with the sampling that the request asks for.
 
         Raises Refusal, and any error of the engine.
         """
@@ -134,9 +144,9 @@ class Session:
         metrics: Mapping[str, float] | None = None,
         info: Mapping[str, Any] | None = None,
     ) -> Rollout:
-        """The rollout of the agent, with its reward; see Rollout.
+        """The rollout of the agent. `reward`, `metrics` and `info`: see Rollout.
 
-        Raises RolloutError if the agent has played nothing, and CompletionError if the engine returned a completion
+        Raises RolloutError if there is nothing to train on, and CompletionError if the engine returned a completion
         that no policy can have drawn.
         """
         if self.fault is not None:
@@ -153,7 +163,7 @@ class Session:
         )
 
     def _why_nothing(self) -> str:
-        """The reason why there is no sequence."""
+        """The reason why the rollout has no sequence."""
         if self.exchanges.has_read:
             return "the agent has read no answer but those of untrained_models"
         if self.answers:
@@ -171,16 +181,16 @@ class Session:
         await asyncio.gather(*under_way, return_exceptions=True)
 
     def _forget_failed(self, digest: bytes, turn: asyncio.Task[Answer]) -> None:
-        """Forgets a turn that failed, so that its request is drawn anew when it comes again.
+        """Forgets a turn that failed. If the client repeats the request, the turn is drawn anew.
 
-        The error must not stay either: it has the whole request in its traceback.
+        This also frees memory, because the traceback of the error holds the whole request.
         """
         has_failed = turn.cancelled() or turn.exception() is not None
         if has_failed and self._turns_by_request.get(digest) is turn:
             del self._turns_by_request[digest]
 
     def _begin(self, turn: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
-        """Starts a task that `close` ends."""
+        """Starts a task that draws a turn. `close` ends it."""
         task = asyncio.create_task(turn)
         self._under_way.add(task)
         task.add_done_callback(self._under_way.discard)
@@ -191,7 +201,7 @@ class Session:
     # ------------------------------------------------------------------------------------------------ a turn
 
     async def _turn(self, ask: Ask) -> Answer:
-        """Draws a turn, and reads it as an answer. Raises Refusal."""
+        """Draws a turn, and parses it. Raises Refusal."""
         self._check_servable(ask)
         exchange, beginning = await self._exchange(ask)
         exchange.is_trained = ask.model not in self._untrained_models
@@ -204,7 +214,7 @@ class Session:
         def ready() -> TurnParser:
             return self._parsers.ready(task.tokenizer, exchange.token_ids, ask.tools, task.chat_template_kwargs)
 
-        # Before the turn is drawn: a request that no parser can serve is refused without it.
+        # The parser is made before the turn is drawn, so that a request without a usable parser costs no turn.
         parser = await worked(ask.size + prompt_size, ready)
         completion = await self._drawn_within_bounds(ask, exchange, limit)
         stopped_by = _first(ask.stop, completion.text)
@@ -236,7 +246,7 @@ class Session:
         return answer
 
     def _check_servable(self, ask: Ask) -> None:
-        """Raises Refusal for a sampling that the trainer does not assume, and for tools that no parser reads."""
+        """Raises Refusal for a sampling that the trainer does not assume, and for tools if no tool parser is named."""
         own = vars(self.task.sampling)
         other = other_sampling({**own, **ask.sampling}, own)
         if other:
@@ -253,12 +263,12 @@ class Session:
     async def _drawn_within_bounds(
         self, ask: Ask, exchange: Exchange, limit: int, sampling: Mapping[str, Any] = MappingProxyType({})
     ) -> Completion:
-        """Draws a turn, if the session may have one more. `sampling`: in the place of the generator's own. Raises
-        Refusal."""
+        """Draws a turn, if the bounds of the session allow it. `limit`: the most tokens of the turn. `sampling`: values
+        that replace those of the generator. Raises Refusal."""
         text_bytes = len(exchange.words)
         if exchange.before is None:
             text_bytes = max(ask.size, text_bytes)
-        # The turn gets room for all tokens that it may draw. What it does not need is released below.
+        # Room for all tokens that the turn may draw is reserved here. The unused room is released below.
         turn_bytes = text_bytes + _TOKEN * (len(exchange.new_ids) + limit)
         self._check_bound("max_session_turns", self._turns, 1, self._most_turns)
         self._check_bound("max_session_bytes", self._bytes, turn_bytes, self._most_bytes)
@@ -276,7 +286,10 @@ class Session:
         return completion
 
     def _check_bound(self, name: str, used: int, more: int, most: int) -> None:
-        """Raises Refusal if a turn does not fit into a bound of the session. `name`: the setting of the bound."""
+        """Raises Refusal if a turn would exceed a bound of the session: `used` plus `more` is above `most`.
+
+        `name`: the setting of the bound.
+        """
         if used + more > most:
             self.context_full = True
             raise Refusal(
@@ -286,7 +299,7 @@ class Session:
             )
 
     def _full(self, what: str) -> Refusal:
-        """The refusal of a request that leaves no room for another token."""
+        """The refusal of a request that leaves no room for another token. `what`: its size, in words."""
         self.context_full = True
         return Refusal(
             f"the request has {what}, and the model takes {self.task.max_length} tokens with those that it draws",
@@ -294,8 +307,8 @@ class Session:
         )
 
     async def _exchange(self, ask: Ask) -> tuple[Exchange, Beginning | None]:
-        """The exchange of a request, before its completion, and the known beginning of its messages; None: the request
-        has no messages. Raises Refusal."""
+        """The new exchange for a request, without its completion, and the known beginning of the messages; None: the
+        request has no messages. Raises Refusal."""
         prompt = ask.prompt
         if prompt is not None and not isinstance(prompt, str) and len(prompt) >= self.task.max_length:
             raise self._full(counted(len(prompt), "token"))
@@ -303,7 +316,7 @@ class Session:
         return await worked(size, lambda: self._exchange_of(ask))
 
     def _exchange_of(self, ask: Ask) -> tuple[Exchange, Beginning | None]:
-        """As `_exchange`. It runs in a thread if the request is large."""
+        """The result of `_exchange`. This runs in a thread if the request is large."""
         self._check_characters(ask)
         try:
             if isinstance(ask.prompt, str):
@@ -316,7 +329,10 @@ class Session:
             raise Refusal(str(error)) from error
 
     def _check_characters(self, ask: Ask) -> None:
-        """Raises Refusal for a text that must have too many tokens, before anything tokenizes it."""
+        """Raises Refusal for a text with so many characters that it must have too many tokens.
+
+        This is checked first, because it takes long to tokenize a huge text.
+        """
         characters = characters_of(ask)
         if characters <= _LONGEST * self.task.max_length:
             return
@@ -329,7 +345,7 @@ class Session:
         before = self.exchanges.after_text(text)
         if before is None:
             return Exchange(None, text_ids(tokenizer, text), words=text)
-        # The client may have written the token that ended the turn of the policy as text.
+        # The client may have written the end-of-sequence token of the policy's turn as text.
         ending = text_of(tokenizer, before.token_ids[-1:])
         new = text.removeprefix(before.text).removeprefix(ending)
         return Exchange(before, rendered_ids(tokenizer, new), role="user", words=new)
@@ -361,7 +377,7 @@ class Session:
         return Exchange(None, new_ids, words=_words(messages), conversation=conversation)
 
     def _without_slips(self, message: Message) -> Message:
-        """The message, or the text of our turn if one of its calls has arguments that are no object.
+        """The message. If it is a turn of the policy with a call whose arguments are no object: that turn as text.
 
         No chat template has a form for such a call, so the policy reads its turn as the text that it wrote.
         """
@@ -376,16 +392,16 @@ class Session:
         return message
 
     async def _draw(self, exchange: Exchange, sampling: Mapping[str, Any], stop: Sequence[str]) -> Completion:
-        """Draws the completion of an exchange, and adds it. The text of `stop` that comes first ends it.
+        """Draws the completion of an exchange, and adds the exchange to the tree.
 
-        Raises Refusal.
+        The completion is cut off behind the first text of `stop`. Raises Refusal.
         """
         if self.fault is not None:
             raise _faulty(self.fault)
         config = replace(self.task.sampling, **sampling)
         try:
             completion = await self._policy.generate(exchange.token_ids, config)
-        except RolloutError as error:  # the same request would fail again
+        except RolloutError as error:  # refused with status 400: the same request would fail again
             raise Refusal(str(error)) from error
         except CompletionError as error:
             self.fault = error
@@ -397,24 +413,25 @@ class Session:
         return completion
 
     def _cut_behind(self, text: str, completion: Completion) -> Completion:
-        """The completion up to the token with which this text is complete."""
+        """The completion up to the token that completes the first occurrence of `text`."""
         ids = completion.token_ids
 
         def read(last: int) -> str:
             return text_of(self.task.tokenizer, ids[: last + 1], skip_special_tokens=True)
 
-        # Texts of more tokens are longer. So the first that has `text` is found by bisection.
+        # If some first tokens contain `text`, so do more tokens. So bisection finds the least number of tokens.
         last = bisect_left(range(len(ids)), True, key=lambda index: text in read(index))
         return completion.cut(last + 1, read(last))
 
 
 def _faulty(fault: CompletionError) -> Refusal:
-    """The refusal after a fault. Clients do not repeat a request after 422: the rollout has failed anyway."""
+    """The refusal after a fault. Its status is 422, after which clients do not repeat a request: the rollout has failed
+    anyway."""
     return Refusal(f"the rollout has failed: {fault}", status=422, field="completion")
 
 
 def _first(texts: Sequence[str], output: str) -> str | None:
-    """The text that comes first in `output`; None: no text is in it."""
+    """The one of `texts` that stands first in `output`; None: `output` contains none of them."""
     found = [text for text in texts if text in output]
     return min(found, key=output.find, default=None)
 
@@ -424,7 +441,8 @@ def _words(messages: Sequence[Message]) -> str:
 
 
 async def _result(task: asyncio.Task[T]) -> T:
-    """The result of a task, which goes on if the caller is cancelled. Raises Refusal if the session has ended it."""
+    """The result of a task. If the caller is cancelled, the task goes on. Raises Refusal if `close` has cancelled the
+    task."""
     await asyncio.wait({task})
     if task.cancelled():
         raise Refusal("the session has ended", status=410)

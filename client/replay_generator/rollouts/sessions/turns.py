@@ -1,8 +1,8 @@
-"""Turns: the request of a client of a session, and the answer, in the words that all protocols share.
+"""Turns: the requests of a session's clients, and the answers, in one form for all protocols.
 
     a request of OpenAI or Anthropic ──dialect──▶ Ask ──Session──▶ Answer ──dialect──▶ a body, or events
 
-Messages and tools of an Ask have the form that chat templates take, which is that of OpenAI's chat completions.
+The messages and tools of an Ask have the form that chat templates take. This is the form of OpenAI's chat completions.
 """
 
 from __future__ import annotations
@@ -13,26 +13,26 @@ from dataclasses import dataclass, field
 from typing import Any
 
 MOST_NESTED = 64
-"""The most objects and lists within each other in the arguments of a call. Clients read them by recursion."""
+"""The deepest nesting of objects and lists in the arguments of a call. Clients read them by recursion."""
 
 
 MOST_SENTENCE = 2000
-"""The most characters of a refusal. Some refusals repeat words of the request."""
+"""The most characters of a refusal. Some refusals repeat words of the request, which may be long."""
 
 
 class Refusal(Exception):
     """A request that is not served. The message is a sentence for the author of the client."""
 
     def __init__(self, message: str, *, status: int = 400, code: str | None = None, field: str | None = None) -> None:
-        """`status`: the status of HTTP. After 429, and after 500 and above, clients send the request again by
-        themselves. `code`: OpenAI's word for the kind of refusal, such as "context_length_exceeded"; None: there is
-        none. `field`: the field of the request that is the reason; None: there is another reason."""
+        """`status`: the HTTP status. Clients repeat a request by themselves after 429 and after every status from 500.
+        `code`: OpenAI's word for the kind of refusal, such as "context_length_exceeded"; None: OpenAI has no word.
+        `field`: the field of the request that is the reason; None: the reason is not a field."""
         message = whole_text(message)[:MOST_SENTENCE]
         super().__init__(message)
         self.status = status
         self.code = code
         self.kind = field or code or message
-        """The log shows one refusal of each kind."""
+        """The kind of the refusal. The log shows one refusal of each kind."""
 
 
 @dataclass(frozen=True)
@@ -40,25 +40,25 @@ class Ask:
     """One request for a turn of the policy."""
 
     messages: Sequence[Mapping[str, Any]] = ()
-    """Each has `role` ("system", "user", "assistant", "tool") and `content`, a text. One of the assistant may have
-    `tool_calls`, whose `function` has `name` and `arguments`: an object, or the text that the policy wrote in the place
-    of one. One of a tool has `tool_call_id`."""
+    """Each message has `role` ("system", "user", "assistant", "tool") and `content`, a text. A message of the assistant
+    may have `tool_calls`. The `function` of a call has `name` and `arguments`: an object, or the text that the policy
+    wrote in the place of an object. A message of a tool has `tool_call_id`."""
     prompt: str | Sequence[int] | None = None
-    """A text, or token ids, in the place of messages."""
+    """A text, or token ids, in the place of messages. None: the request has messages."""
     tools: Sequence[Mapping[str, Any]] = ()
-    """Each is `{"type": "function", "function": {"name", "description", "parameters"}}`."""
+    """Each tool is `{"type": "function", "function": {"name", "description", "parameters"}}`."""
     max_tokens: int | None = None
     """The most tokens of the turn; None: the generator's own limit."""
     stop: Sequence[str] = ()
-    """Texts that end the turn; they are not part of the answer."""
+    """Texts that end the turn. They are not part of the answer."""
     sampling: Mapping[str, Any] = field(default_factory=dict)
     """The values of `temperature`, `top_p`, `top_k` and `min_p` that the client sends."""
     model: str = ""
-    """The name by which the client asks for the policy; "": it gives none."""
+    """The name by which the client asks for the policy; "": the client sends no name."""
     size: int = 0
-    """Bytes of the request; 0: it did not come through a network."""
+    """The bytes of the request; 0: the request did not come through a network."""
     objects_only: bool = False
-    """True if the protocol takes only objects as arguments of calls. A turn with other arguments is answered as a
+    """True if the protocol allows only objects as arguments of calls. Then a turn with other arguments is answered as
     text."""
 
 
@@ -69,11 +69,11 @@ class WrittenCall:
     id: str
     name: str
     arguments: str
-    """As the policy wrote them: the JSON of an object, unless the policy slipped."""
+    """The arguments as the policy wrote them: the JSON of an object, unless the policy made a mistake."""
 
     @property
     def object(self) -> dict[str, Any] | None:
-        """The arguments as an object that all clients can read; None: they are no such object."""
+        """The arguments as an object; None: the arguments are no object that all clients can read."""
         return object_of(self.arguments)
 
 
@@ -86,7 +86,7 @@ class Answer:
     text: str
     """The text of the turn, without thoughts, calls and special tokens."""
     reasoning: str
-    """The thoughts of the turn; "": it has none, or no parser of thoughts was named."""
+    """The thoughts of the turn; "": the turn has no thoughts, or no parser of thoughts was named."""
     calls: Sequence[WrittenCall]
     finish_reason: str
     """"stop": the policy ended the turn, or wrote a text of `Ask.stop`; "length": the turn was cut off."""
@@ -97,9 +97,9 @@ class Answer:
 
 
 def object_of(arguments: str) -> dict[str, Any] | None:
-    """The object whose JSON a text is; an empty object for an empty text. None: some client cannot read it.
+    """The object whose JSON `arguments` is; an empty object for "". None: it is no object that all clients can read.
 
-    Some clients cannot read NaN, numbers beyond those of floating point, half of a surrogate pair, and more than
+    Some clients cannot read NaN, numbers too large for floating point, half of a surrogate pair, or more than
     MOST_NESTED levels.
     """
     try:
@@ -116,9 +116,9 @@ def object_of(arguments: str) -> dict[str, Any] | None:
 
 
 def characters_of(ask: Ask) -> int:
-    """The number of characters of a request that the policy reads with any template: contents, tools, and a prompt.
+    """The number of characters that the policy reads with every template: contents and tools, or the text of a prompt.
 
-    Thoughts and calls of earlier turns do not count: a template may leave them out.
+    Thoughts and calls of earlier turns do not count, because a template may leave them out.
     """
     if isinstance(ask.prompt, str):
         return len(ask.prompt)
@@ -138,7 +138,7 @@ def characters_of(ask: Ask) -> int:
 
 
 def is_deep(value: Any, levels: int) -> bool:
-    """True if some list or object stands inside of at least `levels` others."""
+    """True if a list or an object is nested in at least `levels` others."""
     values = [value]
     for _ in range(levels):
         inner_values: list[Any] = []

@@ -11,15 +11,15 @@ from replay_generator.rollouts.sessions.turns import Answer, Ask, Refusal
 
 
 class Chat:
-    """A conversation, and the message that the policy answers."""
+    """The protocol of chats: the client sends messages, and the policy answers with one message."""
 
     path = "/v1/chat/completions"
     name = "chatcmpl"
-    """The beginning of the id of an answer."""
+    """The prefix of the id of each answer."""
     kind = "chat.completion"
-    """The `object` of a body."""
+    """The value of the field `object` in a body."""
     chunk = "chat.completion.chunk"
-    """The `object` of an event."""
+    """The value of the field `object` in an event."""
 
     def ask(self, body: dict[str, Any]) -> Ask:
         messages = [_message(message) for message in fields.few("messages", body["messages"])]
@@ -66,10 +66,10 @@ class Chat:
         return {"index": 0, "message": message, "logprobs": None, "finish_reason": reason}
 
     def _parts(self, choice: dict[str, Any]) -> list[dict[str, Any]]:
-        """The choices of the events of a stream.
+        """The choices that the events of a stream send, one an event.
 
-        There is one for each field of the message and one for each call, since some clients read only the first call of
-        an event. The last one has the reason for which the turn ended.
+        Each field of the message has an event of its own, and so has each call, because some clients read only the
+        first call of an event. The last event has the finish reason.
         """
         deltas = []
         for name, value in choice.pop("message").items():
@@ -83,7 +83,7 @@ class Chat:
 
 
 class Completions(Chat):
-    """A text, or token ids, and the text that the policy writes after it."""
+    """The older protocol: the client sends a text or token ids, and the policy continues them."""
 
     path = "/v1/completions"
     name = "cmpl"
@@ -91,7 +91,7 @@ class Completions(Chat):
     chunk = "text_completion"
 
     def ask(self, body: dict[str, Any]) -> Ask:
-        # A client that sends 0 waits for log-probabilities too.
+        # No value asks for nothing: even a client that sends 0 expects log-probabilities.
         fields.check(body, "logprobs", fields.LOGPROBS_STORED, ())
         prompt = body["prompt"]
         if isinstance(prompt, list) and len(prompt) == 1 and not isinstance(prompt[0], int):

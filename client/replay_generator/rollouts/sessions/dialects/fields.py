@@ -1,8 +1,9 @@
 """Fields: the parts of a body that all dialects read and write in the same way.
 
-These are fields that are refused, texts, calls, tools, and errors. Equal conversations give equal messages, whichever
-way a client repeats an answer: no content, an empty one, or parts; arguments as JSON or as an object. Reading a body of
-another form may raise any error. The endpoint then refuses the request.
+These are fields that are refused, texts, calls, tools, and errors. A client may repeat an answer in several ways: with
+no content, an empty content, or parts; with arguments as JSON or as an object. All these ways give equal messages. The
+functions here expect a body of the right form. For any other body they may raise any error, and the endpoint then
+refuses the request.
 """
 
 from __future__ import annotations
@@ -15,13 +16,13 @@ from replay_generator.notices import say_once
 from replay_generator.rollouts.sessions.turns import Ask, Refusal, object_of
 
 MODEL = "policy"
-"""The name of the policy."""
+"""The name of the policy as a model."""
 DRAWN = "leave it out, since tokens are drawn as the generator is configured"
 FREE = "leave it out and ask in words, since nothing forces a form on what the policy writes"
 WHOLE = "send the whole conversation instead, since nothing is stored"
 LOGPROBS_STORED = "leave it out, since the generator keeps the log-probabilities itself"
 MOST = 4096
-"""The most messages, tools, and texts of `stop` in a request, each counted by itself."""
+"""The most messages in a request, and also the most tools, and the most texts of `stop`."""
 REFUSED = {
     "leave it out, and ask once more for another turn": "n best_of",
     DRAWN: "presence_penalty frequency_penalty repetition_penalty length_penalty logit_bias min_tokens "
@@ -36,20 +37,23 @@ REFUSED = {
     "send tools and tool_choice instead": "functions function_call",
     "leave it out, since the policy writes text": "modalities",
 }
-"""Fields that would change an answer or its log-probabilities, by the remedy that their client is told.
+"""Fields that are refused, because they would change an answer or its log-probabilities. The key is the remedy that the
+client is told. The value has the names of the fields, with spaces between them.
 
-All other fields are ignored: they change no token."""
+Fields that are neither here nor read elsewhere are ignored: they change no token."""
 _NEUTRAL: tuple[Any, ...] = (False, [], {}, ["text"], {"type": "text"})
-"""Values that ask for nothing. 0 is among them, since it equals False."""
+"""The neutral values of most fields: a field with such a value asks for nothing, and is not refused. 0 is neutral too,
+because it equals False."""
 _ONE = ("n", "best_of", "repetition_penalty", "length_penalty")
-"""Fields for which only 1 asks for nothing. True is allowed too, since it equals 1."""
+"""Fields whose only neutral value is 1. True is neutral too, because it equals 1."""
 _EVEN_ZERO = ("prompt_logprobs", "truncate_prompt_tokens")
-"""Fields for which every value asks for something, even 0."""
+"""Fields without a neutral value: even 0 asks for something."""
 _TRUE = ("skip_special_tokens", "add_generation_prompt")
-"""Fields for which only true asks for nothing."""
+"""Fields whose only neutral value is true."""
 _TOOLS = ("web_search_options", "mcp_servers", "container")
-"""Fields with tools that the provider runs."""
+"""Fields for tools that a provider would run itself. They are left out, with a notice in the log."""
 _NO_TOOL = ("none", {"type": "none"})
+"""The values of `tool_choice` that forbid calls."""
 _ROLES = {"system": "system", "developer": "system", "user": "user"}
 
 
@@ -58,21 +62,24 @@ def refused(name: str, value: object, remedy: str) -> Refusal:
 
 
 def few(name: str, value: Any) -> Any:
-    """The value. Raises Refusal if it is a list of more than MOST."""
+    """The value. Raises Refusal if it is a list of more than MOST elements. `name`: their name in the message."""
     if isinstance(value, list | tuple) and len(value) > MOST:
         raise Refusal(f"the request has {len(value)} {name}, and at most {MOST} are served", field=name)
     return value
 
 
 def check(body: Mapping[str, Any], name: str, remedy: str, neutral: Iterable[Any] = _NEUTRAL) -> None:
-    """Raises Refusal if a field asks for anything. `neutral`: the values that ask for nothing."""
+    """Raises Refusal if a field is there and its value is not in `neutral`. `remedy`: what the client is told to do."""
     value = body.get(name)
     if value is not None and value not in neutral:
         raise refused(name, value, remedy)
 
 
 def ask_of(body: Mapping[str, Any], **conversation: Any) -> Ask:
-    """The request with this conversation. Raises Refusal for a field that cannot be served honestly."""
+    """The request as an Ask. `conversation`: the fields of the Ask that differ between dialects.
+
+    Raises Refusal for a field that asks for something that is not done.
+    """
     _check_all(body)
     few("messages", conversation.get("messages"))
     if not conversation.get("messages", True):
@@ -90,7 +97,7 @@ def ask_of(body: Mapping[str, Any], **conversation: Any) -> Ask:
 
 
 def _check_all(body: Mapping[str, Any]) -> None:
-    """Raises Refusal if any of the REFUSED fields asks for something."""
+    """Raises Refusal if any field in REFUSED, or in _TRUE, has a value that is not neutral."""
     for remedy, names in REFUSED.items():
         for name in names.split():
             neutral = _NEUTRAL
@@ -107,7 +114,7 @@ def _check_all(body: Mapping[str, Any]) -> None:
 
 
 def _max_tokens_of(body: Mapping[str, Any]) -> int | None:
-    """The most tokens of a turn; None: the request does not say. Raises Refusal for what is no such number."""
+    """The most tokens of a turn; None: the request has no limit. Raises Refusal for a value that is no such number."""
     max_tokens: int | None = None
     for name in ("max_completion_tokens", "max_output_tokens", "max_tokens"):
         value = body.get(name)
@@ -138,7 +145,10 @@ def kind_of(part: Mapping[str, Any], *served: str | None) -> Any:
 
 
 def text_of(content: Any) -> str:
-    """A text, or the texts of parts, joined as they are; "" for None. Raises Refusal for a part that is no text."""
+    """The text of a content: a text, or the texts of its parts, joined without a separator; "" for None.
+
+    Raises Refusal for a part that is no text.
+    """
     if content is None:
         return ""
     if isinstance(content, str):
@@ -159,7 +169,7 @@ def input_message(message: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def answered(id: Any, content: Any) -> dict[str, Any]:
-    """A message of a tool. `id`: that of the call. Raises Refusal if the id is no text."""
+    """A message of a tool. `id`: the id of the call that it answers. Raises Refusal if the id is no text."""
     return {"role": "tool", "tool_call_id": _id_of(id), "content": text_of(content)}
 
 
@@ -182,9 +192,10 @@ def assistant_message(text: str | None, thoughts: str | None = "", calls: Sequen
 
 
 def call_of(id: Any, function: Mapping[str, Any]) -> dict[str, Any]:
-    """A call of the policy. Its arguments are an object, its JSON, or the text that the policy wrote in its place.
+    """A call of the policy, as a client repeats it. `function`: has the name and the arguments.
 
-    Raises Refusal for an id or a name that is no text.
+    The client sends the arguments as an object, as the JSON of an object, or as the text that the policy wrote in the
+    place of an object. Raises Refusal for an id or a name that is no text, and for other arguments.
     """
     name = function["name"]
     if not isinstance(name, str):
@@ -203,11 +214,12 @@ def call_of(id: Any, function: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def tools_of(body: Mapping[str, Any], *kinds: str | None) -> list[dict[str, Any]]:
-    """The tools of a request; none if it says that no tool may be called.
+    """The tools of a request, in the form that `vllm serve` gives to the chat template. The list is empty if the
+    request says that no tool may be called.
 
-    Nobody can promise that arguments keep to their schema (`strict`), or that the policy calls one tool at a time: the
-    policy writes what it draws. The template gets tools in the form that `vllm serve` gives it. Tools of other kinds
-    than `kinds` are left out: no template can tell them to the policy.
+    Tools of other kinds than `kinds` are left out, because no chat template has a form for them. A request may ask that
+    arguments match their schema (`strict`), or that the policy calls one tool at a time. It is served, but without such
+    a guarantee: the policy writes what it draws.
     """
     choice = body.get("tool_choice")
     if isinstance(choice, Mapping):

@@ -15,7 +15,7 @@ _USER_BLOCKS = ("tool_result", "text")
 
 
 class Messages:
-    """A conversation of messages with blocks, and the blocks that the policy answers."""
+    """Anthropic's protocol: the client sends messages that consist of blocks, and the policy answers with blocks."""
 
     path = "/v1/messages"
 
@@ -64,13 +64,13 @@ class Messages:
     def error(self, refusal: Refusal) -> dict[str, Any]:
         error = fields.error_of(refusal)
         if refusal.code == "context_length_exceeded":
-            # By these words clients know that they have to compact the conversation.
+            # Clients look for these words. Then they compact the conversation.
             error["message"] = f"prompt is too long: {refusal}"
         return {"type": "error", "error": error}
 
 
 def _stop_reason(answer: Answer) -> str:
-    """The reason for which a turn ended, in Anthropic's words."""
+    """The reason why a turn ended, in Anthropic's words."""
     if answer.finish_reason == "length":
         return "max_tokens"
     if answer.calls:
@@ -81,7 +81,10 @@ def _stop_reason(answer: Answer) -> str:
 
 
 def _without_billing(system: Any) -> Any:
-    """The words of the system without the line that Claude Code puts before them, which changes with each request."""
+    """The system prompt without the billing block that Claude Code puts before it.
+
+    That block changes with each request, so no conversation would continue an earlier one.
+    """
     blocks = _as_blocks(system)
     left = [block for block in blocks if not str(block.get("text")).startswith("x-anthropic-billing-header:")]
     if len(left) == len(blocks):
@@ -90,7 +93,7 @@ def _without_billing(system: Any) -> Any:
 
 
 def _as_blocks(content: Any) -> Any:
-    """The blocks of a content. A text is one block."""
+    """The blocks of a content. A content that is a text becomes one block."""
     if isinstance(content, str):
         return [{"type": "text", "text": content}]
     return content
@@ -99,7 +102,7 @@ def _as_blocks(content: Any) -> Any:
 def _messages(message: dict[str, Any]) -> list[dict[str, Any]]:
     """A message of Anthropic as messages of OpenAI.
 
-    A message of the user also has the results of tools. Each of them becomes a message of its own.
+    With Anthropic, a message of the user also contains the results of tools. Each result becomes a message of its own.
     """
     content = message["content"]
     is_of_policy = message["role"] == "assistant"
@@ -120,7 +123,8 @@ def _messages(message: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _blocks(answer: Answer) -> Iterator[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]]:
-    """The blocks of an answer. Each comes with its fields as they are when it begins, and with its only delta."""
+    """The blocks of an answer. Each is a whole block, the fields that are empty when the block begins in a stream, and
+    the only delta of the block."""
     block: dict[str, Any]
     thoughts = answer.reasoning
     if thoughts:

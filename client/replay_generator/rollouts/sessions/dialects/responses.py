@@ -13,18 +13,21 @@ _NO_DETAILS = {
     "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
     "output_tokens_details": {"reasoning_tokens": 0},
 }
+"""Details of the usage that are not counted here."""
 _TOOLS = "additional_tools"
+"""The kind of items in which Codex sends tools."""
 _SETTINGS = (_TOOLS, "configuration_update")
-"""The kinds of items in which Codex sends what other clients send in fields of the body. They become no message."""
+"""The kinds of items that become no message. In them Codex sends what other clients send in fields of the body."""
 
 
 class Responses:
-    """A conversation as a list of items, and the items that the policy answers."""
+    """The protocol of items: the client sends a conversation as a list of items, and the policy answers with items."""
 
     path = "/v1/responses"
 
     def ask(self, body: dict[str, Any], answers: Sequence[Answer] = ()) -> Ask:
-        """`answers`: those that the client has got. It may send references to their items in the place of the items."""
+        """`answers`: the earlier answers of the session. The client may send references to their items instead of the
+        items."""
         fields.check(body, "prompt", fields.WHOLE)
         fields.check(body.get("text") or {}, "format", fields.FREE)
         included = [name for name in body.get("include") or () if "logprobs" in name]
@@ -78,13 +81,14 @@ class Responses:
             yield {**event, "sequence_number": number}
 
     def error(self, refusal: Refusal) -> dict[str, Any]:
-        # An event has the fields at its top, and a body has them in `error`, where `openai` looks for them in both.
+        # An event has the fields of the error at its top level, and a body has them in `error`. The package `openai`
+        # looks for `error` in both cases.
         error = fields.error_of(refusal)
         return {**error, "error": error, "type": "error", "sequence_number": 0}
 
 
 def _resolved(items: Sequence[dict[str, Any]], answers: Sequence[Answer]) -> list[dict[str, Any]]:
-    """The items, with the item that it names in the place of each `item_reference`."""
+    """The items. Each `item_reference` is replaced by the item that it names."""
     if all(item.get("type") != "item_reference" for item in items):
         return [*items]
     sent: dict[str, dict[str, Any]] = {}
@@ -102,7 +106,7 @@ def _resolved(items: Sequence[dict[str, Any]], answers: Sequence[Answer]) -> lis
 
 
 def _messages(items: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The messages of items. The items of one turn of the policy become one message."""
+    """The messages that the items stand for. All items of one turn of the policy become one message."""
     messages: list[dict[str, Any]] = []
     kind_before = None
     for item in items:
@@ -114,7 +118,8 @@ def _messages(items: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         elif kind == "message" and item["role"] != "assistant":
             messages.append(fields.input_message(item))
         else:
-            # The thoughts, the text and the calls of a turn follow each other in this order.
+            # The items of a turn come in this order: thoughts, text, calls. So this item begins a new message unless it
+            # may follow the item before it in the same turn.
             is_same_turn = kind == "function_call" or (kind == "message" and kind_before == "reasoning")
             if not is_same_turn or not messages or messages[-1]["role"] != "assistant":
                 messages.append(fields.assistant_message(""))
@@ -124,7 +129,7 @@ def _messages(items: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _add(item: dict[str, Any], kind: str, message: dict[str, Any]) -> None:
-    """Adds an item to the message of its turn."""
+    """Adds the content of an item to the message of its turn."""
     if kind == "message":
         message["content"] = fields.text_of(item["content"])
     elif kind == "function_call":
@@ -149,7 +154,7 @@ def _items(answer: Answer) -> list[dict[str, Any]]:
             {
                 "type": "function_call",
                 "call_id": call.id,
-                # Not the id of the call: some models write these ids themselves, and may write one twice.
+                # This is not the id of the call: some models write those ids themselves, and may write one id twice.
                 "id": f"fc_{answer.id}_{number}",
                 "name": call.name,
                 "arguments": call.arguments,
@@ -169,7 +174,7 @@ def _events(response: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def _item_events(index: int, item: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """The events of one item. `index`: its place in the output."""
+    """The events of one item. `index`: the index of the item in the output."""
     place = {"output_index": index, "item_id": item["id"]}
     begun = {**item, "status": "in_progress"}
     if item["type"] == "function_call":
