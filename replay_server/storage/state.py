@@ -72,6 +72,8 @@ class ChangeCollector:
         self._changed_leases = set(buffer.outstanding.leased)
         self._scopes = {(table, scope): name for name, (table, scope, _) in state.named(SCOPE).items()}
         """By table and scope: the name of the record of the scope."""
+        # A checkpoint of a server in memory begins without a recorded state, when scopes were used already.
+        self._changed_scopes |= self._present_scopes() - self._scopes.keys()
         self._remembered: dict[str, list[int]] = {kind: [] for kind in buffer.remembered}
         """The remembered ids that are in no record yet."""
         self._ends: dict[str, deque[tuple[bytes, int]]] = {kind: deque() for kind in buffer.remembered}
@@ -303,11 +305,19 @@ class ChangeCollector:
         keys = batch.keys if batch.epoch == table.epoch else batch.keys[:0]
         return pack([batch_id, table.name, batch.scope, seconds, keys.astype("<u8").tobytes()])
 
+    def _present_scopes(self) -> set[tuple[str, str]]:
+        """The scopes that the tables remember, each with the name of its table."""
+        present = set()
+        for table in self._buffer.tables.values():
+            for scope in table.scopes:
+                present.add((table.name, scope))
+        return present
+
     def _scope_records(self) -> Iterator[tuple[bytes, bytes | None]]:
         changed = self._changed_scopes
         self._changed_scopes = set()
         buffer = self._buffer
-        present = {(table.name, scope) for table in buffer.tables.values() for scope in table.scopes}
+        present = self._present_scopes()
         outdated = (self._scopes.keys() - present) | (self._scopes.keys() & changed)
         for table_and_scope in outdated:
             yield self._scopes.pop(table_and_scope), None

@@ -58,6 +58,17 @@ def facts(client):
     return tables, info.policy.version, info.policy.weights, info.admission.running, info.items, info.bytes
 
 
+@pytest.mark.parametrize("durable", [False, True])
+def test_a_restored_server_gives_no_item_twice_under_a_scope(tmp_path, durable):
+    with serving_in(tmp_path, durable=durable) as client:
+        fill(client, 20)
+        drawn = {sample.info.key for sample in client.sample("pool", 15, scope="step-4")}
+        client.create_checkpoint("here")
+    with serving_in(tmp_path, restore="here") as client:
+        left = {sample.info.key for sample in client.sample("pool", 5, scope="step-4")}
+        assert drawn.isdisjoint(left)
+
+
 @pytest.mark.parametrize("restored_durable", [False, True])
 @pytest.mark.parametrize("durable", [False, True])
 def test_a_checkpoint_restores_everything_from_and_into_either_storage(tmp_path, durable, restored_durable):
