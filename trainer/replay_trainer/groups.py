@@ -457,7 +457,7 @@ class ZeroVarianceReplacer:
     def _draw(self, count: int, exclude: set[int], scope: str, counts: dict[str, int], *, wait: bool) -> list[Sample]:
         """Up to `count` informative samples. Fewer only if the table has no more and `wait` is False.
 
-        Adds the groups that are drawn and not used to `counts`.
+        Counts the groups that were drawn and not used in `counts`.
         """
         chosen: list[Sample] = []
         if self.inspector is not None:
