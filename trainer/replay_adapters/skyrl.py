@@ -108,8 +108,8 @@ class WithServer:
     num_steps_per_epoch: int
 
     def __init__(self, *args: Any, replay: SkyRLSettings | None = None, **kwargs: Any) -> None:
-        """Raises ValueError if SkyRL stores no log-probabilities or the table `finished` is a queue, TableNotFoundError
-        if the server lacks a table, and ServerUnavailableError if no server answers."""
+        """Raises ValueError if SkyRL samples without log-probabilities or the table `finished` is a queue,
+        TableNotFoundError if the server lacks a table, and ServerUnavailableError if no server answers."""
         super().__init__(*args, **kwargs)
         settings = replay or SkyRLSettings()
         if self.cfg.generator.sampling_params.logprobs is None:
