@@ -1,12 +1,12 @@
-"""FinishedGroups: copies of finished groups that lie on the server until a checkpoint contains the groups.
+"""FinishedGroups: copies of finished groups on the server, which stay there until a checkpoint contains the groups.
 
 This class is for a trainer that keeps its queue in its own memory. The trainer writes each finished group to the
-server, with the epoch and the uid of its prompt as tags. When a checkpoint is written, the groups that the checkpoint
-before contains are deleted: the newest checkpoint may still be on its way to the disk. A trainer that resumes from a
-checkpoint finds the groups beyond that checkpoint, and need not generate them.
+server, with the epoch and the uid of its prompt as tags. When a checkpoint is written, the groups in the checkpoint
+before it are deleted. The groups in the newest checkpoint stay, because that checkpoint may not be on the disk yet. A
+trainer that resumes from a checkpoint finds the later groups on the server, and need not generate them again.
 
-Nobody draws from the table. So its inserts must not wait for draws, and sampling must not remove groups from it: a
-queue is refused.
+No program draws from the table. So its inserts must not wait for draws, and a sampled group must stay in the table. A
+table that is configured as a queue is therefore refused.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ Place = tuple[int, str]
 
 @dataclass
 class FinishedGroups(GroupPool):
-    """The finished groups of one run that no checkpoint contains, on the server. `run`: the tag of the run.
+    """The finished groups of one run on the server. `run`: the tag of the run.
 
-    Raises ValueError for a table whose items leave it when they are sampled, or whose inserts wait for samples.
+    Raises ValueError for a table that removes items after they are sampled, or whose inserts wait for samples.
     """
 
     run: str = ""
     held: dict[Place, int] = field(default_factory=dict, init=False)
-    """The keys of all groups of the run that lie on the server."""
+    """By place, the keys of all groups of the run that are on the server."""
     contained: dict[Place, int] = field(default_factory=dict, init=False)
-    """The keys of the groups in `held` that the last checkpoint contains."""
+    """By place, the keys of the groups in `held` that the last checkpoint contains."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -46,23 +46,23 @@ class FinishedGroups(GroupPool):
             raise ValueError(f"table {self.table!r} cannot keep finished groups until a checkpoint has them: {reason}")
 
     def store(self, place: Place, group: RolloutGroup) -> None:
-        """Stores a group. Returns when the server has acknowledged it, or is away for the timeout."""
+        """Stores a group. Returns when the server has confirmed or refused the group, or was away for the timeout."""
         epoch, uid = place
         tags: dict[str, str | int] = {"run": self.run, "epoch": epoch, "uid": uid}
-        key = uuid.uuid4().int >> 65  # the same at each attempt, so that no group is stored twice
+        key = uuid.uuid4().int >> 65  # one key for all attempts, so that no group is stored twice
         try:
             stored = self.ask(self.client.insert, group, {self.table: 1.0}, key=key, tags=tags)
         except (StaleItemError, TableFullError):
-            # A group that the table refuses is generated again after a kill.
+            # Only costs time: after a kill, a group that the table refused is generated again.
             return
         if stored is not None:
             self.held[place] = key
 
     def find(self) -> None:
-        """Looks up the groups that an earlier run has left.
+        """Looks up the groups that an earlier start of the run left on the server.
 
-        The newer of two groups of one prompt counts, and the older one is deleted. A prompt has two groups if the
-        server was away when a run looked, so that the run generated the prompt again.
+        If a prompt has two groups, the newer group counts, and the older group is deleted. This happens if the server
+        was away when the run looked for the group, so that the run generated the group again.
         """
         page: Any = ""
         older: list[int] = []
@@ -90,7 +90,7 @@ class FinishedGroups(GroupPool):
             self.ask(self.client.delete, self.table, older)
 
     def get(self, place: Place) -> RolloutGroup | None:
-        """The group of a place; None if there is none."""
+        """The group of a place; None if the server has no such group, or is away."""
         if place not in self.held:
             return None
         found = self.ask(self.client.get, [self.held[place]])
@@ -101,8 +101,8 @@ class FinishedGroups(GroupPool):
     def saved(self, epoch: int, uids: set[str]) -> None:
         """Notes that a checkpoint contains all epochs before `epoch`, and the prompts `uids` of `epoch`.
 
-        SkyRL may still be writing that checkpoint. So the groups that are deleted now are those that the checkpoint
-        before contains.
+        SkyRL may still be writing this checkpoint. So this method deletes the groups that the checkpoint before
+        contains, and not the groups of this checkpoint.
         """
         self.forget(dict(self.contained))
         for place, key in list(self.held.items()):
@@ -111,7 +111,8 @@ class FinishedGroups(GroupPool):
                 self.contained[place] = key
 
     def forget(self, places: Mapping[Place, int]) -> None:
-        """Deletes groups from the table. They stay noted if the server is away."""
+        """Deletes groups from the table. If the server is away, they stay in `held`, and are deleted by a later
+        call."""
         if not places:
             return
         deleted = self.ask(self.client.delete, self.table, list(places.values()))
@@ -123,8 +124,7 @@ class FinishedGroups(GroupPool):
 
 
 def _why_not_kept(config: Mapping[str, Any]) -> str:
-    """The reason why a table of this configuration loses groups that nobody draws, with the remedy; empty: it keeps
-    them."""
+    """The reason why a table of this configuration cannot hold finished groups, with the remedy; empty: it can."""
     limiter = config["rate_limiter"]["type"]
     if limiter != "min_size":
         return f"its rate_limiter is {limiter!r}, under which inserts wait for draws; leave rate_limiter out"

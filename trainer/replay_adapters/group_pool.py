@@ -1,7 +1,7 @@
-"""GroupPool: one replay table as another project's trainer uses it. Draws groups, inserts groups, counts versions.
+"""GroupPool: a replay table for the trainer of another project. Draws groups, inserts groups, counts versions.
 
-A server that is away does not end a run that could go on without it: draws are empty, inserts are lost, and the next
-call asks again (`on_unavailable="continue"`).
+With `on_unavailable="continue"`, the run goes on while the server is away: draws are empty, inserts are lost, and the
+next call tries to reach the server again.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ T = TypeVar("T")
 
 OnUnavailable = Literal["continue", "raise"]
 """The reaction to a server that does not come back in time.
-continue: train on fresh groups alone, and ask again with the next call. raise: end the run."""
+continue: train on fresh groups alone, and try again with the next call. raise: end the run."""
 AWAY = (*GONE, ServerBusyError, StorageError)
-"""Errors that mean: the server cannot answer now."""
+"""Errors which mean that the server cannot answer now."""
 _PAUSE = 0.1
 """Seconds between two attempts."""
 _RETRY = 1.0
@@ -48,8 +48,9 @@ _RETRY = 1.0
 def why_no_rows(group: RolloutGroup, *, sequences: bool = False, vocabulary: int | None = None) -> str:
     """The reason why a trainer of rows cannot train on a group; empty: it can.
 
-    Such a trainer has one advantage for all tokens of a row. Without `sequences` it also counts each row as a rollout,
-    so that a rollout of several would weigh more than the others. `vocabulary`: tokens of its model; None: unknown.
+    Such a trainer has one advantage for all tokens of a row. Without `sequences`, the trainer also counts each row as a
+    rollout, so that a rollout of several sequences would have too much weight. `vocabulary`: the number of tokens of
+    the trainer's model; None: unknown.
     """
     highest_id = max(group.prompt_ids.max(initial=0), group.completion_ids.max(initial=0))
     if vocabulary is not None and highest_id >= vocabulary:
@@ -65,13 +66,15 @@ def why_no_rows(group: RolloutGroup, *, sequences: bool = False, vocabulary: int
 class GroupPool:
     """A table of informative groups. Calls wait for a server that restarts.
 
-    Raises TableNotFoundError if the server has no such table, ServerUnavailableError if none answers, ValueError for an
-    unknown `on_unavailable`.
+    Raises TableNotFoundError if the server has no such table, ServerUnavailableError if no server answers, and
+    ValueError for an unknown `on_unavailable`.
     """
 
     client: ReplayClient
     table: str = "replay"
     on_empty: OnEmpty = "keep"
+    """wait: a draw waits up to `timeout` for groups. Otherwise a draw does not wait, and the caller decides what to
+    do."""
     timeout: float | None = 60.0
     """Seconds that a call waits for a server that went away and, with `on_empty="wait"`, for groups."""
     max_staleness: int | None = None
@@ -79,25 +82,27 @@ class GroupPool:
     sequences: bool = False
     """True if the trainer takes rollouts of several sequences: see `why_no_rows`."""
     vocabulary: int | None = None
-    """Tokens of the trainer's model; None: unknown."""
+    """The number of tokens of the trainer's model; None: unknown."""
     on_unavailable: OnUnavailable = "continue"
+    """The reaction to a server that is away for `timeout`: see OnUnavailable."""
     problem: ReplayError | None = field(default=None, init=False)
-    """Why the server is away; None: the last call reached it."""
+    """The error with which the server went away; None: the last call reached the server."""
 
     def __post_init__(self) -> None:
         check_choice("on_unavailable", self.on_unavailable, get_args(OnUnavailable))
         self._away_since = 0.0
         self._offset: int | None = None
+        """Policy version minus step, for this trainer; None: not known yet."""
         self._warned = False
         self._unusable: set[int] = set()
         self._newly_unusable = 0
         self.client.server_info(tables=[self.table])
 
     def advance(self, step: int) -> int:
-        """Tell the server that `step` updates are done. Returns the policy version of groups generated now.
+        """Tells the server that `step` updates are done. Returns the policy version of groups that are generated now.
 
-        Several trainers may share a server. So the version never goes back: a trainer that joins starts to count at
-        the version that it finds, and a trainer behind the others generates at the version of the fastest.
+        Several trainers may share a server, so the version must never go back. A new trainer starts to count at the
+        version that the server has. The groups of a slower trainer get the version of the fastest trainer.
         """
         version = self.version_of(step)
         policy = self.ask(self.client.policy)
@@ -105,15 +110,17 @@ class GroupPool:
             return version
         current = policy.version
         if version > current:
-            # InvalidRequestError: another trainer has set a higher version since.
+            # InvalidRequestError: another trainer has set a higher version in the meantime.
             with suppress(InvalidRequestError):
                 self.ask(self.client.set_policy_version, version)
         return max(version, current)
 
     def version_of(self, step: int, at_least: int = 0) -> int:
-        """The policy version after `step` updates. The first call that reaches the server fixes where it counts on.
+        """The policy version after `step` updates.
 
-        It counts on from the server's version, or from `at_least` if that is higher.
+        The first call that reaches the server fixes the start: at that `step`, the version is the server's version, or
+        `at_least` if that is higher, but not less than `step`. While no call has reached the server, the version is
+        `step`.
         """
         if self._offset is None:
             policy = self.ask(self.client.policy)
@@ -127,10 +134,11 @@ class GroupPool:
     def replace(
         self, groups: Mapping[K, RolloutGroup], scope: str, accept: Callable[[RolloutGroup], bool]
     ) -> tuple[dict[K, Sample], dict[str, float]]:
-        """The groups of the table that take the place of zero-variance groups, by place, and metrics `replay/*`.
+        """The groups of the table that replace zero-variance groups, by place, and metrics `replay/*`.
 
-        `groups`: the groups of a step, by place; those with variance are stored. Groups in which a rollout failed are
-        smaller than the rest, and stay. `scope` and `accept` are as in `draw`.
+        `groups`: the groups of a step, by place. Groups with variance are inserted into the table. A group that is
+        smaller than the largest group, because a rollout failed, is not replaced. `scope` and `accept` are as in
+        `draw`.
         """
         zero_variance = [place for place, group in groups.items() if not carries_gradient(group)]
         size = max((group.group_size for group in groups.values()), default=0)
@@ -159,12 +167,12 @@ class GroupPool:
     def draw(
         self, count: int, scope: str, accept: Callable[[RolloutGroup], bool], exclude: Iterable[int] = ()
     ) -> list[Sample]:
-        """At most `count` informative samples that `accept` takes; fewer only if the table has no more.
+        """Up to `count` informative samples for which `accept` returns True; fewer only if the table has no more, or if
+        the server is away.
 
-        The server gives no group twice under one `scope`: ranks that name the same scope in a step get different
-        groups. It gives none with a key in `exclude`. Raises DeadlineExceededError with on_empty="wait" if groups are
-        missing at the end of the timeout. Groups that the trainer cannot train on are rejected. Empty while the server
-        is away.
+        The server returns no group twice under one `scope`: ranks that name the same scope in a step get different
+        groups. It returns no group with a key in `exclude`. With on_empty="wait", raises DeadlineExceededError if
+        groups are missing at the end of the timeout. Groups that the trainer cannot train on are rejected.
         """
         chosen: list[Sample] = []
         waits = self.on_empty == "wait"
@@ -190,7 +198,8 @@ class GroupPool:
         return chosen
 
     def insert(self, groups: Iterable[RolloutGroup]) -> int:
-        """Insert groups with their `trained_priority`. Returns how many the table took; 0 while the server is away."""
+        """Inserts groups with their `trained_priority`. Returns the number of groups that the table accepted; 0 while
+        the server is away."""
         inserted = 0
         for group in groups:
             try:
@@ -199,16 +208,16 @@ class GroupPool:
                     break
                 inserted += 1
             except (StaleItemError, TableFullError) as error:
-                # The trainer has used the group already: only its second use is lost.
+                # The trainer has trained on the group already, so only its replay is lost.
                 if not self._warned:
                     logger.warning("%s refused a group; this is the only warning: %s", self.table, error)
                 self._warned = True
         return inserted
 
     def take_unusable(self) -> int:
-        """The number of draws since the last call that gave a group which the trainer cannot train on.
+        """The number of groups that were drawn since the last call of this method and could not be trained on.
 
-        These groups stay in the table.
+        A group counts once for each draw, because such groups stay in the table.
         """
         count = self._newly_unusable
         self._newly_unusable = 0
@@ -242,21 +251,23 @@ class GroupPool:
         return carries_gradient(sample.group)
 
     def ask(self, method: Callable[..., T], *args: Any, **kwargs: Any) -> T | None:
-        """The result of a client's method that waits only for the server's answer; None while the server is away."""
+        """Calls a method of the client that does not wait for groups. Returns its result; None while the server is
+        away."""
         limit = self.timeout if self.problem is None else _RETRY
         return self._call(partial(method, *args, timeout=limit, **kwargs), *AWAY, DeadlineExceededError)
 
     def _call(self, attempt: Callable[[], T], *away: type[ReplayError]) -> T | None:
-        """The result of `attempt`; None if the server is away for the timeout, and `on_unavailable` is "continue".
+        """The result of `attempt`. None if the server is away for longer than the timeout, and `on_unavailable` is
+        "continue".
 
-        `away`: the errors that mean that the server is away.
+        `away`: the errors which mean that the server is away.
         """
 
         def judge(error: Exception, late: bool) -> None:
             if late or not isinstance(error, away):
                 raise error
 
-        # A server that is known to be away gets one attempt a call, so that the trainer does not wait again.
+        # If the server is known to be away, a call makes only one attempt, so that the trainer does not wait again.
         patience = 0.0 if self.problem else self.timeout
         try:
             result = try_patiently(attempt, judge, patience, longest=_PAUSE)

@@ -1,8 +1,8 @@
 """The version of each framework that its adapter was run with, and the hooks of the framework that the adapter needs.
 
-The hooks are checked when the adapter is imported. Any release of a framework may change what an adapter replaces or
-calls; a difference then ends the run at the import and not at the first step. Version numbers are not compared: a
-version that has all hooks works.
+A hook is a class or function of the framework that an adapter replaces or calls, and any release of the framework may
+change it. The hooks are checked when the adapter is imported, so that a difference ends the run at the import and not
+at the first step. Version numbers are not compared, because any version with all hooks should work.
 """
 
 from __future__ import annotations
@@ -55,12 +55,13 @@ HOOKS: dict[str, str] = {
         skyrl.train.fully_async_trainer:GeneratedOutputGroup(generator_output, global_step_when_scheduled, ...)
         """,
 }
-"""Lines `module:name`, some with all parameters after self; with "..." they may be in any order, among others."""
+"""By framework, its hooks, one a line: `module:name`, or `module:name(parameters)` without self. The parameters must be
+exactly these in this order. If the last one is "...", there may be others, and the order does not matter."""
 
 
 @contextmanager
 def hooks_of(framework: str) -> Iterator[None]:
-    """Around the imports of a framework. Raises ImportError with what is missing or differs, and the remedy."""
+    """Wraps the imports of a framework. Raises ImportError that names the missing or different hook, and the remedy."""
     try:
         for line in HOOKS[framework].splitlines():
             hook = line.strip()
@@ -87,7 +88,7 @@ def _check_hook(hook: str) -> None:
 
 
 def mismatch(framework: str, difference: object) -> ImportError:
-    """The error that says how an installed framework differs from the one that the adapter was run with."""
+    """The error for an installed framework that differs from the version that the adapter was run with."""
     return ImportError(
         f"the adapter for {framework} was run with {RUN_WITH[framework]}, and what is installed differs: {difference}. "
         f"Install what it was run with, or a newer replay-server"

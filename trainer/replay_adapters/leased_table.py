@@ -1,11 +1,11 @@
-"""LeasedTable: a table of fresh groups as another project's trainer reads it, which takes each group once.
+"""LeasedTable: a table of fresh groups for the trainer of another project, which trains on each group once.
 
 table ──lease──▶ draw ──▶ the trainer ──checkpoint on the disk──▶ acknowledge
                   └────────the run ends, or dies────────────────▶ requeued
 
-The class joins what such a trainer needs: the lock of its folder, the leases and the file that lists them, the
-protocol of a resume, a stream of groups, and the pool. A call waits for a server that is away, however long that
-takes, and logs that it waits.
+The class joins the parts that such a trainer needs: the lock of its folder, the leases and the file that lists them,
+the protocol of a resume, a stream of groups, and the pool. While the server is away, `reach` waits without limit and
+logs that it waits.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ _POLL = 1.0
 
 
 class LeasedTable:
-    """One reader of a table. Only `leases.expect`, `reach` and `closed` may be used by several threads at once."""
+    """One reader of a table. Several threads may use `leases.expect`, `reach` and `closed` at once, but nothing
+    else."""
 
     def __init__(
         self,
@@ -53,9 +54,9 @@ class LeasedTable:
         """`who`: the name of the reader in the log. `folder`: the folder of the lock and of the list of leases.
 
         `lease`: seconds after which the server takes back the groups of a reader that died and was not started again.
-        `pool`: the table of groups that were trained on; None: only the count of versions of the pool is used.
-        `access`: settings of the client that replace those of the environment. Raises TableNotFoundError if the server
-        lacks a table.
+        `pool`: the table of groups to replay; None: there is none, and `self.pool` only counts versions. `prefetch`:
+        the number of batches to draw ahead. `access`: settings of the client that replace the settings of the
+        environment. Raises TableNotFoundError if the server lacks a table.
         """
         self.client = ReplayClient.from_env(**access)
         self.table = table
@@ -88,7 +89,8 @@ class LeasedTable:
             raise RuntimeError(refusal)
 
     def draw(self) -> list[Sample]:
-        """The groups of the next batch that no checkpoint contains; none if none came in time."""
+        """The groups of the next batch, without groups that a checkpoint contains already; empty if no batch came in
+        time."""
         try:
             drawn = self.leases.hold(next(self._batches))
         except _LATER as error:
@@ -98,7 +100,8 @@ class LeasedTable:
         return drawn
 
     def acknowledge(self, groups: TrainedGroups) -> bool:
-        """Tells the server that a checkpoint on the disk contains `groups`. Returns True if the call reached it."""
+        """Tells the server that a checkpoint on the disk contains `groups`. Returns False if the server cannot answer
+        now; the next checkpoint then acknowledges these groups too."""
         try:
             self.leases.acknowledge(groups)
         except _LATER as error:
@@ -108,22 +111,22 @@ class LeasedTable:
         return True
 
     def reach(self, attempt: Callable[[], T]) -> T:
-        """The result of `attempt`, however long the table is full or the server is away."""
+        """The result of `attempt`, which is repeated without limit while the table is full or the server is away."""
         result = try_patiently(attempt, self._judge, first=0.0)
         self.waiting.go_on()
         return result
 
     def close(self, leave: bool = True) -> None:
-        """Requeues the groups that no checkpoint contains, and closes the connection; a second call does nothing.
+        """Requeues the groups that no checkpoint contains, and closes the connection. A second call does nothing.
 
-        `leave`: the run has ended, and nobody has to miss this reader.
+        `leave`: True if the run has ended as planned, so that the server does not report this reader as missing.
         """
         if self._closed.is_set():
             return
         self._closed.set()
         self._batches.close()
         self.leases.requeue()
-        if leave:  # last: any other call would be a sign of life
+        if leave:  # last, because after any later call the server would take this client as running again
             self.client.leave()
         self._lock.release()
         self.client.close()
@@ -134,7 +137,8 @@ class LeasedTable:
         return self._closed.is_set()
 
     def _judge(self, error: Exception, _: bool = False) -> None:
-        """Pauses before the next attempt. Raises an error that does not pass, and any error after `close`."""
+        """Pauses before the next attempt. Raises `error` if a repetition cannot succeed, and any error after
+        `close`."""
         if self._closed.is_set():
             raise error
         if not isinstance(error, _LATER):

@@ -7,13 +7,14 @@ rollout worker ──put──▶ rollouts ──lease──▶ get ──▶ tr
                     trained-N.json ◀──end of drain N                │
                     acknowledged ◀──the checkpoint contains drain N─┘
 
-This buffer decides as Miles' own buffer does, and at the same moment: an aborted group and a group that the dynamic
-filter refuses are never stored, and a stale group is never handed out. Only one thing is new: a group is not gone when
-the trainer has it. The server keeps the group under a lease until a checkpoint on the disk contains the step that used
-the group. A trainer that died gets back the groups that its checkpoint lacks, and none that the checkpoint has.
+This buffer makes the decisions of Miles' own buffer, at the same moments: an aborted group and a group that the dynamic
+filter refuses are never stored, and a stale group is never handed out. Only one thing is new: the server keeps a group
+that the trainer has taken under a lease, until a checkpoint on the disk contains the step that used the group. After a
+crash, the trainer gets back the groups that its checkpoint lacks, and no group that the checkpoint contains.
 
-Miles says neither when it saves nor which rollout a `get` belongs to. So a drain ends with `get_metrics`, drains are
-counted from the checkpoint that the run began with, and `latest_checkpointed_iteration.txt` says what is saved.
+A drain is the sequence of `get` calls that collects the groups of one rollout of Miles. Miles does not tell the buffer
+when it saves, nor to which rollout a `get` belongs. So a call of `get_metrics` counts as the end of a drain, drains are
+numbered from the checkpoint that the run began with, and `latest_checkpointed_iteration.txt` says what is saved.
 """
 
 from __future__ import annotations
@@ -59,10 +60,10 @@ logger = logging.getLogger(__name__)
 PREFIX = "rollout/fully_async/"
 """The prefix of the metrics, as in Miles' own buffer."""
 _METRICS_SECONDS = 1.0
-"""Seconds that each request of `get_metrics` waits for the server. The call blocks the event loop in which Miles
-generates, so they are few."""
+"""Seconds that each request of `get_metrics` waits for the server. They are few, because the call blocks the event loop
+in which Miles generates."""
 _READS = "reads"
-"""The setting of a client that names the table which the client reads."""
+"""The name of a setting with which a client tells the server which table it reads."""
 
 
 @dataclass(frozen=True)
@@ -73,17 +74,17 @@ class BufferSettings:
     address: str | None = None
     """host:port; None: REPLAY_ADDRESS."""
     table: str = "rollouts"
-    """Finished groups. Its limiter bounds how far generation runs ahead, in the place of
-    `--async-data-buffer-capacity-factor`; its sampler chooses what is trained on next."""
+    """The table of finished groups. Its rate limiter bounds how far generation runs ahead, in the place of
+    `--async-data-buffer-capacity-factor`. Its sampler chooses the next group to train on."""
     pool: str = "replay"
     """The table that `table` forwards to. Only a `share` above 0 reads it."""
     share: float = 0.0
-    """The share of groups that comes from the pool, from 0 to 0.9, as far as the pool has some."""
+    """The share of groups that comes from the pool, from 0 to 0.9, as far as the pool has groups."""
     lease: float = 300.0
     """Seconds after which the server takes back the groups of a trainer that died and was not started again."""
     folder: str | None = None
-    """The folder in which the buffer notes the groups that it has under leases. None: the folder `replay` in that of
-    `--save`."""
+    """The folder in which the buffer lists its leases and the groups of its drains. None: the subfolder `replay` of
+    `--save`; without `--save`, a temporary folder."""
 
     @classmethod
     def of(cls, args: Any) -> BufferSettings:
@@ -100,31 +101,32 @@ class BufferSettings:
 
 
 class Drains:
-    """The drains of the buffer, and which of them a checkpoint of Miles contains.
+    """The drains of the buffer, and which drains a checkpoint of Miles contains.
 
-    Drain N feeds the training of rollout N.
+    Drain N collects the groups that rollout N of Miles trains on.
 
-    After each drain a file names its groups, before Miles can train on them and save: so a run that goes on from
-    checkpoint N finds the file of drain N. Without `--save` there are no checkpoints. A drain is then used up when the
-    second drain after it has ended, because Miles draws one drain ahead of training.
+    At the end of drain N a file names its groups, before Miles can train on them and save. So a run that goes on from
+    checkpoint N finds the file of drain N. Without `--save` there are no checkpoints. Then a drain counts as used up
+    when the second drain after it has ended, because Miles draws one drain ahead of training.
     """
 
     def __init__(self, args: Any, folder: Path) -> None:
         self._saves = getattr(args, "save", None)
-        # The FSDP backend writes the rollout after the last one that the checkpoint contains.
+        # In the file that names the last checkpoint, the FSDP backend writes the number of the next rollout.
         self._behind = 1 if getattr(args, "train_backend", None) == "fsdp" else 0
         self._folder = folder
         last_loaded = self._saved_in(getattr(args, "load", None))
         start_rollout_id = getattr(args, "start_rollout_id", None)
         self.number = start_rollout_id if start_rollout_id is not None else last_loaded + 1
-        """The number of the drain under way."""
+        """The number of the current drain."""
         self._open: deque[tuple[int, TrainedGroups]] = deque()
+        """(number, groups passed to `end`) of each ended drain that is not acknowledged, oldest first."""
 
     def before(self) -> TrainedGroups:
-        """The groups in the checkpoint from which this run begins, as far as their leases were open.
+        """The groups in the checkpoint from which this run begins that were not acknowledged when it was written.
 
-        Deletes the files of all other drains. The run before may have trained on the groups of later drains, but no
-        checkpoint contains that training.
+        Deletes the files of all other drains. The run before may have trained on the groups of later drains, but this
+        checkpoint does not contain that training.
         """
         path = self._path(self.number - 1)
         groups = TrainedGroups()
@@ -136,13 +138,14 @@ class Drains:
         return groups
 
     def end(self, groups: TrainedGroups) -> None:
-        """Ends the drain under way. `groups`: all groups that were drawn since the last checkpoint."""
+        """Ends the current drain. `groups`: all groups so far that are not acknowledged, without groups that the next
+        drain uses."""
         write_whole(self._path(self.number), json.dumps(groups.state_dict()))
         self._open.append((self.number, groups))
         self.number += 1
 
     def used_up(self) -> TrainedGroups | None:
-        """The groups of the drains that a checkpoint contains by now; None: there is no new one."""
+        """The groups of the drains that a checkpoint contains by now; None: no further drain is in a checkpoint."""
         if self._saves is None:
             last = self.number - 3
         else:
@@ -164,7 +167,7 @@ class Drains:
         return self._folder / f"trained-{number}.json"
 
     def _saved_in(self, folder: str | None) -> int:
-        """The last rollout that the checkpoints of a folder contain; -1: none."""
+        """The number of the last rollout that the checkpoints in a folder contain; -1: there is no checkpoint."""
         if folder is None:
             return -1
         path = Path(folder, "latest_checkpointed_iteration.txt")
@@ -179,10 +182,10 @@ class Drains:
 class ServerDataBuffer(DataBuffer):  # type: ignore[misc]  # Miles has no types that mypy reads
     """Miles' buffer of finished groups, in a table of a replay server.
 
-    * `put` waits while the table is full, `get` while it is empty, and both while the server is away.
-    * Groups come back equal to what was put, in each field of each sample, and with their prompt group.
-    * Replayed groups have negative indices and rollout ids, so none is taken for a rollout of this step.
-    * One trainer reads a table. A second one ends at its start.
+    * `put` waits while the table is full, and `get` waits while it is empty. Both wait while the server is away.
+    * `get` returns groups exactly as they were put, in each field of each sample, and with their prompt group.
+    * Replayed groups have negative indices and rollout ids, so that Miles does not take them for rollouts of this step.
+    * Only one trainer may read a table. A second trainer raises an error at its start.
     """
 
     def __init__(self, input: DataBufferConstructorInput) -> None:
@@ -204,7 +207,7 @@ class ServerDataBuffer(DataBuffer):  # type: ignore[misc]  # Miles has no types 
             settings.lease,
             pool=settings.pool if settings.share else None,
             max_staleness=args.max_weight_staleness,
-            # Groups are chosen by priority and may turn stale, so each is drawn as late as possible.
+            # Each group is drawn as late as possible, because groups are chosen by priority and may become stale.
             prefetch=1,
             address=settings.address,
             name=self._name,
@@ -225,17 +228,17 @@ class ServerDataBuffer(DataBuffer):  # type: ignore[misc]  # Miles has no types 
         self._leases.start()
         self._drawing = threading.Lock()
         self._ready: deque[tuple[Sample, bool]] = deque()
-        """Groups that are drawn and not handed out, each with True if it is from the pool. There is more than one if a
-        `get` was cancelled."""
+        """(group, True if it is from the pool) for groups that are drawn and not handed out. There may be several
+        groups if a `get` was cancelled."""
         self._keys: list[int] = []
-        """The keys of the groups of this drain."""
+        """The keys of the fresh groups of this drain."""
         self._handed = 0
         self._replayed = 0
         self._next_index = itertools.count(1)
         self._version: int | None = None
-        """Miles' version at the last `get`."""
+        """The version that Miles passed to the last `get`."""
         self._policy_version = 0
-        """The version at the last `get` in the server's count."""
+        """The same version as the server counts it."""
         self._metric_gatherer = MetricGatherer()
         self._counts = dict.fromkeys(_COUNTS, 0)
         self._consumed_staleness: list[int] = []
@@ -245,7 +248,7 @@ class ServerDataBuffer(DataBuffer):  # type: ignore[misc]  # Miles has no types 
     async def put(self, input: DataBufferInput) -> None:
         """Stores a finished group, unless it was aborted or the dynamic filter refuses it.
 
-        Returns when the server has acknowledged it; with a `data_dir` it is on the disk then.
+        Returns when the server has confirmed the group. If the server has a `data_dir`, the group is on the disk then.
         """
         if any(sample.status == MilesSample.Status.ABORTED for sample in iter_samples(input.group)):
             self._counts["aborted_groups_filtered"] += 1
@@ -262,7 +265,7 @@ class ServerDataBuffer(DataBuffer):  # type: ignore[misc]  # Miles has no types 
     def _insert(self, input: DataBufferInput) -> bool:
         """Inserts a group. Returns False if the table refused the group because it is stale already."""
         group = self._group_of(input)
-        key = uuid.uuid4().int >> 65  # the same at each attempt, so that no group is stored twice
+        key = uuid.uuid4().int >> 65  # one key for all attempts, so that no group is stored twice
         insert = partial(self.client.insert, group, {self.settings.table: trained_priority(group)}, key=key)
         try:
             self._reach(insert)
@@ -271,8 +274,8 @@ class ServerDataBuffer(DataBuffer):  # type: ignore[misc]  # Miles has no types 
         return True
 
     def _group_of(self, input: DataBufferInput) -> RolloutGroup:
-        # Miles generates in place, so the samples of the prompt group often are those of the group. Such a sample of
-        # the prompt group is stored as its position in the group.
+        # Miles generates in place, so the samples of the prompt group are often the same objects as the samples of the
+        # group. Such a sample of the prompt group is stored as its position in the group.
         positions = {id(sample): position for position, sample in enumerate(iter_samples(input.group))}
         prompts = [positions.get(id(sample), sample) for sample in input.prompt_group]
         oldest = group_oldest_weight_version(input.group)
@@ -303,7 +306,7 @@ class ServerDataBuffer(DataBuffer):  # type: ignore[misc]  # Miles has no types 
                 if limit is not None and staleness > limit:
                     self._counts["stale_groups_filtered"] += 1
                     self._handle_unused(entry.prompt_group)
-                    continue  # its lease ends with those of the other groups of its drain
+                    continue  # its lease ends together with the leases of its drain
             self._handed += 1
             if replayed:
                 self._replayed += 1
@@ -326,7 +329,7 @@ class ServerDataBuffer(DataBuffer):  # type: ignore[misc]  # Miles has no types 
                         self._ready.append((sample, False))
 
     def _draw_again(self) -> list[Sample]:
-        """A group of the pool that this drain does not have yet; no group if the pool has none."""
+        """One group of the pool that this drain does not have yet; empty if the pool has no such group."""
         scope = f"{self._name}/{self._drains.number}"
         return self._reach(partial(self._pool.draw, 1, scope, self._usable, exclude=tuple(self._keys)))
 
@@ -342,7 +345,7 @@ class ServerDataBuffer(DataBuffer):  # type: ignore[misc]  # Miles has no types 
         return f"no samples of Miles, or not n_samples_per_prompt={self._args.n_samples_per_prompt} rollouts"
 
     def _entry(self, group: RolloutGroup) -> tuple[DataBufferInput, bool]:
-        """A stored group as Miles put it, and True if its samples know their weight versions."""
+        """A stored group in the form in which Miles put it, and True if its samples have weight versions."""
         read = self._store.read(group)
         assert read is not None
         rollouts, more = read
@@ -378,11 +381,11 @@ class ServerDataBuffer(DataBuffer):  # type: ignore[misc]  # Miles has no types 
     # ------------------------------------------------------------------------------------------------- metrics
 
     def get_metrics(self) -> dict[str, float]:
-        """Ends a drain. Returns the metrics of Miles' own buffer by their names, and these of this buffer:
+        """Ends a drain. Returns the metrics of Miles' own buffer under the same names, and four further metrics:
 
         `replayed_groups`: groups of this drain that came from the pool. `groups_unusable`: groups that could not be
-        trained on. `held_groups`: groups that no checkpoint contains. `server_away`: 1 if the server did not answer at
-        this moment; the metrics of the queue are missing then.
+        trained on. `held_groups`: groups under leases, which no checkpoint contains yet. `server_away`: 1 if the server
+        did not answer this call, and then the metrics of the queue are missing; else 0.
         """
         self._drains.end(self._leases.trained([sample for sample, _ in self._ready]))
         self._keys = [sample.info.key for sample, _ in self._ready]
@@ -430,7 +433,8 @@ class ServerDataBuffer(DataBuffer):  # type: ignore[misc]  # Miles has no types 
         self._queue.close()
 
     def _refuse_a_second_reader(self) -> None:
-        """Raises RuntimeError if a trainer that is alive reads the table. If two start at once, both may end."""
+        """Raises RuntimeError if another running trainer reads the table. If two trainers start at once, both may
+        raise."""
         table = self.settings.table
         self.client.describe({_READS: table})
         for other in self.client.server_info().clients:

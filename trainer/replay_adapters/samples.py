@@ -1,7 +1,7 @@
-"""SampleStore: the samples of slime and of Miles as groups, and the same samples back, bit by bit.
+"""SampleStore: converts the samples of slime or Miles to groups, and groups back to the same samples, bit by bit.
 
 Miles is a fork of slime, and both have a dataclass `Sample` with the same names for tokens, log-probabilities, masks
-and rewards. What a trainer of groups can read becomes arrays of the group, with their axes:
+and rewards. The fields that a trainer of groups can read become arrays of the group, with their axes:
 
     tokens, response_length          prompt_ids, contexts and completions
     rollout_log_probs, loss_mask     rollout_logprobs, loss_mask (False where `remove_sample` is set)
@@ -10,10 +10,10 @@ and rewards. What a trainer of groups can read becomes arrays of the group, with
     rollout_top_p_token_ids          an extra with the axis "ragged:token"
     a rollout that is a list         sequence_counts
 
-All other fields travel in one array without an axis, packed by msgpack. No code needs to know these fields, and none
-cuts the array. A value that its array cannot hold exactly, such as a log-probability that float32 rounds, is packed as
-well, so samples come back as they were. Unpacking makes plain values, arrays, and the dataclasses of the module of
-`Sample`. It runs no code from the data.
+All other fields are packed by msgpack into one array without an axis. No other code needs to know these fields, and no
+code cuts this array. A value that an array of the group cannot hold exactly, such as a log-probability that float32
+rounds, is also packed, so that samples come back unchanged. Unpacking makes plain values, arrays, and enums and
+dataclasses of the module of `Sample`. It runs no code from the data.
 """
 
 from __future__ import annotations
@@ -41,11 +41,12 @@ Rollout = Any
 """The result of one execution of the policy: a sample, or a list of samples."""
 
 WHOLE = ("rollout_routed_experts", "rollout_indexer_topk")
-"""Fields with a row for each token of prompt and response, or for all but the last one."""
+"""Fields with a row for each token of prompt and response, or for all but the last token."""
 TOKEN = ("teacher_log_probs", "opd_reverse_kl")
 """Fields with a value for each token of the response."""
 RAGGED = {"rollout_top_p_token_ids": "rollout_top_p_token_offsets"}
-"""Fields with a set for each token of the response: the values, and the field with the offsets."""
+"""Fields with a set of values for each token of the response: name of the field -> name of the field with the
+offsets."""
 _IN_ARRAYS = ("tokens", "response_length", "rollout_log_probs", "loss_mask")
 """Fields that come from the arrays of a group, unless they are packed."""
 PACKED = "samples"
@@ -55,12 +56,13 @@ _NO_PROMPT = 0
 _FORMS = "/forms"
 """The packed field of a sample that holds its Forms."""
 _IMAGE_MODES = ("L", "RGB", "RGBA")
-"""Images that their pixels describe completely."""
+"""The modes of images that are stored. In these modes the pixels describe the image completely."""
 _ARRAY, _TENSOR, _TUPLE, _OBJECT, _IMAGE = range(1, 6)
+"""The codes of msgpack's extension types. An object is an enum or a dataclass of the module of the sample class."""
 
 
 def samples_of(rollout: Rollout) -> list[Any]:
-    """The samples of a rollout. A rollout that may fan out into several samples is a list, also if it has only one."""
+    """The samples of a rollout. A rollout that may have several samples is a list, even if it has only one sample."""
     if isinstance(rollout, list):
         return rollout
     return [rollout]
@@ -93,8 +95,8 @@ class SampleStore:
     ) -> RolloutGroup:
         """The rollouts of one prompt as a group. `more`: values that `read` returns together with the rollouts.
 
-        A rollout without a finite reward counts as 0 in the group. Raises ValueError that names a field which cannot be
-        stored, and for a rollout without samples.
+        A rollout without a finite reward has the reward 0 in the group. Raises ValueError for a rollout without
+        samples, and for a field that cannot be stored, which the error names.
         """
         samples_by_rollout = [samples_of(rollout) for rollout in rollouts]
         if not samples_by_rollout or not all(samples_by_rollout):
@@ -129,7 +131,7 @@ class SampleStore:
         )
 
     def read(self, group: RolloutGroup) -> tuple[list[Rollout], dict[str, Any]] | None:
-        """The rollouts that `group_of` got, and its `more`; None if `group_of` did not make the group."""
+        """The rollouts and the `more` that were passed to `group_of`. None: `group_of` did not make this group."""
         try:
             packed = msgpack.unpackb(group.extras[PACKED].tobytes())
             fields_S = []
@@ -170,7 +172,8 @@ class SampleStore:
     # ------------------------------------------------------------------------------------------------ all other fields
 
     def _rest(self, sample: Any, elsewhere: set[str]) -> dict[str, bytes]:
-        """The fields that no array has, and attributes that a user added. Fields with their default are left out."""
+        """The packed fields that are not in `elsewhere`, with attributes that a user added. Fields with their default
+        value are left out. `elsewhere`: the names of the fields that arrays of the group hold."""
         packed = {}
         for name, value in vars(sample).items():
             if name in elsewhere:
@@ -182,7 +185,8 @@ class SampleStore:
         return packed
 
     def _sample(self, group: RolloutGroup, k: int, fields: Mapping[str, Any], prompt: Array, span: slice) -> Any:
-        """Row k, which has this prompt and the tokens of `span`, as a sample."""
+        """Row k of the group as a sample. `fields`: its packed fields. `prompt` and `span`: its prompt and the span of
+        its tokens."""
         assert group.loss_mask is not None
         values: dict[str, Any] = {
             "tokens": [*prompt.tolist(), *group.completion_ids[span].tolist()],
@@ -221,7 +225,8 @@ class SampleStore:
         return msgpack.unpackb(packed, ext_hook=self._unpacked, strict_map_key=False)
 
     def _packed(self, value: Any) -> Any:
-        """A value that msgpack does not know, as one that it does. Raises TypeError for others."""
+        """Converts a value that msgpack does not know to an extension type. Raises TypeError if this is not
+        possible."""
         kind = type(value)
         if isinstance(value, np.ndarray | np.generic) and value.dtype.kind in "biuf":
             is_number = isinstance(value, np.generic)
@@ -268,7 +273,8 @@ class SampleStore:
         raise ValueError(f"{content[0]!r} is no class of {self._module.__name__}")
 
     def _named(self, qualname: str) -> Any:
-        """The attribute of this name of the module of the sample class; None: it has none."""
+        """The attribute with this qualified name in the module of the sample class; None: there is no such
+        attribute."""
         found: Any = self._module
         for part in qualname.split("."):
             found = getattr(found, part, None)
@@ -279,11 +285,11 @@ def _shown(value: Any) -> str:
     try:
         return f"{value!r:.200}"
     except RecursionError:
-        return reprlib.repr(value)  # its first levels alone
+        return reprlib.repr(value)  # only the outer levels of the value
 
 
 def _make(kind: type[Any], values: Mapping[str, Any]) -> Any:
-    """A dataclass with these fields, and with attributes that are no fields."""
+    """An instance of a dataclass. Values whose names are not fields become further attributes."""
     names = {field.name for field in dataclasses.fields(kind)}
     instance = kind(**{name: value for name, value in values.items() if name in names})
     for name in values.keys() - names:
@@ -293,14 +299,14 @@ def _make(kind: type[Any], values: Mapping[str, Any]) -> Any:
 
 @dataclasses.dataclass
 class _Row:
-    """The arrays of a group for one sample."""
+    """The part of the group's arrays that one sample fills."""
 
     prompt: Array
     completion: Array
     logprobs: Array
     mask: Array
     exact: set[str]
-    """The fields of the sample that these arrays hold as they are."""
+    """The fields of the sample that these arrays hold exactly, so that they need not be packed."""
 
     @classmethod
     def of(cls, sample: Any) -> _Row:
@@ -329,7 +335,7 @@ class _Row:
         loss_mask = _numbers(sample.loss_mask, "iu")
         if loss_mask is not None and loss_mask.shape == mask.shape:
             mask = loss_mask != 0
-            # The group masks all tokens of a removed sample. So the mask of that sample is packed, to come back.
+            # The group masks all tokens of a removed sample. So the original mask of such a sample is packed.
             if not sample.remove_sample and ((loss_mask == 0) | (loss_mask == 1)).all():
                 exact.add("loss_mask")
         if sample.remove_sample:
@@ -347,7 +353,8 @@ def _ids(tokens: Any) -> npt.NDArray[np.int32] | None:
 
 
 def _numbers(values: Any, kinds: str) -> Array | None:
-    """A list of numbers as an array of one dimension; None for anything else. An empty list is one of any kind."""
+    """A list of numbers as an array of one dimension. An empty list counts as numbers of any kind. None: not a list, or
+    not numbers of the dtype kinds `kinds`."""
     if type(values) is not list:
         return None
     if not values:
@@ -367,15 +374,16 @@ def _finish_reason(sample: Any) -> str:
 
 
 Forms = dict[str, Any]
-"""For each field of a sample that became rows of a column, the form that the field had before (see `_form`)."""
+"""By name of a field that became rows of a column: the form that the field had in the sample (see `_form`)."""
 Column = tuple[str, list[Any]]
 """The axis of a column, and its rows: one for each sample."""
 
 
 def _columns(samples: Sequence[Any], rows: Sequence[_Row]) -> tuple[dict[str, Column], list[Forms]]:
-    """The columns of the fields that all these samples have for each token, and the forms of each sample.
+    """The columns of the fields that have values for each token, by name, and the forms of each sample.
 
-    A field that one sample lacks, because it failed, has zeros there. A field whose sizes fit no axis is no column.
+    If a sample lacks such a field because the sample failed, its row has zeros. A field does not become a column if its
+    sizes do not fit its axis.
     """
     columns: dict[str, Column] = {}
     forms: list[Forms] = [{} for _ in samples]
@@ -391,7 +399,7 @@ def _columns(samples: Sequence[Any], rows: Sequence[_Row]) -> tuple[dict[str, Co
 
 
 def _dense_column(name: str, samples: Sequence[Any], rows: Sequence[_Row], forms: Sequence[Forms]) -> Column | None:
-    """The column of a field with a value or a row for each token; None if a sample has another size.
+    """The column of a field with a value or a row for each token; None if the field of a sample has another size.
 
     Adds the forms of the field to `forms`.
     """
@@ -426,7 +434,8 @@ def _dense_column(name: str, samples: Sequence[Any], rows: Sequence[_Row], forms
 
 
 def _ragged_column(name: str, samples: Sequence[Any], rows: Sequence[_Row], forms: Sequence[Forms]) -> Column | None:
-    """The column of a field with a set for each token of the response; None if a sample has sets that do not fit.
+    """The column of a field with a set of values for each token of the response; None if the sets of a sample do not
+    fit.
 
     Adds the forms of the field, and of the field with its offsets, to `forms`.
     """
@@ -449,7 +458,7 @@ def _ragged_column(name: str, samples: Sequence[Any], rows: Sequence[_Row], form
 
 
 def _is_ragged(values: Array | None, offsets: Array | None, row: _Row) -> bool:
-    """True if values and offsets are there and fit the response, or if neither is there."""
+    """True if values and offsets fit the response, or if the sample has neither values nor offsets."""
     if values is None or offsets is None:
         return values is None and offsets is None
     return (
@@ -464,7 +473,7 @@ def _is_ragged(values: Array | None, offsets: Array | None, row: _Row) -> bool:
 
 
 def _array(value: Any) -> Array | None:
-    """The numbers of a list, an array or a tensor; None if they are not those of an array that a group can hold."""
+    """The numbers of a list, an array or a tensor as an array; None if a group cannot hold such an array."""
     if _is_tensor(value):
         value = value.detach().cpu()
         if str(value.dtype) == "torch.bfloat16":
@@ -482,7 +491,7 @@ def _array(value: Any) -> Array | None:
 
 
 def narrowest(arrays: Sequence[Array], least: Any = np.uint8) -> np.dtype[Any]:
-    """The smallest dtype that holds all these numbers exactly, `least` or more."""
+    """The smallest dtype that holds all these numbers exactly, and that is not smaller than `least`."""
     dtype = np.result_type(*arrays)
     if dtype.kind == "f":
         exact = all((array.astype(np.float32) == array).all() for array in arrays)
@@ -511,7 +520,7 @@ def _form(value: Any, array: Array) -> list[Any]:
 
 
 def _formed(row: Array, form: str, dtype: str, length: int) -> Any:
-    """A row of a column in the form that the sample had: a list, an array or a tensor."""
+    """A row of a column in the form that the field had in the sample: a list, an array or a tensor."""
     array = np.array(row[:length], dtype=_plain(dtype))
     if form == "list":
         return array.tolist()
@@ -528,7 +537,7 @@ def _is_tensor(value: Any) -> bool:
 
 
 def _plain(dtype: str) -> np.dtype[Any]:
-    """The dtype of numbers with this name. Raises ValueError for others."""
+    """The dtype with this name. Raises ValueError if it is not a dtype of numbers."""
     found = np.dtype(dtype)
     if found.kind not in "biuf":
         raise ValueError(f"{dtype!r} is no dtype of numbers")

@@ -1,4 +1,4 @@
-"""SkyRL's fully asynchronous trainer with a replay server: finished groups survive it, and may be trained on again.
+"""SkyRL's fully asynchronous trainer with a replay server: finished groups survive a crash, and may be replayed.
 
     class MyExp(FullyAsyncPPOExp):
         def get_trainer(self, **arguments): return ServerFullyAsyncTrainer(**arguments)
@@ -8,9 +8,10 @@ generator ──finished group──▶ SkyRL's own buffer ──▶ mini-batch 
     ▼  └──after a restart── finished ◀──deleted───────┼─────┼───────────┘
  finished                                        replay ◀───┘
 
-SkyRL's buffer is a queue in its own memory, bound to prompts, epochs and counts that SkyRL asserts. So it stays, and a
-copy of each finished group lies on the server until a checkpoint contains the group. A trainer that resumes generates
-all prompts that its checkpoint does not name; where the server has the group of such a prompt, nothing is generated.
+SkyRL's buffer is a queue in the memory of the trainer, and SkyRL asserts that it agrees with prompts, epochs and
+counts. So this adapter does not replace the queue. It keeps a copy of each finished group on the server until a
+checkpoint contains the group. A trainer that resumes asks for all prompts that its checkpoint does not name. If the
+server has the group of such a prompt, the group is taken from the server and not generated.
 
 Before a mini-batch becomes training input, groups of `replay` take the place of groups whose rewards are all equal.
 """
@@ -46,13 +47,14 @@ class SkyRLSettings:
     address: str | None = None
     """host:port; None: REPLAY_ADDRESS."""
     finished: str = "finished"
-    """The table of finished groups that no checkpoint contains. A queue is refused: nobody draws from it."""
+    """The table of finished groups that no checkpoint contains. A table that is configured as a queue is refused,
+    because no program draws from this table."""
     pool: str | None = "replay"
     """The table of groups that were trained on, and that replace groups without variance; None: nothing is replaced."""
     max_staleness: int | None = None
-    """Steps; None: SkyRL's `fully_async.max_staleness_steps`."""
+    """The most steps that a stored group may lag; None: SkyRL's `fully_async.max_staleness_steps`."""
     on_unavailable: OnUnavailable = "continue"
-    """continue: without the server train as SkyRL does. raise: end the run."""
+    """continue: while the server is away, train as SkyRL does without it. raise: end the run."""
     timeout: float = 60.0
     """Seconds that a call waits for a server that went away."""
 
@@ -88,7 +90,7 @@ class _KeepingGenerator(GeneratorInterface):  # type: ignore[misc]  # SkyRL has 
         """True if the output for a batch with this metadata is stored."""
         if metadata is None or metadata.training_phase != "train":
             return False
-        # Without checkpoints no run could go on with the stored groups.
+        # Without checkpoints, no run is ever resumed, and no run would use the stored groups.
         return bool(self._trainer.cfg.trainer.ckpt_interval > 0)
 
 
@@ -106,8 +108,8 @@ class WithServer:
     num_steps_per_epoch: int
 
     def __init__(self, *args: Any, replay: SkyRLSettings | None = None, **kwargs: Any) -> None:
-        """Raises ValueError without log-probabilities or for a queue as `finished`, TableNotFoundError if the server
-        lacks a table, and ServerUnavailableError if none answers."""
+        """Raises ValueError if SkyRL samples without log-probabilities or the table `finished` is a queue,
+        TableNotFoundError if the server lacks a table, and ServerUnavailableError if no server answers."""
         super().__init__(*args, **kwargs)
         settings = replay or SkyRLSettings()
         if self.cfg.generator.sampling_params.logprobs is None:
@@ -126,12 +128,12 @@ class WithServer:
             self._pool = GroupPool(self.client, settings.pool, max_staleness=self._bound, **options)
         self._scope = uuid.uuid4().hex
         self._steps: dict[str, int] = {}
-        """The steps at which groups from the server were generated, in the count of this run, by uid."""
+        """By uid of a group that came from the server: the step at which it was generated, in the count of this run."""
         self._counts = dict.fromkeys(_COUNTS, 0)
         self.generator = _KeepingGenerator(self.generator, self)
 
     async def train(self) -> None:
-        """SkyRL's training. At its end the server forgets the groups that the last checkpoint contains."""
+        """SkyRL's training. At its end, deletes the groups that the last checkpoint contains from the server."""
         try:
             await super().train()  # type: ignore[misc]
             await in_daemon_thread(lambda: self._finished.forget(dict(self._finished.contained)))
@@ -141,7 +143,7 @@ class WithServer:
     # ------------------------------------------------------------------------------------------- finished groups
 
     def recalled(self, place: Place, prompts: Any) -> dict[str, Any] | None:
-        """The output for a prompt that an earlier run has left on the server. None: it must be generated."""
+        """The output for a prompt that an earlier start of the run left on the server. None: it must be generated."""
         group = self._finished.get(place)
         if group is None:
             return None
@@ -163,14 +165,15 @@ class WithServer:
         self._finished.store(place, group_of(output, version, prompts))
 
     def save_checkpoints(self) -> Any:
-        """SkyRL's checkpoint. The groups that it contains are deleted from the server with the next checkpoint."""
+        """Saves SkyRL's checkpoint. The groups in this checkpoint are deleted from the server at the next
+        checkpoint."""
         uids = set(self.async_train_dataloader.get_consumed_uids_list())
         folder = super().save_checkpoints()  # type: ignore[misc]
         self._finished.saved(self.epoch, uids)
         return folder
 
     def load_checkpoints(self) -> Any:
-        """SkyRL's checkpoint. Looks up the finished groups that the server has beyond it."""
+        """Loads SkyRL's checkpoint. Looks up the finished groups on the server, and deletes those in the checkpoint."""
         loaded = super().load_checkpoints()  # type: ignore[misc]
         step, _, uids, _, epoch = loaded
         self._finished.find()
@@ -196,7 +199,7 @@ class WithServer:
             groups[place] = dataclasses.replace(group, global_step_when_scheduled=step)
         if self._pool:
             fresh = {place: self._rollout_group(group) for place, group in enumerate(groups)}
-            columns = columns_of(fresh[0])  # SkyRL joins the lists of all groups, so all must have the same
+            columns = columns_of(fresh[0])  # SkyRL joins the lists of all groups, which must have equal names
             scope = f"{self._scope}/{self.global_step}"
             drawn, metrics = self._pool.replace(fresh, scope, lambda group: columns_of(group) == columns)
             for place, sample in drawn.items():
@@ -211,7 +214,7 @@ class WithServer:
         return group_of(group.generator_output, max(0, version), group.prompts)
 
     def _in_place(self, group: GeneratedOutputGroup, sample: Sample) -> GeneratedOutputGroup:
-        """A stored group with the uid of the group that stood there: SkyRL counts prompts by it."""
+        """A stored group, with the uid of the group that it replaces, because SkyRL counts prompts by uid."""
         read = output_of(sample.group)
         assert read is not None
         output, more = read

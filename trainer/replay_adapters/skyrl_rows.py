@@ -1,8 +1,8 @@
-"""The output of SkyRL's generator for one prompt as a group, and the same output back, bit by bit.
+"""Converts the output of SkyRL's generator for one prompt to a group, and back to the same output, bit by bit.
 
-SkyRL has no class for a row: its output is a dict of lists, with an entry for each row. So each row becomes a SkyRLRow
-here, and SampleStore, which also has slime's and Miles' samples, makes the group. A trajectory of several rows
-(`step_wise_trajectories`) is a rollout of several sequences, whose reward is that of its last row.
+SkyRL has no class for a row: its output is a dict of lists, which have an entry for each row. So each row becomes a
+SkyRLRow here, and SampleStore, which also converts slime's and Miles' samples, makes the group. A trajectory of several
+rows (`step_wise_trajectories`) is a rollout of several sequences, whose reward is that of its last row.
 """
 
 from __future__ import annotations
@@ -24,19 +24,20 @@ _NAMES = {
     "rollout_logprobs": "rollout_log_probs",
     "rollout_expert_indices": "rollout_routed_experts",
 }
-"""Further lists, by the names that SampleStore has for an entry."""
+"""Further lists of SkyRL's output -> the name that SampleStore has for an entry of the list."""
 
 
 @dataclass
 class StopReason:
-    """Why a row ended, as SampleStore reads it."""
+    """The reason why a row ended, in the form that SampleStore reads."""
 
     value: str
 
 
 @dataclass
 class SkyRLRow:
-    """A row of SkyRL's output, as SampleStore reads it. Each further list of the output is an attribute of its name."""
+    """A row of SkyRL's output, in the form that SampleStore reads. The entry of each further list of the output is an
+    attribute with the name of the list."""
 
     tokens: Any = None
     response_length: Any = None
@@ -51,7 +52,7 @@ class SkyRLRow:
 
     @property
     def reward(self) -> float | None:
-        """The reward of the trajectory; None: another row of the trajectory has it."""
+        """The reward of the trajectory; None: the last row of the trajectory has the reward."""
         if self.is_last_step is False:
             return None
         if isinstance(self.rewards, list):
@@ -68,9 +69,9 @@ _STORE = SampleStore(SkyRLRow)
 
 
 def group_of(output: Mapping[str, Any], version: int, prompts: Any = None) -> RolloutGroup:
-    """SkyRL's output for one prompt as a group. `prompts`: its messages, which come back with it.
+    """SkyRL's output for one prompt as a group. `prompts`: the messages of the prompt, which `output_of` returns.
 
-    Raises ValueError for an output without log-probabilities, or with something that cannot be stored.
+    Raises ValueError for an output without log-probabilities, or with a value that cannot be stored.
     """
     if output.get("rollout_logprobs") is None:
         raise ValueError("SkyRL's output has no rollout_logprobs: set generator.sampling_params.logprobs=1")
@@ -82,7 +83,7 @@ def group_of(output: Mapping[str, Any], version: int, prompts: Any = None) -> Ro
         prompt = output["prompt_token_ids"][k]
         response = output["response_ids"][k]
         row = SkyRLRow(tokens=[*prompt, *response], response_length=len(response))
-        attributes = vars(row)  # setattr would refuse a column with the name of a property
+        attributes = vars(row)  # not setattr, which would refuse the name of a property
         for name in columns:
             if name not in _TOKENS:
                 attributes[_NAMES.get(name, name)] = output[name][k]
@@ -105,9 +106,10 @@ def columns_of(group: RolloutGroup) -> list[str] | None:
 
 
 def output_of(group: RolloutGroup) -> tuple[dict[str, Any], dict[str, Any]] | None:
-    """The output that was passed to `group_of`, and what was stored with it; None: another program's group.
+    """(output, more): the output that was passed to `group_of`, and the values stored with it. None: another program's
+    group.
 
-    Stored with it are `columns` (the names of the lists of rows in the output) and `prompts`.
+    `more` has `columns` (the names of the lists of rows in the output) and `prompts`.
     """
     read = _STORE.read(group)
     if read is None:

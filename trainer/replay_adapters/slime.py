@@ -2,7 +2,7 @@
 
     --rollout-function-path replay_adapters.slime.generate_rollout
 
-slime then corrects by the log-probabilities that came with the samples: `--use-tis --tis-clip 2.0`.
+With `--use-tis --tis-clip 2.0`, slime then corrects by the log-probabilities that are stored with the samples.
 """
 
 from __future__ import annotations
@@ -26,10 +26,12 @@ IMAGES = ("multimodal_inputs", "multimodal_train_inputs")
 _ENDED = (Sample.Status.COMPLETED, Sample.Status.TRUNCATED)
 """The status of a sample that did not fail."""
 _OF_PLACE = ("group_index", "index", "rollout_id", "metadata", "session_id")
-"""Fields that a replaced sample keeps: what slime orders and groups by, and what it measured in this step."""
+"""Fields that a stored sample takes from the sample that it replaces: slime orders and groups samples by them."""
 _MEASURED = ("spec_info", "prefix_cache_info", "non_generation_time")
-"""Fields with what slime measured in this step. It sums them over samples."""
+"""Fields with measurements of this step, which a stored sample takes from the sample that it replaces. slime sums them
+over samples."""
 _RUN = uuid.uuid4().hex
+"""A random name of this run, for the scopes of its draws."""
 
 
 @cache
@@ -42,9 +44,9 @@ def generate_rollout(args: Any, rollout_id: int, data_source: Any, evaluation: b
     """slime's own rollout, then replacement. Metrics are `replay/*`; evaluation is slime's own.
 
     Settings are attributes of `args`, from slime's --custom-config-path: `replay_address` (host:port; left out:
-    REPLAY_ADDRESS), `replay_table` ("replay"), `replay_max_staleness` (rollouts), `replay_on_unavailable` ("continue":
-    without the server train on what was generated; "raise"), and `replay_rollout_function`, the path of the function
-    that generates (slime's default).
+    REPLAY_ADDRESS), `replay_table` ("replay"), `replay_max_staleness` (rollouts), `replay_on_unavailable`, and
+    `replay_rollout_function`, the path of the function that generates (default: slime's own). `replay_on_unavailable`
+    is "continue" (the default: while the server is away, train on the generated groups) or "raise".
     """
     from slime.utils.misc import load_function
 
@@ -62,9 +64,10 @@ def generate_rollout(args: Any, rollout_id: int, data_source: Any, evaluation: b
 
 
 def replaced(output: Any, pool: GroupPool, rollout_id: int, reward_key: str | None = None) -> RolloutFnTrainOutput:
-    """`output` with its zero-variance groups replaced as far as `pool` has others, and its other groups stored.
+    """`output`, with its zero-variance groups replaced as far as `pool` has replacements. Stores its other groups in
+    `pool`.
 
-    Groups that cannot be trained on again stay as they are: those with a sample that failed, or with images. Raises
+    Groups with a failed sample or with images stay as they are, because they cannot be trained on again. Raises
     ValueError if the samples have no log-probabilities, or a field that cannot be stored.
     """
     version = pool.advance(rollout_id)
@@ -101,17 +104,17 @@ def _can_be_stored(sample: Any, store: SampleStore) -> bool:
         return False
     if not isfinite(store.reward(sample)):
         return False
-    # An aborted answer is not whole, also if it has a reward.
+    # An aborted answer is incomplete, even if it has a reward.
     if sample.status == Sample.Status.ABORTED:
         return False
     return bool(len(sample.tokens) > sample.response_length)
 
 
 def _restored(places: Sequence[Any], group: RolloutGroup, store: SampleStore) -> list[Any]:
-    """A stored group as rollouts with the indices of `places`, the rollouts that the stored group replaces.
+    """A stored group as rollouts, with the indices of `places`: the rollouts that the stored group replaces.
 
-    A stored rollout that is a list may have more samples than the rollout that it replaces. The samples beyond have
-    the index of the last replaced sample.
+    A stored rollout that is a list may have more samples than the rollout that it replaces. Each further sample has the
+    index of the last replaced sample.
     """
     read = store.read(group)
     assert read is not None
@@ -126,7 +129,7 @@ def _restored(places: Sequence[Any], group: RolloutGroup, store: SampleStore) ->
                 _copy_fields(sample, replaced_samples[k], _MEASURED)
             else:
                 _copy_fields(sample, replaced_samples[-1], _OF_PLACE)
-                # slime measured nothing for a sample beyond the replaced ones.
+                # slime measured nothing for a further sample, so its measurements get their defaults.
                 _copy_fields(sample, Sample(), _MEASURED)
             if len(samples) > 1:  # slime wants one name for all samples of a rollout
                 sample.rollout_id = first.index if first.rollout_id is None else first.rollout_id
@@ -134,7 +137,7 @@ def _restored(places: Sequence[Any], group: RolloutGroup, store: SampleStore) ->
 
 
 def _copy_fields(sample: Any, other: Any, names: Sequence[str]) -> None:
-    """Give `sample` the fields `names` of `other`. Versions of slime differ in what they have."""
+    """Copies the fields `names` of `other` to `sample`. Skips fields that this version of slime lacks."""
     for name in names:
         if hasattr(other, name):
             setattr(sample, name, getattr(other, name))

@@ -4,11 +4,12 @@
                                  ▲   │                                   TRL's own
                        draw      │   └── fresh informative groups ──▶ insert
 
-The rows change before TRL computes anything from them, so all that it computes belongs to the new rows. There are two
-cases:
+Rows are replaced before TRL computes anything from them, so TRL computes all values from the new rows. There are two
+cases of off-policy correction:
 
-* TRL corrects (vLLM, `vllm_importance_sampling_correction`): its ratio uses the stored log-probabilities.
-* TRL does not correct: this module multiplies the advantages of replaced rows by min(π_old / π_stored, clip) per token.
+* TRL corrects (vLLM, `vllm_importance_sampling_correction`). Its ratio then uses the stored log-probabilities.
+* TRL does not correct. This module then multiplies the advantages of replaced rows by min(π_old / π_stored, clip), per
+  token.
 """
 
 from __future__ import annotations
@@ -56,26 +57,27 @@ class ReplayGRPOConfig(GRPOConfig):  # type: ignore[misc]  # TRL has no types th
     replay_table: str = "replay"
     """Table of the server that holds the pool."""
     replay_buffer_size: int = 64
-    """Groups in the pool of the server inside this process; a server at an address has its own max_size.
-    0 turns replay off."""
+    """The most groups in the pool of the server inside this process. 0 turns replay off. A server at an address has its
+    own max_size."""
     replay_share: float = 0.0
     """Least share of the groups of a step that come from the pool, from 0 to 0.9. 0: only groups whose rewards are all
-    equal are replaced. Otherwise the fresh groups of the lowest priority are replaced too; they go into the pool."""
+    equal are replaced. Above 0, the fresh groups of the lowest priority are replaced too, and are stored in the
+    pool."""
     replay_max_staleness: int | None = None
-    """A stored group that is more optimizer steps old than this is not used. None: only the table's limit holds."""
+    """The most optimizer steps that a stored group may lag. None: only the limit of the table holds."""
     replay_on_empty: OnEmpty = "keep"
-    """The treatment of a group that the pool has no replacement for. keep: TRL trains on it. drop: the loss leaves it
-    out. wait: wait up to replay_timeout for another trainer to fill the pool."""
+    """The treatment of a group for which the pool has no replacement. keep: TRL trains on the group. drop: the loss
+    leaves the group out. wait: wait up to replay_timeout for another trainer to fill the pool."""
     replay_on_unavailable: OnUnavailable = "continue"
-    """The reaction to a server that is away for replay_timeout. continue: all ranks train on fresh rows alone, and ask
-    again at every generation. raise: ServerUnavailableError ends the run on all ranks."""
+    """The reaction to a server that is away for replay_timeout. continue: all ranks train on fresh rows alone, and try
+    to reach the server at every generation. raise: ServerUnavailableError ends the run on all ranks."""
     replay_timeout: float = 60.0
-    """Seconds that a generation waits for a server that restarts, and that replay_on_empty="wait" waits before
-    DeadlineExceededError ends the run."""
+    """Seconds that a generation waits for a server that restarts. Also the seconds that replay_on_empty="wait" waits
+    for groups, before DeadlineExceededError ends the run."""
     replay_same_rewards: bool = False
-    """Leave stored groups out that other reward functions scored. False: they are used, with a warning."""
+    """Leave out stored groups that other reward functions scored. False: such groups are used, with a warning."""
     replay_clip_max: float = 2.0
-    """Upper bound of the importance ratio of a replayed token. Where TRL corrects (vLLM), its own settings apply."""
+    """Upper bound of the importance ratio of a replayed token. If TRL corrects (vLLM), TRL's own settings apply."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -119,20 +121,21 @@ logger = logging.getLogger(__name__)
 
 
 class ReplayGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
-    """TRL's GRPOTrainer; takes what it takes, with a ReplayGRPOConfig or (for the defaults) a GRPOConfig as `args`.
+    """TRL's GRPOTrainer with replay. It takes the arguments of GRPOTrainer, with a ReplayGRPOConfig as `args`. With a
+    GRPOConfig, the settings of replay have their defaults.
 
-    Evaluation, and batches with images, stay as TRL has them. Metrics are `replay/*` beside TRL's own; TRL's `reward`
-    is that of the rows trained on, `replay/fresh_reward` that of the rows generated.
+    Evaluation and batches with images work as in TRL, without replay. The trainer adds metrics `replay/*`. TRL's
+    `reward` is the reward of the rows that are trained on, `replay/fresh_reward` is the reward of the generated rows.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        """Raises ImportError if the installed TRL has other hooks, TableNotFoundError and ServerUnavailableError for a
-        server that cannot be used."""
+        """Raises ImportError if the installed TRL has other hooks, TableNotFoundError if the server lacks the table,
+        and ServerUnavailableError if no server answers."""
         super().__init__(*args, **kwargs)
         missing = [name for name in ATTRIBUTES if not hasattr(self, name)]
         if missing:
             raise mismatch("TRL", f"a GRPOTrainer has no attribute {', '.join(missing)}")
-        # A GRPOConfig has none of our fields: then the defaults hold.
+        # A plain GRPOConfig has none of our fields: then their defaults hold.
         self._replay = SimpleNamespace(
             **{setting.name: getattr(self.args, setting.name, setting.default) for setting in fields(ReplayGRPOConfig)}
         )
@@ -147,7 +150,7 @@ class ReplayGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         self.pool = self._connect() if self._replay.replay_buffer_size else None
 
     def _connect(self) -> GroupPool:
-        """The pool, for which the first rank starts a server if the settings name none."""
+        """The pool. If the settings name no server, the first rank starts a server for it."""
         settings = self._replay
         server = None
         address = settings.replay
@@ -195,7 +198,7 @@ class ReplayGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         version = 0
         if self.accelerator.is_main_process:
             version = self.pool.advance(self.state.global_step)
-        # The first rank asks, so that all ranks do without the server in the same steps.
+        # Only the first rank asks whether the server is away, so that all ranks do without it in the same steps.
         version, away = broadcast_object_list([version, self.pool.problem is not None])
         step = GenerationStep(
             inputs=inputs,
@@ -230,7 +233,7 @@ class ReplayGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         if len(generated) != GENERATED:
             raise mismatch("TRL", f"_generate returns {len(generated)} values, not {GENERATED}")
         prompt_ids, completion_ids, tool_mask, completions, logprobs, extra_fields, images, _ = generated
-        # All ranks must decide alike, because what follows is collective.
+        # All ranks must take the same branch, because the rest of this method has collective operations.
         if self._is_vlm and gather(torch.tensor([images is not None], device=self.accelerator.device)).any():
             return generated
         for row, example in enumerate(step.inputs):  # as TRL does before it computes rewards
@@ -239,7 +242,7 @@ class ReplayGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
                     example[name] = values
                 elif row < len(values):
                     example[name] = values[row]
-        # The method may be that of a subclass with rewards of its own.
+        # A subclass may have overridden _calculate_rewards, so it is called as a method.
         step.rewards = self._calculate_rewards(step.inputs, prompts, completions, completion_ids).clone()
         with step.timed():
             step.fresh = GeneratedRows(prompt_ids, completion_ids, tool_mask, logprobs)
@@ -250,14 +253,14 @@ class ReplayGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
                 trained = [any(mask) for mask in tool_mask]
             step.trained = gather(torch.tensor(trained, device=self.accelerator.device)).tolist()
             step.final_rewards = gather(self._replace(step, rows, prompts, completions))
-        # TRL asks for the rewards of the same rows next. They are known.
+        # TRL calls _calculate_rewards for the final rows next. Their rewards are known, so the call is replaced.
         self.__dict__["_calculate_rewards"] = step.take_rewards
         return rows.prompt_ids, rows.completion_ids, rows.tool_mask, completions, rows.logprobs, *generated[5:]
 
     # -------------------------------------------------------------------------------------------------- replacing
 
     def _replace(self, step: GenerationStep, rows: GeneratedRows, prompts: list[Any], completions: list[Any]) -> Tensor:
-        """Replace rows, and the texts that TRL logs of them. Returns the rewards (B, F) of the final rows."""
+        """Replaces rows, and the texts that TRL logs for these rows. Returns the rewards (B, F) of the final rows."""
         assert self.pool is not None
         assert step.rewards is not None
         priorities: dict[int, float] = {}
@@ -267,14 +270,15 @@ class ReplayGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         zero_variance = [g for g in step.owned if priorities[g] == 0]
         wanted = max(len(zero_variance), round(self._replay.replay_share * len(step.owned)))
         if self._replay.replay_share and rows.logprobs is None and not step.away:
-            # Replaced rows may have to be stored, so their log-probabilities are computed while they are here.
+            # A fresh row that is replaced may have to be stored, with log-probabilities. After its replacement TRL does
+            # not compute them any more, so they are computed now.
             step.fresh_logprobs = self._logprobs(*self._padded(rows))
         lowest_first = sorted(step.owned, key=lambda g: priorities[g])
         replaced = lowest_first[:wanted]
         drawn: list[Sample] = []
         if not step.away:
             drawn = self.pool.draw(len(replaced), f"{self._run}/{self._step}", self._accept)
-        # The pool may have fewer groups than are wanted.
+        # Not strict: the pool may have returned fewer groups than wanted.
         step.replaced = dict(zip(replaced, drawn, strict=False))
         step.stored = self._stored_groups(step)
         step.zero_variance = len(zero_variance)
@@ -295,16 +299,17 @@ class ReplayGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         return final_BF
 
     def _stored_groups(self, step: GenerationStep) -> dict[int, RolloutGroup]:
-        """The groups that the ranks have drawn for the groups with rows on this rank, by the group that is replaced."""
+        """The stored groups for this rank: group of this step that is replaced -> stored group. A group that spans
+        ranks is drawn by one of them."""
         if not self._groups_span_ranks:
             return {g: sample.group for g, sample in step.replaced.items()}
         drawn = gather_object([(g, bytes(sample.payload)) for g, sample in step.replaced.items()])
         return {g: RolloutGroup.decode(payload) for g, payload in drawn if g in step.present}
 
     def _priority(self, rewards_GF: Tensor, trained: list[bool]) -> float:
-        """`group_priority` of a group; 0 if the group carries no gradient as TRL computes its advantages.
+        """`group_priority` of a group; 0 if the group carries no gradient with the advantages that TRL computes.
 
-        `rewards_GF`: the rewards of G rollouts by F reward functions. `trained`: True for each of the rollouts that has
+        `rewards_GF`: the rewards of G rollouts by F reward functions. `trained`: for each rollout, True if it has
         tokens to train on.
         """
         scorable = ~rewards_GF.isnan().all(dim=1)
@@ -314,7 +319,7 @@ class ReplayGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
             weighted_GF = weighted_GF.sum(dim=1, keepdim=True)
         columns = weighted_GF.T.tolist() if len(weighted_GF) else []
         mask = np.array(trained)[scorable.cpu().numpy()]
-        # TRL computes the advantages of each column of rewards by itself.
+        # TRL computes the advantages for each column of rewards separately.
         groups = [_group_of_rewards(column, mask) for column in columns]
         if not any(carries_gradient(group, "none") for group in groups):
             return 0.0
@@ -329,12 +334,12 @@ class ReplayGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         if self.max_completion_length and group.sampled_lengths.max() > self.max_completion_length:
             return False
         trained = [bool(group.trained_mask[span].any()) for span in group.sampled_spans()]
-        if not self._priority(self._stored_rewards(group), trained) > 0:  # NaN does not fit either
+        if not self._priority(self._stored_rewards(group), trained) > 0:  # also refuses NaN
             return False
         return self._has_our_objective(group)
 
     def _has_our_objective(self, group: RolloutGroup) -> bool:
-        """True if the reward functions of this run scored a stored group, or if groups of others are used too."""
+        """True if the reward functions of this run scored a stored group, or if replay_same_rewards is False."""
         if self._same_rewards(group):
             return True
         assert self._replay_step is not None
@@ -354,10 +359,11 @@ class ReplayGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         return group.meta.get("rewards") == self._fingerprint
 
     def _stored_rewards(self, group: RolloutGroup) -> Tensor:
-        """(G, F) rewards of a stored group, from which TRL computes the group's rewards again."""
+        """(G, F) rewards of a stored group by reward function, from which TRL computes the advantages anew."""
         rewards_GF = group.extras.get("rewards_per_func")
         if rewards_GF is None or not self._same_rewards(group):
-            # Other functions scored this group. Their reward stands in the column of our first function with a weight.
+            # Other functions scored this group. Its reward is put into the column of our first function whose weight is
+            # not 0, divided by that weight.
             weights = self.reward_weights.tolist()
             column = next(k for k, weight in enumerate(weights) if weight)
             rewards_GF = np.full((group.group_size, len(weights)), np.nan, np.float32)
@@ -365,7 +371,7 @@ class ReplayGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         return torch.tensor(rewards_GF, device=self.accelerator.device)
 
     def _log_row(self, row: int, rows: GeneratedRows, prompts: list[Any], completions: list[Any]) -> None:
-        """Replaces what TRL logs of a row: its texts, and the extra columns, which become None."""
+        """Replaces the values that TRL logs for a row: the texts of the row, and extra columns, which become None."""
         self._log_text(row, rows.prompt_ids[row], prompts, "user")
         self._log_text(row, rows.completion_ids[row], completions, "assistant")
         for values in self._pending_extra_logs.values():
@@ -373,7 +379,7 @@ class ReplayGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
                 values[row] = None
 
     def _log_text(self, row: int, token_ids: list[int], texts: list[Any], role: str) -> None:
-        """Replaces a text that TRL logs, which is a string or a list of messages."""
+        """Replaces a text that TRL logs. The text is a string or a list of messages."""
         text = self._tokenizer.decode(token_ids, skip_special_tokens=True)
         if isinstance(texts[row], str):
             texts[row] = text
@@ -383,8 +389,8 @@ class ReplayGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
     # ------------------------------------------------------------------------------------------------- correcting
 
     def _correct(self, step: GenerationStep, output: dict[str, Any]) -> Tensor | None:
-        """Correct the advantages of replaced rows if TRL does not. Returns log-probs (B, T) under the current weights,
-        None if TRL corrects."""
+        """Corrects the advantages of replaced rows, unless TRL corrects. Returns the log-probabilities (B, T) under the
+        current weights; None if TRL corrects."""
         mask_BT = output["completion_mask"] * output.get("tool_mask", 1)
         rows = [row for g in step.stored for row, _ in step.places(g)]
         if self.use_vllm and self.vllm_importance_sampling_correction:
@@ -393,7 +399,7 @@ class ReplayGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
             return None
         old_BT: Tensor | None = output.get("old_per_token_logps")
         if old_BT is None:
-            # Every rank computes them, also one without replaced rows: a partitioned model needs all ranks.
+            # Every rank computes them, even a rank without replaced rows, because a partitioned model needs all ranks.
             old_BT = self._logprobs(
                 output["prompt_ids"],
                 output["completion_ids"],
@@ -404,7 +410,7 @@ class ReplayGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         for g, group in step.stored.items():
             for row, k in step.places(g):
                 logprobs = group.rollout_logprobs[group.sampled_spans()[k]]
-                # torch.tensor copies: the client's arrays are read-only.
+                # torch.tensor makes a copy, because the client's arrays are read-only.
                 stored_BT[row, : len(logprobs)] = torch.tensor(logprobs).to(stored_BT)
         if rows:
             correction = correct(
@@ -416,7 +422,7 @@ class ReplayGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
             output["advantages"] = output["advantages"].unsqueeze(1) * weights_BT
         if self.off_policy_mask_threshold is not None:
             output.setdefault("sampling_per_token_logps", stored_BT)
-        # TRL computes nothing sensible for the tokens of truncated completions that it masks.
+        # For masked tokens, such as those of truncated completions, TRL's values have no meaning.
         return old_BT.masked_fill(output["completion_mask"] == 0, torch.nan)
 
     def _logprobs(self, prompt_ids: Tensor, completion_ids: Tensor, prompt_mask: Tensor, mask: Tensor) -> Tensor:
@@ -489,7 +495,8 @@ class ReplayGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
             )
 
     def _report(self, step: GenerationStep) -> None:
-        """Append the metrics of all ranks to TRL's."""
+        """Adds the metrics over all ranks to TRL's metrics. Raises ServerUnavailableError on every rank if the server
+        is away for any rank and replay_on_unavailable is "raise"."""
         assert self.pool is not None
         rewards_B = (step.rewards_BF * self.reward_weights.to(step.rewards_BF.device)).nansum(dim=1)
         staleness = [sample.info.staleness for sample in step.replaced.values()]
@@ -508,7 +515,7 @@ class ReplayGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
             "ratio": step.ratio,
             "seconds": (step.seconds, 1),
         }
-        # One reduction over the ranks for all metrics: a row (total, count) for each.
+        # One reduction over the ranks for all metrics. Each metric is a row (total, count).
         local_rows = [(total, 1) for total in sums.values()] + [*means.values()]
         local = torch.tensor(local_rows, dtype=torch.float64)
         reduced = self.accelerator.reduce(local.to(self.accelerator.device)).tolist()
@@ -523,13 +530,13 @@ class ReplayGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
             self._metrics["train"][f"replay/{name}"].append(value)
 
 
-# The names that TRL's documentation gives to its buffer, which TRL has removed.
+# The names of TRL's own replay buffer, which TRL has removed, so that code written for it finds this trainer.
 GRPOWithReplayBufferConfig = ReplayGRPOConfig
 GRPOWithReplayBufferTrainer = ReplayGRPOTrainer
 
 
 class _Leave(TrainerCallback):  # type: ignore[misc]  # transformers has no types
-    """Tells the server at the end of a run that nobody needs to miss this trainer."""
+    """Tells the server at the end of a run that this trainer has ended as planned."""
 
     def __init__(self, client: ReplayClient, server: ReplayServer | None) -> None:
         """`server`: the server inside this process, if there is one."""
@@ -549,9 +556,9 @@ class _Leave(TrainerCallback):  # type: ignore[misc]  # transformers has no type
 
 
 def _group_of_rewards(rewards: list[float], trained: npt.NDArray[np.bool_]) -> RolloutGroup:
-    """A group with these rewards whose completions are one token each.
+    """A group with these rewards, whose completions have one token each. `trained`: the loss mask of these tokens.
 
-    `carries_gradient` and `group_priority` judge such a group by its rewards alone.
+    `carries_gradient` and `group_priority` depend only on the rewards and the mask of such a group.
     """
     zeros = [[0]] * len(rewards)
     return group_from_completions(

@@ -1,4 +1,4 @@
-"""TRL's AsyncGRPOTrainer with a replay server as its rollout queue, so that generators run anywhere and survive it.
+"""TRL's AsyncGRPOTrainer with a replay server as rollout queue: generators run anywhere, and outlive the trainer.
 
 replay generate ──insert──▶ rollouts ──lease──▶ ServerRollouts.rollout_buffer ──▶ AsyncGRPOTrainer ──▶ checkpoint
       ▲                        └──forward──▶ replay ──replaces zero variance──┘         │                  │
@@ -50,11 +50,13 @@ with hooks_of("AsyncGRPO"):
 
 @dataclass(frozen=True)
 class _Group:
+    """A group that was handed out to TRL. Places are those of `Progress`."""
+
     sample: Sample
     skipped: int
-    """The number of first sequences that are not handed out again."""
+    """The number of first sequences that were not handed out, because the trainer has trained on them before."""
     before: int
-    """The place before that of the first sequence that is handed out."""
+    """The last place before this group. The first sequence that is handed out has the place `before` + 1."""
     last: int
     """The place of the last sequence."""
 
@@ -65,9 +67,10 @@ class Progress:
     taken from the queue ──▶ collated into a micro-batch ──▶ trained on
           place 1, 2, ...         ahead of training            everything up to a place is done
 
-    * TRL keeps the order of the queue: each micro-batch holds the samples that follow those of the one before.
-    * TRL drops samples that are too old or too long. They are done when a later sample is.
-    * One thread uses it: TRL's loop.
+    * A sample is a sequence of a group. Its place is its position in the order in which TRL takes samples, from 1 on.
+    * TRL keeps the order of the queue: each micro-batch holds the samples that follow the micro-batch before.
+    * TRL drops samples that are too old or too long. A dropped sample counts as done when a later sample is done.
+    * Only one thread uses a Progress: TRL's loop.
     """
 
     def __init__(self) -> None:
@@ -79,17 +82,18 @@ class Progress:
         self._places: dict[int, int] = {}
         """The place of each sample, by the id of its `input_ids`, which TRL passes on as they are."""
         self._collated: deque[int] = deque()
-        """The last place of each micro-batch that is collated and not trained on."""
+        """The last place of each micro-batch that is collated and not trained on yet, oldest first."""
         self._skip: dict[int, int] = {}
-        """The number of sequences to leave out of each group that was trained on in part, by the key of the group."""
+        """By key of a group that was trained on in part: the number of its first sequences to leave out."""
         self._number = 0
+        """The number of the last group in TRL's count."""
 
     def watch(self, collator: Any) -> None:
         """Makes TRL's collator note the last place of each micro-batch from now on."""
         collate = collator.torch_call
 
         def note_and_collate(examples: list[Any]) -> Any:
-            # One element: the rows of a micro-batch, one for each rank.
+            # `examples` has one element: the list of rows of a micro-batch, with a row for each rank.
             samples = [sample for row in examples[0] for sample in row.samples]
             self._collated.append(max(self._places[id(sample["input_ids"])] for sample in samples))
             return collate(examples)
@@ -97,9 +101,9 @@ class Progress:
         collator.torch_call = note_and_collate
 
     def skip(self, begun: dict[int, int]) -> None:
-        """Leaves out the sequences that the trainer has trained on before.
+        """From now on leaves out the sequences that the trainer has trained on before.
 
-        `begun`: the property of this name in the checkpoint from which the trainer goes on.
+        `begun`: the value of the property `begun` that is stored in the checkpoint from which the trainer goes on.
         """
         self._skip = begun
 
@@ -109,9 +113,9 @@ class Progress:
         return self._number, self._skip.pop(sample.info.key, 0)
 
     def hand_out(self, sample: Sample, skipped: int, rows: list[np.ndarray]) -> None:
-        """Notes that the sequences of a group, without the first `skipped` ones, go to TRL in this order.
+        """Notes that TRL gets the sequences of a group in this order, without the first `skipped` sequences.
 
-        `rows`: the `input_ids` of each sequence.
+        `rows`: the `input_ids` of each sequence that TRL gets.
         """
         before = self._last
         for input_ids in rows:
@@ -120,7 +124,7 @@ class Progress:
         self._groups.append(_Group(sample, skipped, before, self._last))
 
     def trained(self) -> None:
-        """Notes that the oldest micro-batch that was collated is trained on."""
+        """Notes that the trainer has trained on the oldest micro-batch in `_collated`."""
         self._done = self._collated.popleft()
         while self._groups and self._groups[0].last <= self._done:
             self._groups.popleft()
@@ -151,12 +155,13 @@ _LONG_WAIT = 30.0
 
 
 class ServerRollouts(TrainerCallback):  # type: ignore[misc]  # transformers has no types
-    """`rollout_worker`, `weight_transfer` and callback of one AsyncGRPOTrainer, for one call of `train`.
+    """Pass this object to an AsyncGRPOTrainer as `rollout_worker`, as `weight_transfer` and as a callback. It serves
+    one call of `train`.
 
     * The groups that the trainer takes stay leased until a checkpoint of TRL contains the steps that used them.
-    * TRL counts its versions from 1 whenever it starts. The server's versions go on from where they were.
-    * A server that is away pauses the trainer.
-    * A rollout may have several sequences. Advantages of tokens have no place in TRL: a group with them is rejected.
+    * TRL counts its versions from 1 whenever it starts. The server goes on counting from its newest version.
+    * While the server is away, the trainer waits.
+    * A rollout may have several sequences. A group with token_advantages is rejected, because TRL cannot use them.
     """
 
     def __init__(
@@ -171,12 +176,12 @@ class ServerRollouts(TrainerCallback):  # type: ignore[misc]  # transformers has
         lease: float = 300.0,
     ) -> None:
         """`address`: host:port; None: REPLAY_ADDRESS. `output_dir`: the folder in which generators find the weights. It
-        keeps the `keep_weights` newest versions, and belongs to one run at a time.
+        keeps the `keep_weights` newest versions, and only one run at a time may use it.
 
-        `pool`: table whose groups replace groups whose rewards are all equal; None: they are trained on.
-        `max_staleness`: that of AsyncGRPOConfig, which throws away older samples.
-        `lease`: seconds after which the server takes back the groups of a trainer that died and was not started again.
-        Raises TableNotFoundError if the server lacks a table.
+        `table`: the table of fresh groups. `pool`: the table whose groups replace groups whose rewards are all equal;
+        None: nothing is replaced. `max_staleness`: pass the value of AsyncGRPOConfig, with which TRL drops older
+        samples. `lease`: seconds after which the server takes back the groups of a trainer that died and was not
+        started again. Raises TableNotFoundError if the server lacks a table.
         """
         self._output_dir = Path(output_dir).resolve()
         self._keep_weights = keep_weights
@@ -202,34 +207,38 @@ class ServerRollouts(TrainerCallback):  # type: ignore[misc]  # transformers has
         self._trained = TrainedGroups()
         self._run = uuid.uuid4().hex
         self._writer: WholeModel | None = None
-        """Saves the weights that TRL sends. None: the trainer is not made."""
+        """The object that saves the weights that TRL sends. None: the trainer is not constructed yet."""
         self._tokenizer: Any = None
         self._facts: dict[str, Any] = {}
         """`model_facts` of the model that is trained."""
         self._compared = False
-        """True after the models of the generators were compared with these facts, at the first group."""
+        """True once the models of the generators were compared with `_facts`, which happens at the first group."""
         self._sampling: dict[str, float] = {}
         """The sampling for which TRL computes log-probabilities: over all tokens, at its temperature."""
         self._weights: dict[str, Tensor] = {}
+        """The weights that TRL sent last, until they are published."""
         self._policy: Policy | None = None
-        """The version that this trainer found, or announced last."""
+        """The policy that this trainer found at its start or announced last; None: training has not begun."""
         self._hungry_since: float | None = None
+        """The time since which TRL has waited for a group, by the monotonic clock; None: it does not wait."""
         self._ended = False
+        """True if the run has ended as planned."""
         self._unusable = 0
+        """The number of rejected groups so far."""
 
     # ------------------------------------------------------------------------------------------------- the callback
 
     def on_init_end(self, args: Any, state: Any, control: Any, *, model: Any, **_: Any) -> None:
-        """Takes the model's generation_config.json, before the trainer sets its ids to those of the tokenizer."""
+        """Reads the model's generation_config.json, before TRL changes the ids in it to the ids of the tokenizer."""
         self._writer = WholeModel(_base_of(model))
 
     def on_train_begin(
         self, args: Any, state: Any, control: Any, *, model: Any, processing_class: Any, train_dataloader: Any, **_: Any
     ) -> None:
-        """Takes up the run that `state` is from: its groups, and the count of versions.
+        """Begins a run, or continues the run of `state` with its groups and its count of versions.
 
-        Raises RuntimeError if another trainer uses output_dir, or at a second call of `train`, and ValueError for a
-        model with frozen weights, or an adapter that cannot be added to them.
+        Raises RuntimeError if another trainer uses output_dir, or at a second call of `train`. Raises ValueError for a
+        model with frozen weights and no adapter, and for an adapter that cannot be added to its model.
         """
         if not state.is_world_process_zero:
             return
@@ -264,7 +273,7 @@ class ServerRollouts(TrainerCallback):  # type: ignore[misc]  # transformers has
             groups = TrainedGroups()
             self._progress.skip({})
         checkpoint = _checkpoint_of(args, state)
-        # The call gets no weights, because TRL sends those of the checkpoint next.
+        # Without a location of weights, because TRL sends the weights of the checkpoint next.
         self._policy = self._protocol.resume(groups, _state_of(checkpoint), where=checkpoint)
         leased = self._reach(self.client.server_info).tables[self._table].reserved
         if leased:
@@ -276,13 +285,13 @@ class ServerRollouts(TrainerCallback):  # type: ignore[misc]  # transformers has
         self._leases.start()
 
     def on_substep_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Notes that a micro-batch is trained on."""
+        """Notes that TRL has trained on a micro-batch."""
         if state.is_world_process_zero:
             self._progress.trained()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Notes that the last micro-batch of a step is trained on. A checkpoint that is written now contains the groups
-        of the step."""
+        """Notes that TRL has trained on the last micro-batch of a step. A checkpoint that is written now contains the
+        groups of this step."""
         if not state.is_world_process_zero:
             return
         self._progress.trained()
@@ -294,7 +303,7 @@ class ServerRollouts(TrainerCallback):  # type: ignore[misc]  # transformers has
         }
 
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Acknowledges the groups of a checkpoint that is written."""
+        """Acknowledges the groups of a checkpoint that was just written."""
         if not state.is_world_process_zero:
             return
         folder = _checkpoint_of(args, state)
@@ -307,7 +316,7 @@ class ServerRollouts(TrainerCallback):  # type: ignore[misc]  # transformers has
             self._protocol.name(saved, self._current.weights)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Acknowledges the groups of all steps at the end of the run. Then nobody has to miss the trainer."""
+        """Acknowledges the groups of all steps at the end of the run. The trainer has then ended as planned."""
         if state.is_world_process_zero:
             self._queue.acknowledge(self._trained)
             self._ended = True
@@ -323,7 +332,7 @@ class ServerRollouts(TrainerCallback):  # type: ignore[misc]  # transformers has
         self._queue.close(leave=self._ended)
 
     def check_health(self, stale_after_s: float) -> None:
-        """Logs why no group comes. Raises RuntimeError if none came for `stale_after_s` seconds.
+        """Logs the reason of a long wait for a group. Raises RuntimeError if no group came for `stale_after_s` seconds.
 
         Time in which the server is away does not count.
         """
@@ -356,7 +365,7 @@ class ServerRollouts(TrainerCallback):  # type: ignore[misc]  # transformers has
             self._output_dir,
             version,
             self._keep_weights,
-            # A probe needs a forward pass, which a trainer whose weights are partitioned cannot make here.
+            # No probe, because it needs a forward pass, which is not possible here if weights are partitioned.
             None,
             weights=self._weights,
             facts=self._facts,
@@ -373,7 +382,7 @@ class ServerRollouts(TrainerCallback):  # type: ignore[misc]  # transformers has
         """Raises RuntimeError if another trainer has changed the policy that this trainer announced last."""
         policy = self._current
         unchanged = found.version == policy.version and found.weights == policy.weights
-        # A lower version is that of a server that was started again without its data.
+        # A lower version is no sign of another trainer: the server was started again without its data.
         if found.version >= policy.version and not unchanged:
             raise RuntimeError(
                 f"the server is at policy version {found.version} with the weights {found.weights or 'of nobody'}, and "
@@ -388,7 +397,7 @@ class ServerRollouts(TrainerCallback):  # type: ignore[misc]  # transformers has
             raise RuntimeError("ServerRollouts is not among the callbacks: AsyncGRPOTrainer(..., callbacks=[rollouts])")
 
     def send_weights(self, iterator: Iterator[tuple[str, Tensor]]) -> None:
-        """Keep a copy of the weights until their version is known."""
+        """Keeps a copy of the weights until `update_model_version` publishes them."""
         self._weights = {name: tensor.detach().to("cpu", copy=True) for name, tensor in iterator}
 
     pause = resume = destroy = start
@@ -396,7 +405,8 @@ class ServerRollouts(TrainerCallback):  # type: ignore[misc]  # transformers has
     # ------------------------------------------------------------------------------------------------------- groups
 
     def _draw(self) -> list[RolloutSample]:
-        """The samples of the next group; none if no group came in time, or the server is away."""
+        """The samples of the next group; empty if no group came in time, if the server is away, or if the group was
+        rejected."""
         if self._hungry_since is None:
             self._hungry_since = time.monotonic()
         drawn = self._queue.draw()
@@ -405,7 +415,7 @@ class ServerRollouts(TrainerCallback):  # type: ignore[misc]  # transformers has
         self._hungry_since = None
         [sample] = drawn
         if self._pool.puts_aside(sample, self._table):
-            # The lease of a rejected group ends with those of the groups of this step.
+            # Nothing else to do: the lease of a rejected group ends with the leases of the groups of this step.
             self._unusable += 1
             self.metrics_queue.put({"replay/groups_unusable_total": float(self._unusable)})
             return []
@@ -428,8 +438,8 @@ class ServerRollouts(TrainerCallback):  # type: ignore[misc]  # transformers has
         return rows
 
     def _check_model_and_sampling(self, group: RolloutGroup) -> None:
-        """Raises RuntimeError if the generators have another model, at the first group, and ValueError if the group was
-        drawn with another sampling than TRL computes with."""
+        """Raises RuntimeError at the first group if the generators have another model. Raises ValueError if the group
+        was sampled with other settings than those with which TRL computes log-probabilities."""
         if not self._compared:
             self._compared = True
             difference = why_other_model(self._reach(self.client.server_info).clients, self._facts)
@@ -444,7 +454,8 @@ class ServerRollouts(TrainerCallback):  # type: ignore[misc]  # transformers has
             )
 
     def _draw_replacement(self, size: int) -> list[Sample]:
-        """A group of `size` rollouts from the pool that this version has not drawn yet; none if the pool has none."""
+        """A group of `size` rollouts from the pool that was not drawn for this version yet; empty if the pool has no
+        such group."""
         version = 0 if self._policy is None else self._policy.version
         scope = f"{self._run}/{version}"
         return self._reach(partial(self._pool.draw, 1, scope, partial(self._fits, size)))
@@ -453,16 +464,17 @@ class ServerRollouts(TrainerCallback):  # type: ignore[misc]  # transformers has
         return group.group_size == size and not other_sampling(group.sampling, self._sampling)
 
     def _samples(self, sample: Sample, number: int) -> list[RolloutSample]:
-        """The sequences of a group, as TRL's worker would queue them. `number`: the number of the group in TRL.
+        """The sequences of a group, in the form in which TRL's worker would queue them. `number`: the number of the
+        group in TRL.
 
-        TRL takes a rollout of several sequences, which it calls a conversation that forks: each sequence has the
-        advantage of the rollout, and the loss is a mean over tokens. The metrics of TRL are means over the samples that
-        have metrics, so only the first sequence of a rollout has some.
+        TRL accepts a rollout of several sequences, and calls it a conversation that forks: each sequence has the
+        advantage of the rollout, and the loss is a mean over tokens. TRL's metrics are means over the samples that have
+        metrics. So only the first sequence of each rollout has metrics, and each rollout counts once.
         """
         group = sample.group
         prompt = np.asarray(group.prompt_ids, dtype=np.int64)
         zeros = np.zeros(len(prompt))
-        # A token without a log-probability has no ratio, so the loss leaves it out.
+        # A token without a known log-probability has no importance ratio, so it is masked.
         known = np.isfinite(group.rollout_logprobs)
         mask = known & group.trained_mask
         logprobs = np.where(known, group.rollout_logprobs, 0.0)
@@ -492,7 +504,7 @@ class ServerRollouts(TrainerCallback):  # type: ignore[misc]  # transformers has
 
 
 def _base_of(model: Any) -> Any:
-    """The model of transformers in a model with an adapter, else the model itself."""
+    """The model of transformers that a peft model wraps; any other model itself."""
     if hasattr(model, "get_base_model"):
         return model.get_base_model()
     return model
@@ -506,7 +518,7 @@ class _ServerQueue:
         self._samples: deque[RolloutSample] = deque()
 
     def get(self, block: bool = True, timeout: float | None = None) -> RolloutSample:
-        """The next sample. Raises queue.Empty after `timeout` seconds, or a little later; None: never."""
+        """The next sample. Raises queue.Empty after `timeout` seconds or a little later. None: waits without limit."""
         end = float("inf")
         if timeout is not None:
             end = time.monotonic() + timeout
@@ -527,7 +539,8 @@ def _checkpoint_of(args: Any, state: TrainerState) -> Path:
 
 
 def _state_of(checkpoint: Path) -> SavedState | None:
-    """The state in a checkpoint; None: the run begins, or the trainer was killed before it wrote all of the file."""
+    """The state in a checkpoint. None: there is no checkpoint, or the trainer was killed before the file was
+    complete."""
     try:
         return SavedState(**json.loads((checkpoint / _STATE).read_text()))
     except (OSError, ValueError):
@@ -535,10 +548,10 @@ def _state_of(checkpoint: Path) -> SavedState | None:
 
 
 def last_checkpoint(output_dir: str | Path) -> str | None:
-    """The newest whole checkpoint-N in AsyncGRPOConfig's output_dir, for `train(resume_from_checkpoint=...)`.
+    """The newest complete checkpoint-N in AsyncGRPOConfig's output_dir, for `train(resume_from_checkpoint=...)`.
 
-    A trainer that is killed while it writes a checkpoint leaves a part of a checkpoint, which is passed over. None:
-    there is no whole checkpoint.
+    A trainer that is killed while it writes a checkpoint leaves an incomplete checkpoint, which is skipped. None: there
+    is no complete checkpoint.
     """
     prefix = f"{PREFIX_CHECKPOINT_DIR}-"
     folders = [path for path in Path(output_dir).glob(f"{prefix}*") if path.name.removeprefix(prefix).isdigit()]

@@ -18,16 +18,18 @@ from replay_client import RolloutGroup, Sample
 
 @dataclass
 class GeneratedRows:
-    """The B rows of one generation on this rank, as TRL holds them: a list for each row."""
+    """The B rows of one generation on this rank, as TRL holds them: each field has a list for each row."""
 
     prompt_ids: list[list[int]]
     completion_ids: list[list[int]]
     tool_mask: list[list[int]] | None
+    """1 for tokens that the policy wrote, 0 for tokens of tools; None: the policy wrote all tokens."""
     logprobs: list[list[float | None]] | None
-    """The log-probabilities of the sampler; None where the trainer's own model is the sampler."""
+    """The log-probabilities of the sampler; None if the trainer's own model is the sampler."""
 
     def copy(self) -> GeneratedRows:
-        """Rows may be replaced in the copy; they are never changed in place."""
+        """A copy in which rows can be replaced. The rows themselves are shared, because they are never changed in
+        place."""
         return GeneratedRows(
             prompt_ids=list(self.prompt_ids),
             completion_ids=list(self.completion_ids),
@@ -36,7 +38,7 @@ class GeneratedRows:
         )
 
     def mask(self) -> list[list[int]]:
-        """`tool_mask`, made of ones if TRL has none."""
+        """`tool_mask`. If TRL has no tool_mask, sets it to ones first."""
         if self.tool_mask is None:
             self.tool_mask = [[1] * len(ids) for ids in self.completion_ids]
         return self.tool_mask
@@ -56,7 +58,7 @@ class GeneratedRows:
 
 
 class FreshRow(NamedTuple):
-    """One generated row, as it is stored."""
+    """One generated row, in the form in which it is stored."""
 
     prompt_ids: list[int]
     completion_ids: list[int]
@@ -83,15 +85,16 @@ class GenerationStep:
     away: bool = False
     """True if all ranks do without the server in this step."""
     fresh: GeneratedRows | None = None
-    """The rows as they were generated; None until then, and if the rows have images."""
+    """The rows as they were generated; None before the generation, and if the rows have images."""
     rewards: Tensor | None = None
-    """(rows of all ranks, F) of the fresh rows, for each of F reward functions; NaN where a function has none."""
+    """(rows of all ranks, F): the rewards of the fresh rows by F reward functions; NaN if a function returned none."""
     trained: list[bool] = field(default_factory=list)
     """True for each fresh row of all ranks that has a token which the policy wrote."""
     final_rewards: Tensor | None = None
     """The rewards of the final rows of all ranks, until TRL asks for them."""
     fresh_logprobs: Tensor | None = None
-    """(B, T) of the fresh rows under the current weights, if replaced rows may have to be stored."""
+    """(B, T) log-probabilities of the fresh rows under the current weights. Only set if replaced rows may have to be
+    stored."""
     replaced: dict[int, Sample] = field(default_factory=dict)
     """The samples that replace groups that this rank owns, by the group that is replaced."""
     stored: dict[int, RolloutGroup] = field(default_factory=dict)
@@ -99,13 +102,13 @@ class GenerationStep:
     other_rewards: int = 0
     """Groups of the pool that other reward functions scored."""
     missing: int = 0
-    """Groups whose rewards are all equal, and that the pool had no group for."""
+    """Groups whose rewards are all equal, and for which the pool had no replacement."""
     zero_variance: int = 0
     """Groups that this rank owns and whose rewards are all equal."""
     ratio: tuple[float, float] = (0.0, 0.0)
-    """Sum of the importance ratio over replayed tokens, and their number."""
+    """(sum of the importance ratio over replayed tokens, number of these tokens)."""
     seconds: float = 0.0
-    """Seconds of this generation that replay took."""
+    """Seconds of this generation that were spent on replay."""
 
     @property
     def rewards_BF(self) -> Tensor:
@@ -125,7 +128,7 @@ class GenerationStep:
 
     @property
     def _end(self) -> int:
-        """The number of the first row after those of this rank."""
+        """The number of the first row after the rows of this rank."""
         return self.first + len(self.inputs)
 
     def rows_of(self, group: int) -> slice:
@@ -133,7 +136,7 @@ class GenerationStep:
         return slice(group * self.size, (group + 1) * self.size)
 
     def places(self, group: int) -> list[tuple[int, int]]:
-        """(row of this rank, completion of the group) for the rows that the group has here."""
+        """(row of this rank, completion of the group) for each row of the group on this rank."""
         places = []
         for k in range(self.size):
             row = group * self.size + k - self.first
@@ -162,15 +165,15 @@ def _groups_before(row: int, size: int) -> int:
 
 
 _DEEPEST = 8
-"""Levels of functions within functions that count."""
+"""How many levels of functions within functions a fingerprint covers."""
 
 
 def fingerprint(names: Iterable[str], functions: Iterable[Any]) -> str:
     """16 hexadecimal digits for reward functions with their names, in their order.
 
-    Runs that share a pool compare it, to see whether they share an objective. It covers what Python can see of a
-    function: its code, its defaults, and the plain values that it was made with. It does not cover what the function
-    reads when it runs, such as a file or a model.
+    Runs that share a pool compare their fingerprints to see whether they have the same objective. The fingerprint
+    covers the code of a function, its defaults, and the plain values in its closure. It does not cover data that the
+    function reads when it runs, such as a file or a model.
     """
     described = [_describe(function, _DEEPEST) for function in functions]
     text = repr((list(names), described))

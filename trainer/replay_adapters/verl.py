@@ -1,15 +1,16 @@
 """verl's replay buffers with a replay server: stored groups replace groups whose rewards are all equal.
 
-verl keeps the rows of a batch in TransferQueue, under `{uid}_{session}_{index}`. A replaced group keeps its keys and
-its other columns. The columns that verl computes the loss from are overwritten before verl uses them:
+verl keeps the rows of a batch in TransferQueue, under keys `{uid}_{session}_{index}`. When a stored group replaces a
+group, the keys stay, and the columns from which verl computes the loss are overwritten before verl uses them:
 
     prompts, responses, input_ids, position_ids, response_mask, loss_mask, rollout_log_probs, rm_scores
 
-and each further column of tokens, such as the routing of experts. A session of several rows is a rollout of several
-sequences. Where the stored one has more or fewer rows than the session in its place, rows come or go.
+and each further column with a value for each token, such as the routing of experts. All other columns stay. A session
+of several rows is a rollout of several sequences. If the stored rollout has more or fewer rows than the session that it
+replaces, rows are added or removed.
 
-verl then computes old log-probabilities and advantages of all rows alike. Its `algorithm.rollout_correction` corrects
-them by the stored log-probabilities, and needs `actor_rollout_ref.rollout.calculate_log_probs=True`.
+verl then computes old log-probabilities and advantages in the same way for all rows. Its `algorithm.rollout_correction`
+corrects by the stored log-probabilities, for which it needs `actor_rollout_ref.rollout.calculate_log_probs=True`.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ with hooks_of("verl"):
 COLUMNS = ("prompts", "responses", "response_mask", "rollout_log_probs", "rm_scores")
 """The columns of verl that a stored group is made of."""
 _DERIVED = {"input_ids", "position_ids", "loss_mask"}
+"""The columns of verl that are computed from COLUMNS, so they are not stored."""
 _WHOLE = "whole"
 """The axis of a column with a row for each token of prompt and response."""
 _TOKEN = "token"
@@ -53,13 +55,13 @@ class _WithPool:
     """Adds a pool to one of verl's buffers.
 
     `sampler_kwargs` of verl's configuration: `address` (host:port; left out: REPLAY_ADDRESS), `table` ("replay"),
-    `max_staleness` (steps), `max_prompt_length` and `max_response_length` (tokens that a stored row may have), and
-    `on_unavailable` ("continue": without the server train on verl's own batch; "raise").
+    `max_staleness` (steps), `max_prompt_length` and `max_response_length` (the most tokens of a stored row), and
+    `on_unavailable` ("continue", the default: while the server is away, train on verl's own batch; or "raise").
     """
 
     def __init__(self, *args: Any, sampler_kwargs: Mapping[str, Any], **kwargs: Any) -> None:
         """Raises ValueError for an unknown option, and for group filtering without a metric."""
-        # verl passes the options of group filtering to its own buffers only, so they are read here for this buffer.
+        # verl passes the options of group filtering only to its own buffers, so this buffer reads them itself.
         filtering = _filtering(sampler_kwargs, alone=isinstance(self, ReplayBufferAsync))
         super().__init__(*args, sampler_kwargs=sampler_kwargs, **(filtering | kwargs))  # type: ignore[call-arg]
         options = dict(sampler_kwargs or {})
@@ -71,9 +73,9 @@ class _WithPool:
             on_unavailable=options.pop("on_unavailable", "continue"),
         )
         self._tensors: list[str] = []
-        """Further columns that may have a row for each token."""
+        """The names of all further columns of tensors, which may have a row for each token."""
         self._others: dict[str, str] = {}
-        """The axes of further columns that have a row for each token, by their names."""
+        """By name, the axes of the further columns that have a row for each token in the current batch."""
         self._max_prompt_length: int | None = options.pop("max_prompt_length", None)
         self._max_response_length: int | None = options.pop("max_response_length", None)
         if options:
@@ -113,7 +115,8 @@ class _WithPool:
         self._checked = True
 
     def _read(self, batch: Any, version: int) -> tuple[dict[str, list[str]], dict[str, RolloutGroup]]:
-        """The keys of each uid, in the order of sessions and rows, and its group unless it has images."""
+        """By uid: the keys of its rows, in the order of sessions and rows, and its group. A uid with images has no
+        group."""
         keys: dict[str, list[str]] = defaultdict(list)
         for key in sorted(batch.keys, key=_place):
             keys[key.split("_")[0]].append(key)
@@ -135,7 +138,7 @@ class _WithPool:
         rewards = []
         row = -1
         for count in counts:
-            row += count  # verl counts the reward of the last row of a session
+            row += count  # as in verl, the reward of a session is that of its last row
             rewards.append(float(scores[row].sum()))
         dtypes = {}
         columns = {}
@@ -146,7 +149,7 @@ class _WithPool:
             dtype = narrowest(arrays)
             columns[column] = (axis, [array.astype(dtype) for array in arrays])
         if any(int(score[:-1].count_nonzero()) for score in scores):
-            # Turns have rewards of their own, so the rewards are not on the last token alone.
+            # Single turns have rewards, so the rewards of all tokens must be stored.
             columns["rm_scores"] = (_TOKEN, [_numpy(score) for score in scores])
         return group_from_rows(
             prompts=[values["prompts"][key].numpy() for key in members],
@@ -172,14 +175,14 @@ class _WithPool:
         # verl computes NaN from a log-probability that is NaN.
         if not all(np.isfinite(group.rollout_logprobs[span]).all() for span in group.sampled_spans()):
             return False
-        # All rows of a column in verl are alike.
+        # In verl all rows have the same columns, so the group must have each further column of tokens, with its axis.
         dtypes = group.meta.get(_DTYPES, {})
         return all(group.axes.get(name) == axis and name in dtypes for name, axis in self._others.items())
 
     def _overwrite(self, batch: Any, keys: list[str], group: RolloutGroup, step: int) -> Any:
         """The batch with a stored group in the place of the rows `keys`.
 
-        `step`: the step of this run's count at which the group was generated.
+        `step`: the step at which the stored group was generated, in the count of this run.
         """
         # The key of the first row of each session, in the order of the sessions.
         first_keys: dict[str, str] = {}
@@ -189,7 +192,7 @@ class _WithPool:
         new_keys = []
         for session, count in zip(first_keys, counts, strict=True):
             new_keys += [f"{session}_{i}" for i in range(count)]
-        # A model of images and texts has several positions of each token, which are the same without an image.
+        # A model of images and texts has several positions for each token. Without an image they are equal.
         replaced_row = tq.kv_batch_get(keys=keys[:1], partition_id=batch.partition_id, select_fields=["position_ids"])
         axes = replaced_row["position_ids"][0].shape[:-1]
         rows = {}
@@ -208,7 +211,7 @@ class _WithPool:
             if key in keys:
                 rows[key] = row
                 continue
-            # A further row of its session takes all other columns of the session from the session's first row.
+            # A row that is added to a session takes all other columns from the first row of the session.
             columns = tq.kv_batch_get(keys=[first], partition_id=batch.partition_id)
             whole_row = {name: _plain(columns[name][0]) for name in columns.keys()}  # noqa: SIM118
             self._put(batch, {key: whole_row | row}, tags)
@@ -234,7 +237,8 @@ class _WithPool:
         )
 
     def _rows(self, group: RolloutGroup, counts: list[int], axes: Sequence[int]) -> Iterator[dict[str, Tensor]]:
-        """The columns of each row of a stored group. `axes`: the axes of the positions before the axis of tokens."""
+        """The columns of each row of a stored group. `counts`: the rows of each rollout. `axes`: the sizes of the axes
+        of position_ids before the axis of tokens."""
         rewards = np.repeat(group.rewards, counts)
         spans = zip(group.prompts(), group.sampled_spans(), rewards, strict=True)
         for k, (prompt_ids, span, reward) in enumerate(spans):
@@ -242,7 +246,7 @@ class _WithPool:
             response = torch.tensor(group.completion_ids[span], dtype=torch.int64)
             mask = torch.tensor(group.trained_mask[span], dtype=torch.int64)
             scores = torch.zeros(len(response))
-            scores[-1] = float(reward)  # verl has a reward of the whole response on its last token
+            scores[-1] = float(reward)  # verl has the reward of a response on its last token
             if "rm_scores" in group.extras:
                 scores = torch.tensor(row_of(group, "rm_scores", k))
             row = {
@@ -275,10 +279,10 @@ def _place(key: str) -> tuple[str, int, int]:
 def _columns_of_tokens(
     columns: Mapping[str, Mapping[str, Any]], values: Mapping[str, Mapping[str, Any]]
 ) -> dict[str, str]:
-    """The axes of those `columns` that have a row for each token.
+    """The axes of the `columns` that have a row for each token, by name.
 
-    verl does not describe its columns, and agent loops add some. So a column counts as one of tokens if it has as many
-    rows as there are tokens in every row of the batch. A replaced group keeps all other columns.
+    verl does not describe its columns, and agent loops add columns. So a column counts as a column of tokens if it has
+    as many rows as there are tokens, in every row of the batch. `columns` and `values`: column -> key -> value.
     """
     axes = {}
     for name, tensors in columns.items():
@@ -301,11 +305,12 @@ def _numpy(tensor: Tensor) -> npt.NDArray[Any]:
 
 
 def _filtering(sampler_kwargs: Any, alone: bool) -> dict[str, Any]:
-    """The options that verl would give its own buffer for `algorithm.filter_groups` and `sync_refill_failed_groups`.
+    """The options that verl would pass to its own buffer for `algorithm.filter_groups` and `sync_refill_failed_groups`.
 
-    `alone`: without the settings of the synchronous buffer. Raises ValueError for filtering without a metric.
+    `alone`: leave out the options that only the synchronous buffer has. Raises ValueError for filtering without a
+    metric.
     """
-    # `sampler_kwargs` is a part of verl's configuration, and leads to the whole.
+    # `sampler_kwargs` is a part of verl's configuration, through which the whole configuration can be read.
     whole = sampler_kwargs._get_root() if isinstance(sampler_kwargs, DictConfig) else OmegaConf.create()
     groups = OmegaConf.select(whole, "algorithm.filter_groups") or {}
     refill = bool(OmegaConf.select(whole, "trainer.v1.sampler.sync_refill_failed_groups"))
@@ -323,13 +328,13 @@ def _filtering(sampler_kwargs: Any, alone: bool) -> dict[str, Any]:
         return filter_settings
     return filter_settings | {
         "train_batch_size": OmegaConf.select(whole, "data.train_batch_size"),
-        "gen_batch_size": 1,  # verl's trainer then fetches one prompt at a time
+        "gen_batch_size": 1,  # with filtering, verl's trainer fetches one prompt at a time
         "max_inflight_gen_batches": groups.get("max_inflight_gen_batches", 1),
     }
 
 
 def _plain(value: Any) -> Any:
-    """The object in a column that holds no tensors; tensordict wraps some of them."""
+    """The value in a column that does not hold tensors. tensordict wraps some of these values."""
     return getattr(value, "data", value)
 
 

@@ -54,8 +54,8 @@ _MODULES = tuple(
 
 
 def __getattr__(name: str) -> Any:
-    """The names above that need torch, when somebody asks for them. torch and transformers take seconds to import, and
-    a run whose options cannot work is refused before."""
+    """Imports a name of `__all__` that needs torch, at its first use. torch and transformers take seconds to import,
+    and a run with options that cannot work should be refused before that."""
     if name in __all__:
         if missing := [package for package in ("torch", "transformers", "safetensors") if find_spec(package) is None]:
             raise ModuleNotFoundError(

@@ -23,9 +23,9 @@ T = TypeVar("T")
 
 
 class HostCopy:
-    """Copies of tensors in host memory. The buffers are used again, so only the newest copy is valid.
+    """Copies of tensors in host memory. Each copy reuses the buffers, so only the newest copy is valid.
 
-    Allocating a gigabyte takes longer than copying one.
+    The buffers are reused because it takes longer to allocate a gigabyte than to copy it.
     """
 
     def __init__(self) -> None:
@@ -33,10 +33,10 @@ class HostCopy:
         self._copied: torch.cuda.Event | None = None
 
     def take(self, tree: Any) -> Any:
-        """`tree`, made of dicts, lists, tensors and other values, with a copy in the place of each tensor.
+        """Returns `tree`, made of dicts, lists, tensors and other values, with a copy in the place of each tensor.
 
-        Tensors that share memory share their copy: tied weights stay tied. From a GPU the copies are complete only
-        after `wait`; the copy is queued before any later change of the tensors.
+        Tensors that share memory share their copy, so tied weights stay tied. Copies from a GPU are complete only after
+        `wait`. But later changes of the tensors do not reach the copy, because the GPU makes them after it.
         """
         on_gpu: list[Tensor] = []
         copied = self._take(tree, "", {}, on_gpu)
@@ -78,26 +78,26 @@ class BackgroundTask:
     """Runs one function at a time on a thread, and keeps its error for the thread that asks."""
 
     def __init__(self, name: str) -> None:
-        # One thread for all functions: the loop waits a millisecond or more for a new one to start. At its end the
-        # interpreter waits for this thread, so a write is finished first.
+        # One thread for all functions, because the start of a thread would delay the loop by a millisecond or more.
+        # Python waits for this thread before it exits, so a write is always finished.
         self._thread = ThreadPoolExecutor(1, name)
         self._work: Future[object] | None = None
 
     def start(self, function: Callable[[], object]) -> None:
-        """Run the function. The one before must have ended: call `wait` first."""
+        """Starts the function. The function before must have ended: call `wait` first."""
         assert self._work is None or self._work.done(), "it runs one function at a time"
         self._work = self._thread.submit(function)
 
     def wait(self, only_while: Callable[[], bool] = lambda: True) -> bool:
-        """Wait until the function has ended, or `only_while` is false. Returns whether it has ended."""
-        # In slices: in a wait without an end, Python may miss a signal that came in the moment before it.
+        """Waits until the function has ended, or `only_while` returns False. Returns True if the function has ended."""
+        # In slices, because Python handles a signal that came just before a wait only after that wait.
         while self._work is not None and not wait([self._work], 0.5).done:
             if not only_while():
                 return False
         return True
 
     def take_error(self) -> BaseException | None:
-        """The error of the function if it has failed already, once."""
+        """The error of the function; None: it is running or succeeded. A second call returns None."""
         if self._work is None or not self._work.done():
             return None
         error = self._work.exception()
@@ -114,7 +114,7 @@ class DaemonThread:
         self._runs = False
 
     def start(self, function: Callable[[], object]) -> Future[object]:
-        """The result of `function`, which runs after those before it."""
+        """Starts `function` after all functions of earlier calls. Returns a future of its result."""
         if not self._runs:
             threading.Thread(target=self._run, name=self._name, daemon=True).start()
             self._runs = True
@@ -132,7 +132,7 @@ class DaemonThread:
 
 
 def through_restarts(client: ReplayClient, attempt: Callable[[], T]) -> T:
-    """The result of `attempt`, made again whenever the server was away.
+    """The result of `attempt`, which is repeated if the server was away.
 
     Waits for the server as long as the timeout of `client` says, and then raises ServerUnavailableError.
     """
@@ -144,24 +144,26 @@ def through_restarts(client: ReplayClient, attempt: Callable[[], T]) -> T:
 
 
 LOOK_SECONDS = 2.0
-"""Between two looks at the server during a wait."""
+"""Seconds between two checks of the server during a wait."""
 
 
 def over(limit: str, error: DeadlineExceededError) -> DeadlineExceededError:
-    """The error of a wait that `limit` ends, a setting with its value."""
+    """The error of a wait that was too long. `limit`: the setting that ended the wait, with its value."""
     return DeadlineExceededError(
         f"{error}; {limit} is over: raise it, or leave it out, and go on with --resume (resume=True)"
     )
 
 
 class ServerWaits:
-    """Says that one thread waits for one server, and why: after half a minute, every half minute, and when it goes on.
+    """Logs that one thread waits for the server, and why: after half a minute, then every half minute, and when the
+    thread goes on.
 
-    It says within seconds that the server is gone, and that a server which came back is another one.
+    Logs within seconds if the server is gone, if it answers again, and if it was restarted.
 
-    A thread looks at the wait of the moment, again and again. It does not start and end with each wait: a step has
-    several, nearly all of them shorter than a look, and to start and join a thread takes the trainer a millisecond or
-    more. The thread ends when it finds no wait twice, and the next wait starts it again.
+    A thread in the background checks the current wait every few seconds. This thread does not start and end with each
+    wait: a step has several waits, most of them shorter than the time between two checks, and starting and joining a
+    thread takes a millisecond or more. The thread ends when two checks in a row find no wait. The next wait starts it
+    again.
     """
 
     def __init__(
@@ -176,10 +178,11 @@ class ServerWaits:
         limit: str = "the timeout",
         look: Callable[[], None] = lambda: None,
     ) -> None:
-        """`table`: the one that groups come from, if the waits are for groups. `quiet`: log nothing. `suppliers`: ends
-        a wait for groups of which no more will come; None: the deadline of a batch ends it. `limit`: the setting that
-        gives this deadline, with its value, for the error. `look` ends a wait for groups by what it raises; it is
-        called every second."""
+        """`table`: the table of the groups, if the waits are for groups. `seconds`: the time between two messages.
+        `look_seconds`: the time between two checks of the server. `quiet`: log nothing. `suppliers`: ends a wait for
+        groups if no more groups will come; None: the deadline of a batch ends the wait. `limit`: the setting with this
+        deadline, and its value, for the error. `look`: called every second during a wait for groups; an error that it
+        raises ends the wait."""
         self._client = client
         self._table = table
         self._quiet = quiet
@@ -187,12 +190,12 @@ class ServerWaits:
         self._limit = limit
         self._look_up = look
         self._deserted = ""
-        """Why no groups will come, in words; "": some may."""
+        """The reason why no groups will come; "": groups may come."""
         self._lock = threading.Lock()
         self._wait: tuple[str, WaitLog] | None = None
-        """The wait of the moment: for what, and its log."""
+        """The current wait: (what is waited for, its log); None: no wait."""
         self._watched = False
-        """True while the thread that looks at waits runs."""
+        """True while the thread that checks the waits is running."""
         self._seconds = seconds
         self._look_seconds = look_seconds
         self._server_id: int | None = None
@@ -201,9 +204,9 @@ class ServerWaits:
     def watch(self, batches: Iterator[Any]) -> Iterator[Any]:
         """Yields `batches`, and logs every long wait for one.
 
-        Raises what they raise; but a deadline that passes while the server is away does not count. Then the timeout of
-        the client says how long to wait for the server, and ServerUnavailableError ends the wait. With `suppliers` a
-        deadline is only a moment to look at them.
+        Raises the errors of `batches`, except for a deadline that passes while the server is away. In that case, waits
+        for the server as long as the timeout of the client says, and then raises ServerUnavailableError. With
+        `suppliers`, a deadline does not end the wait, but is the time to check the suppliers.
         """
         while True:
             self._deserted = ""
@@ -215,7 +218,8 @@ class ServerWaits:
 
     @contextmanager
     def waiting(self, what: str) -> Iterator[None]:
-        """Logs a long wait for `what` inside of the block. A wait inside of a wait is a part of it."""
+        """Logs a long wait for `what` inside of the block. An inner `waiting` block counts as a part of the outer
+        block."""
         if self._quiet or self._wait is not None:
             yield
             return
@@ -229,7 +233,7 @@ class ServerWaits:
             yield
         except BaseException:
             with self._lock:
-                self._wait = None  # nothing goes on
+                self._wait = None  # without a message that the thread goes on
             raise
         else:
             with self._lock:
@@ -254,7 +258,7 @@ class ServerWaits:
                 self._deserted = self._suppliers.check()
 
     def _watch(self) -> None:
-        """In a thread of its own, because the trainer's is blocked."""
+        """Checks and logs the waits. Runs in a thread of its own, because the trainer's thread is blocked."""
         now = self._wait
         while True:
             time.sleep(min(self._look_seconds, self._seconds))
@@ -264,7 +268,7 @@ class ServerWaits:
                 if before is now is None:
                     self._watched = False
                     return
-            if now is None or now is not before:  # that began a moment ago
+            if now is None or now is not before:  # the wait began after the last check
                 continue
             what, log = now
             reason, is_news = self._look()
@@ -273,7 +277,7 @@ class ServerWaits:
                     log.wait(f"waiting {what}: {reason}", is_news=is_news)
 
     def _look(self) -> tuple[str, bool]:
-        """The reason why there are no groups, and True if the server has just gone or is another one than before."""
+        """The reason for the wait, and True if it is news: the server is gone, answers again, or was restarted."""
         try:
             tables = [self._table] if self._table else []
             info = self._client.server_info(tables=tables, timeout=5 * self._look_seconds)

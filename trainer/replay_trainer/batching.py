@@ -1,16 +1,17 @@
-"""Groups to tensors, and a batch to micro-batches that fit a budget of tokens.
+"""Converts groups to a batch of tensors, and splits a batch into micro-batches that fit a budget of tokens.
 
     prompt_ids_UP          q q q .         one row per group         P: longest prompt
     completion_ids_BT      c c c c         one row per sequence      T: longest sequence
                            c c . .         every tensor named _BT lines up with the tokens of the sequences
 
 A batch is padded on the right for the arithmetic of the loss. The model does not see this padding: it gets packed rows
-(see logprobs.py), or rows of similar length if it cannot take packed ones. A packed row has each shared prefix of its
-sequences once (packing/shared_prefixes.py): the prompt of a group, and whatever else they share.
+(see logprobs.py), or rows of similar length if it cannot take packed rows. A packed row has each shared prefix of its
+sequences once (packing/shared_prefixes.py): the prompt of a group, and all other prefixes that sequences share.
 
-The model reads sequences, and the loss counts rollouts. A rollout is one sequence, or several with contexts of their
-own (`RolloutGroup.sequence_counts`). So a batch has a row for each sequence, and `Rollouts` joins the rows of a rollout
-before losses and correction see them: to them, a rollout in pieces is the same as one in a single sequence.
+The model reads sequences, and the loss counts rollouts. A rollout is one sequence, or several sequences with contexts
+of their own (`RolloutGroup.sequence_counts`). So a batch has a row for each sequence, and `Rollouts` joins the rows of
+a rollout before losses and correction see them. Losses and correction therefore treat a rollout of several sequences
+like a rollout of one sequence.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ class Rollouts:
                     . 1 . .     its second sequence                                              1 . .
                     1 . 1 .     another rollout                                                  1 1 .
 
-    If each row is a rollout already, rows stay as they are: nothing is computed or copied.
+    If each row is a whole rollout already, the rows stay as they are: nothing is computed or copied.
     """
 
     def __init__(self, mask_BT: Tensor, rollout_B: Ints) -> None:
@@ -62,7 +63,8 @@ class Rollouts:
             self.mask_JT = columns_T < tokens_J[:, None]
 
     def join(self, values: Tensor) -> Tensor:
-        """(B, T) values as (J, T), 0 outside the mask; (B,) values of the rollouts as (J,). Gradients flow through."""
+        """Values by row as values by rollout: (B, T) -> (J, T), 0 outside the mask; (B,) -> (J,), where all rows of a
+        rollout have the same value. Gradients flow through."""
         if not self.joins:
             return values
         if values.ndim == 1:
@@ -85,17 +87,17 @@ class Batch:
     advantages_B: Tensor
     """float32, of the rollout that the row belongs to."""
     token_advantages_BT: Tensor | None
-    """float32, in the place of `advantages_B`; None: no group of the batch has any."""
+    """float32, used instead of `advantages_B`; None: no group of the batch has token advantages."""
     temperature_B: Tensor
     """float32, temperature of the sampling, > 0."""
     rollout_tokens_B: Tensor
-    """int64, tokens to train on of the whole rollout that the row belongs to. A part of a batch may lack some rows of
-    the rollout."""
+    """int64, the number of tokens to train on in the whole rollout that the row belongs to. It counts the rows of the
+    rollout that a part of a batch may lack."""
     prompt_lengths_U: Ints
-    """At least 1, unless all rows of the group have contexts. Lengths and indices are NumPy arrays on the host, because
-    the host divides the batch by them."""
+    """Tokens of each prompt: at least 1, unless all rows of the group have contexts. Lengths and indices are NumPy
+    arrays on the host, which divides the batch by them."""
     completion_lengths_B: Ints
-    """Tokens of the completion, with the context of the row, which the mask leaves out; may be 0."""
+    """Tokens of the completion, together with the context of the row, which the mask leaves out; may be 0."""
     group_B: Ints
     """Index of the group that the row belongs to, ascending."""
     rollout_B: Ints
@@ -107,7 +109,8 @@ class Batch:
     teacher_weight: float = 0.0
     """The weight of the teacher in the advantages."""
     sampling_masks: SamplingMasks | None = None
-    """The tokens that top_p, top_k or min_p kept for each token; None: all tokens of the batch were drawn from all."""
+    """The tokens that top_p, top_k or min_p kept for each token; None: every token of the batch was drawn from the
+    whole vocabulary."""
 
     @property
     def num_rows(self) -> int:
@@ -116,7 +119,7 @@ class Batch:
 
     @property
     def input_lengths_B(self) -> Ints:
-        """Tokens of each row in a packed row: the last token of a completion predicts nothing."""
+        """Tokens of each sequence in a packed row, without the last token of the completion, which predicts nothing."""
         lengths_B: Ints = self.prompt_lengths_U[self.group_B] + np.maximum(self.completion_lengths_B - 1, 0)
         return lengths_B
 
@@ -128,7 +131,7 @@ class Batch:
         return self.advantages_B
 
     def advantages_under(self, old_BT: Tensor) -> Tensor:
-        """(B,) or (B, T), the advantages for the loss, with those that a teacher adds.
+        """(B,) or (B, T), the advantages for the loss, with the advantages that a teacher adds.
 
         `old_BT`: log-probabilities of the policy before the update.
         """
@@ -148,7 +151,7 @@ class Batch:
         return self.mask_BT.device
 
     def without_wrong(self, groups: Sequence[int]) -> Batch:
-        """The batch without those rollouts of these groups whose advantage is not above 0.
+        """The batch without the rollouts of these groups whose advantage is 0 or less.
 
         All sequences of a rollout stay or go together. The denominator of the loss counts the rollouts that are left.
         """
@@ -159,14 +162,14 @@ class Batch:
         return self.select(np.flatnonzero(~wrong_B))
 
     def select(self, rows: Ints) -> Batch:
-        """The batch with these rows alone, without padding that none of them needs. The prompts are unchanged."""
+        """The batch with only these rows, cut to the longest of them. The prompts are unchanged."""
         longest = max(int(self.completion_lengths_B[rows].max(initial=1)), 1)
         index = torch.from_numpy(rows).to(self.device)
         chosen: dict[str, Any] = {}
         for name, value in vars(self).items():
             if value is None:
                 continue
-            # The last letters of a name are the axes.
+            # The letters after the last "_" of a name are the axes.
             if name.endswith("_BT"):
                 chosen[name] = value[index, :longest]
             elif name.endswith("_B"):
@@ -203,13 +206,14 @@ class ModelInput:
     """Rows of tokens for a model, and the positions that predict the completions. R rows of S tokens."""
 
     input_ids_RS: Tensor
-    """int64; R = 1 where packed."""
+    """int64; R = 1 if the rows are packed."""
     position_ids_RS: Tensor
     """int64"""
     attention_mask_RS: Tensor | None
     """int64, 1 for tokens, 0 for padding; None without padding."""
     layout: Layout | None
-    """The runs of a packed row, which tell the tokens that each token attends to; None: each row is one sequence."""
+    """The runs of a packed row, from which attention knows what each token attends to; None: each row is one
+    sequence."""
     predicts_N: Tensor
     """int64: positions in the flattened (R S) that predict the N tokens of mask_BT, row after row."""
 
@@ -224,14 +228,14 @@ def to_batch(
 ) -> Batch:
     """All sequences of all groups, in their order, one row each. Group sizes and lengths may differ.
 
-    No groups make a batch without rows; T is at least 1. The temperature is `sampling["temperature"]` of the group,
-    default 1. `mask_truncated` excludes rollouts whose finish reason is "length" from the mask. `advantages`: (G,) of
-    each group, in the place of its own; the `token_advantages` of a group come before both. `teacher`: the teacher to
-    distil from; None: there is none. `oldest_version` excludes tokens of earlier policy versions from the mask; None:
-    no token is excluded.
+    An empty list of groups makes a batch without rows; T is at least 1. The temperature is `sampling["temperature"]` of
+    the group, default 1. `mask_truncated` excludes rollouts whose finish reason is "length" from the mask.
+    `advantages`: for each group (G,) advantages that are used instead of its own; the `token_advantages` of a group
+    take precedence over both. `teacher`: the teacher to distil from; None: there is no teacher. `oldest_version`
+    excludes tokens of earlier policy versions from the mask; None: no token is excluded.
 
-    Raises ValueError for an empty prompt (nothing would predict the first token), for a temperature not above 0, and
-    for a column of the teacher that nobody can distil from.
+    Raises ValueError for an empty prompt (nothing would predict the first token), for a temperature that is not above
+    0, and for a column of the teacher that cannot be used.
     """
     for index, group in enumerate(groups):
         _check_trainable(index, group, teacher)
@@ -248,7 +252,7 @@ def to_batch(
     inside_BT = np.arange(shape[1]) < completion_lengths_B[:, None]
 
     def in_rows(arrays_U: Sequence[npt.NDArray[Any]], dtype: npt.DTypeLike) -> Tensor:
-        """(T,) of each group as (B, T): a group has its tokens in the order of its rows."""
+        """The (T,) values of each group as one (B, T) tensor. A group has its tokens in the order of its rows."""
         values_BT = np.zeros(shape, dtype)
         values_BT[inside_BT] = _joined(arrays_U, dtype)
         return torch.from_numpy(values_BT).to(device)
@@ -304,7 +308,7 @@ def to_batch(
 
 
 def _check_trainable(index: int, group: RolloutGroup, teacher: Teacher | None) -> None:
-    """Raises ValueError if there can be no batch with this group, which is the one at `index`."""
+    """Raises ValueError if this group cannot be in a batch. `index`: the position of the group, for the error."""
     if not group.prompt_lengths.all():
         raise ValueError(f"group {index} (prompt_id {group.prompt_id!r}) has an empty prompt; add a first token")
     if not 0 < _temperature(group) < np.inf:
@@ -319,7 +323,8 @@ def _check_trainable(index: int, group: RolloutGroup, teacher: Teacher | None) -
 
 
 def _inputs(groups: Sequence[RolloutGroup]) -> list[npt.NDArray[Any]]:
-    """The tokens of each sequence that the model reads: the last token of a completion predicts nothing."""
+    """For each sequence, the tokens that the model reads: all but the last token of a completion, which predicts
+    nothing."""
     inputs = []
     for group in groups:
         for completion in group.completions():
@@ -328,9 +333,9 @@ def _inputs(groups: Sequence[RolloutGroup]) -> list[npt.NDArray[Any]]:
 
 
 def why_no_teacher(group: RolloutGroup, column: str) -> str:
-    """The reason why nobody can distil from this column of the group; "" if one can.
+    """The reason why the policy cannot be distilled from this column of the group; "" if it can.
 
-    Tokens outside the mask may be NaN.
+    The values of tokens outside the mask may be NaN.
     """
     values = group.extras.get(column)
     axis = group.axes.get(column)
@@ -352,10 +357,11 @@ def why_no_teacher(group: RolloutGroup, column: str) -> str:
 
 
 def micro_batches(batch: Batch, max_tokens: int, packed: bool = True) -> Iterator[tuple[Ints, Batch]]:
-    """Yields (indices, rows): every row once, at most `max_tokens` tokens of model input together.
+    """Splits a batch. Yields (indices of rows, batch of these rows), with at most `max_tokens` tokens of model input.
 
-    A row with more tokens than that comes alone. Packed, rows that begin alike come together as far as they fit: they
-    share one copy of their prefix. Otherwise rows of similar length come together, longest first; padding counts.
+    Every row is in one micro-batch. A row with more than `max_tokens` tokens is a micro-batch by itself. With `packed`,
+    rows that begin alike are put together as far as they fit, because they share one copy of their prefix. Without
+    `packed`, rows of similar length are put together, longest first, and padding counts.
     """
     parts = _packed_parts(batch, max_tokens) if packed else _padded_parts(batch, max_tokens)
     num_rows = 0
@@ -367,7 +373,7 @@ def micro_batches(batch: Batch, max_tokens: int, packed: bool = True) -> Iterato
 
 
 def _packed_parts(batch: Batch, max_tokens: int) -> Iterator[list[int]]:
-    """The rows of each micro-batch, in the order of shared prefixes. A prefix is counted once in a micro-batch."""
+    """The rows of each micro-batch, in the order of shared prefixes. The tokens of a shared prefix count once."""
     lengths_B = batch.input_lengths_B
     shared_prefixes = batch.shared_prefixes
     rows: list[int] = []
@@ -384,7 +390,7 @@ def _packed_parts(batch: Batch, max_tokens: int) -> Iterator[list[int]]:
 
 
 def _padded_parts(batch: Batch, max_tokens: int) -> Iterator[list[int]]:
-    """The rows of each micro-batch, longest first. All rows of a micro-batch are as long as its first row."""
+    """The rows of each micro-batch, longest first. All rows of a micro-batch are padded to its first row."""
     lengths_B = batch.completion_lengths_B + batch.prompt_lengths_U[batch.group_B]
     rows: list[int] = []
     for row in np.argsort(-lengths_B, kind="stable").tolist():
@@ -408,7 +414,8 @@ def packed_input(batch: Batch) -> ModelInput:
     tokens: list[npt.NDArray[np.int64]] = []
     positions: list[npt.NDArray[np.int64]] = []
     predicts_BT = np.zeros(completions.shape, np.int64)
-    # For each token of the current sequence, its index in the packed row. Shared tokens keep those of the one before.
+    # For each token of the current sequence, its index in the packed row. The tokens that the sequence shares with the
+    # sequence before it keep their indices.
     indices_S = np.zeros(int(lengths_B.max(initial=0)), np.int64)
     end = 0
     for row, shared in zip(shared_prefixes.order_B.tolist(), shared_prefixes.shared_B.tolist(), strict=True):
@@ -440,7 +447,7 @@ def packed_input(batch: Batch) -> ModelInput:
 
 
 def padded_input(batch: Batch) -> ModelInput:
-    """One row for each completion behind its own copy of the prompt, padded on the right.
+    """One row for each completion, after its own copy of the prompt, padded on the right.
 
     Tokens stand at positions 0, 1, 2, …, and a causal model never attends to the right. The padding side of the
     tokenizer therefore does not matter.
@@ -503,9 +510,9 @@ class PaddedBatch:
 
     The context of a completion (RolloutGroup.context_lengths) is the end of its prompt here.
 
-    A rollout of several sequences has several rows. Losses and corrections take one row for each rollout: those that
-    count rollouts, or take a mean or a ratio over one, need `rollouts.join` of every tensor. Those of single tokens
-    alone (dapo with a correction of tokens) are the same without it.
+    A rollout of several sequences has several rows. Losses and corrections take one row for each rollout. If they count
+    rollouts, or take a mean or a ratio over a rollout, apply `rollouts.join` to every tensor first. If they treat each
+    token by itself (dapo with a correction of tokens), the result is the same without `rollouts.join`.
     """
 
     prompt_ids_BP: Tensor
@@ -525,14 +532,14 @@ class PaddedBatch:
     advantages_B: Tensor
     """float32, of the rollout that the row belongs to. The loss takes `advantages`."""
     group_B: Tensor
-    """int64, index of the group that the row belongs to. The rows of a group follow one another."""
+    """int64, index of the group that the row belongs to. The rows of a group are adjacent."""
     temperature_B: Tensor
     """float32, temperature of the sampling, above 0. Divide logits by it."""
     rollout_B: Tensor | None = None
-    """int64, index of the rollout that the row belongs to. The rows of a rollout follow one another. None: each row is
-    a rollout."""
+    """int64, index of the rollout that the row belongs to. The rows of a rollout are adjacent. None: each row is a
+    rollout."""
     token_advantages_BT: Tensor | None = None
-    """float32, in the place of `advantages_B`; None: no group has any."""
+    """float32, used instead of `advantages_B`; None: no group has token advantages."""
 
     @property
     def advantages(self) -> Tensor:
@@ -587,7 +594,7 @@ def to_padded(groups: Sequence[RolloutGroup], device: torch.device | str = "cpu"
     columns_BT = torch.from_numpy((batch.completion_lengths_B - lengths_B)[:, None] + np.arange(T))
 
     def sampled(values_BT: Tensor) -> Tensor:
-        """The values of the sampled tokens, without those of contexts, from the first column on."""
+        """The values of the sampled tokens, moved to the first columns. The values of contexts are left out."""
         last = values_BT.shape[1] - 1
         return values_BT.gather(1, columns_BT.clamp(max=last)).masked_fill(~completion_mask_BT, 0)
 
@@ -617,10 +624,12 @@ def from_padded(padded: PaddedBatch, **fields: Any) -> list[RolloutGroup]:
     """The groups of a padded batch, for example one that was made from the tensors of another trainer.
 
     `fields` are further fields of RolloutGroup that all groups share, such as policy_version. The prompts may be padded
-    on either side; where those of a group differ, the common beginning is shared. Raises ValueError if the shapes
-    differ, the rows of a group or of a rollout do not follow one another, those of a group differ in temperature or
-    those of a rollout in reward or advantage, or a mask has a gap between tokens. Token advantages that are those of
-    the rollouts are left out.
+    on either side. If the prompts of a group differ, their common beginning becomes the prompt of the group. Token
+    advantages that are equal to the advantages of their rollouts are left out.
+
+    Raises ValueError if the shapes differ, if the rows of a group or of a rollout are not adjacent, if the rows of a
+    group differ in temperature, if the rows of a rollout differ in reward or advantage, or if a mask has a gap between
+    tokens.
     """
     host = {name: tensor.detach().cpu().numpy() for name, tensor in vars(padded).items() if tensor is not None}
     host.setdefault("rollout_B", np.arange(len(host["group_B"])))
@@ -659,7 +668,8 @@ def from_padded(padded: PaddedBatch, **fields: Any) -> list[RolloutGroup]:
 
 
 def _with_token_advantages(group: RolloutGroup, host: Mapping[str, npt.NDArray[Any]]) -> RolloutGroup:
-    """The group with the token advantages of its rows, if any of them is not the advantage of its rollout."""
+    """The group with the token advantages of its rows. If each is equal to the advantage of its rollout, the group
+    itself. `host`: the arrays of the rows of this group, by name."""
     values_BT = host.get("token_advantages_BT")
     mask_BT = host["completion_mask_BT"]
     if values_BT is None:
@@ -674,7 +684,8 @@ def _with_token_advantages(group: RolloutGroup, host: Mapping[str, npt.NDArray[A
 
 
 def _check(host: dict[str, npt.NDArray[Any]]) -> None:
-    """Raises ValueError unless the shapes agree and every mask is one run of tokens in each row."""
+    """Raises ValueError unless the shapes agree, every mask is one run of tokens in each row, and the rows of a rollout
+    are adjacent and agree. Makes the masks of `host` bool."""
     sizes: dict[str, int] = {}
     for name, array in host.items():
         for axis, size in zip(name.rpartition("_")[2], array.shape, strict=True):

@@ -1,4 +1,5 @@
-"""Callbacks: what a training run tells others while it goes on, and the callbacks that show or send its metrics."""
+"""Callbacks: the methods that a training run calls as it goes on, and callbacks that show, write or send its
+metrics."""
 
 from __future__ import annotations
 
@@ -33,7 +34,8 @@ from replay_trainer.weights import writing
 logger = logging.getLogger(__name__)
 
 SERVICE_SECONDS = 60.0
-"""The most that one call of a service in the network may take: to start a run there, to send a step, or to end it."""
+"""Seconds that one call of a network service may take, such as Weights & Biases: to start a run, send a step, or end
+the run."""
 
 
 class Run(Protocol):
@@ -43,12 +45,12 @@ class Run(Protocol):
     client: ReplayClient
     ranks: Ranks
     model: Any
-    """In training."""
+    """The model in training."""
     tokenizer: Any
-    """None: there is none."""
+    """The tokenizer of the model; None: the run has no tokenizer."""
 
     def decode(self, token_ids: Any) -> str:
-        """The text of tokens; their numbers if there is no tokenizer."""
+        """The text of tokens. Without a tokenizer: their ids."""
 
 
 @dataclass(frozen=True)
@@ -57,15 +59,15 @@ class StepReport:
 
     metrics: Metrics
     samples: Sequence[Sample]
-    """The groups this rank trained on."""
+    """The groups that the first rank trained on."""
     replaced: Sequence[int]
-    """Indices of the groups that came from the pool."""
+    """Indices in `samples` of the groups that came from the pool."""
     record: Mapping[str, Any]
     """The groups that all ranks took for the step, and their outcomes: a line of `StepsFile`."""
 
 
 class Callback:
-    """The first rank calls these methods during a run; each does nothing unless overridden."""
+    """The first rank calls these methods during a run. A method that is not overridden does nothing."""
 
     def on_start(self, trainer: Run, version: int) -> None:
         """Before the first step; `version` is the policy version that the run starts or continues from."""
@@ -81,8 +83,8 @@ class Callback:
 class StepMetricsFile(Callback):
     """Writes a line of JSON for each step; numbers that are not finite become null.
 
-    A line is written before its version is published. A resume drops the lines after the version that it continues
-    from, so no step is missing and none is there twice.
+    The line of a step is written before the version of the step is published. A resume drops the lines of later steps
+    than the version from which it continues. So the file has each step exactly once.
     """
 
     path: Path
@@ -96,11 +98,12 @@ class StepMetricsFile(Callback):
 
 @dataclass
 class StepsFile(StepMetricsFile):
-    """Writes which groups each step took from the server, over all ranks: a line of JSON each.
+    """Writes a line of JSON for each step, with the groups that it took from the server, over all ranks.
 
-    step. trained: key, prompt_id, policy_version, source ("fresh" or "replayed") and rank of each group that the step
-    trained on. left_out: key, prompt_id and policy_version of fresh groups that it did not, because they carry no
-    gradient or were replaced. unusable: key, table and reason of groups that nobody can train on.
+    step: its number. trained: key, prompt_id, policy_version, source ("fresh" or "replayed") and rank of each group
+    that the step trained on. left_out: key, prompt_id and policy_version of each fresh group that the step left out,
+    because the group carries no gradient or was replaced. unusable: key, table and reason of each group that cannot be
+    trained on.
     """
 
     def on_step(self, trainer: Run, report: StepReport) -> None:
@@ -109,13 +112,13 @@ class StepsFile(StepMetricsFile):
 
 @dataclass
 class CompletionsFile(StepMetricsFile):
-    """Shows some completions of each step: a line of JSON each, and a table on the screen.
+    """Writes some completions of each step, each as a line of JSON, and shows them in a table on the screen.
 
     Columns: step, prompt, completion, reward, advantage, source ("fresh" or "replayed"), age (seconds), staleness.
     """
 
     count: int
-    """Completions of a step."""
+    """The number of completions of a step."""
     console: Console | None
     """None: no table."""
 
@@ -172,7 +175,7 @@ class TensorBoard(Callback):
     def on_start(self, trainer: Run, version: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        # The reader then hides what an earlier part of the run wrote after this step.
+        # TensorBoard then hides the later steps that the run wrote before this resume.
         self._writer = SummaryWriter(str(self.folder), purge_step=version + 1)
 
     def on_step(self, trainer: Run, report: StepReport) -> None:
@@ -188,8 +191,8 @@ class TensorBoard(Callback):
 class WeightsAndBiases(Callback):
     """Sends metrics to Weights & Biases; its environment variables choose the project and the server.
 
-    A resumed run goes on as the same run of W&B: its id lies in output_dir. The step is an axis of its own, for W&B
-    drops what a resume sends again under its own count of steps.
+    A resumed run continues the same run of W&B, whose id is stored in output_dir. The metric "step" is the axis of all
+    metrics, because W&B drops values for a step of its own count that it has seen before, which a resume would send.
     """
 
     def __init__(self, output_dir: Path) -> None:
@@ -199,10 +202,10 @@ class WeightsAndBiases(Callback):
     def on_start(self, trainer: Run, version: int) -> None:
         import wandb
 
-        # wandb ends the run once more when the process ends, and would then wait without end.
+        # When the process ends, wandb ends the run once more. Without this setting, it would then wait without limit.
         os.environ.setdefault("WANDB_FINISH_TIMEOUT", f"{SERVICE_SECONDS:g}")
         config = {name: str(value) for name, value in vars(trainer.config).items()}
-        # wandb adds the folder "wandb" itself. With "allow" it makes the run if there is none with this id.
+        # wandb adds the folder "wandb" itself. resume="allow" continues the run of this id, or begins a new run.
         self._run = wandb.init(id=self._run_id(trainer), resume="allow", dir=str(self.output_dir), config=config)
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
@@ -227,14 +230,15 @@ class WeightsAndBiases(Callback):
 
 
 class Forgiving(Callback):
-    """Calls another callback, and says once if that fails or takes too long: the run goes on.
+    """Calls another callback. If that callback fails or takes too long, warns once, and the run goes on.
 
-    For what shows a run elsewhere. The run's own files are no such thing: without them a resume lacks steps.
+    Use it for callbacks that only show the run somewhere. Do not use it for the files of the run, such as
+    metrics.jsonl, which would then lack steps.
     """
 
     def __init__(self, name: str, inner: Callback, seconds: float | None = None) -> None:
-        """`name`: of the reporter, in the warning. `seconds`: the most that one call of it may take; it then gets no
-        further call. None: as long as it takes."""
+        """`name`: the name of the callback in the warning. `inner`: the callback. `seconds`: the longest time of one
+        call. A callback that takes longer is not called again. None: no limit."""
         self.name = name
         self._inner = inner
         self._seconds = seconds
@@ -258,13 +262,13 @@ class Forgiving(Callback):
                 self._call(partial(self._inner.on_end, trainer))
 
     def _call(self, function: Callable[[], None]) -> None:
-        """Raises what `function` raises, and TimeoutError after the seconds that it may take."""
+        """Calls `function`. Raises its errors, and TimeoutError if it takes longer than the limit."""
         if self._seconds is None:
             function()
             return
         call = self._thread.start(function)
         if not wait([call], self._seconds).done:
-            self._started = False  # its thread is still in this call
+            self._started = False  # no further calls: the thread is still in this call
             raise TimeoutError(f"no answer within {self._seconds:g} s")
         call.result()
 
@@ -287,7 +291,7 @@ class Forgiving(Callback):
 class StepSpans(Callback):
     """An OpenTelemetry span for each step, linked to the spans that generated its groups.
 
-    Needs the package opentelemetry-api, and a tracer provider that the program has set.
+    Needs the package opentelemetry-api, and a tracer provider that the program has set up.
     """
 
     def __init__(self) -> None:
@@ -317,7 +321,8 @@ class StepSpans(Callback):
 
 
 def reporters(config: GRPOConfig) -> list[Callback]:
-    """The callbacks that a configuration asks for. Raises ImportError if a named one is not installed."""
+    """The callbacks that a configuration asks for. Raises ImportError if `report_to` names a package that is not
+    installed."""
     folder = Path(config.output_dir)
     console = Console(stderr=True)
     report_to = config.report_to
@@ -344,10 +349,10 @@ def reporters(config: GRPOConfig) -> list[Callback]:
 
 
 def completion_rows(report: StepReport, count: int, decode: Callable[[Any], str]) -> list[dict[str, Any]]:
-    """One rollout of each of at most `count` groups; half of the groups are replayed if there are enough.
+    """One rollout of each of at most `count` groups. Half of the groups are from the pool, if there are enough.
 
-    The completion of a rollout of several sequences is what the policy wrote in them, one after another. With token
-    advantages, the advantage is the mean over the tokens that are trained on.
+    For a rollout of several sequences, the completion is the text that the policy wrote in these sequences, one after
+    another. With token advantages, the advantage is the mean over the tokens that are trained on.
     """
     replaced = list(report.replaced)
     fresh = [index for index in range(len(report.samples)) if index not in replaced]
@@ -410,7 +415,7 @@ def append_lines(path: Path, lines: Sequence[Mapping[str, Any]]) -> None:
 
 
 def truncate_lines(path: Path, last_step: int) -> None:
-    """Drop the lines of later steps, and a line that a killed process left unfinished. Atomic."""
+    """Drop the lines of steps after `last_step`, and a line that a killed process left unfinished. Atomic."""
     if not path.exists():
         return
     kept = path.with_name(path.name + ".tmp")

@@ -24,8 +24,8 @@ OnEmpty = Literal["keep", "drop", "wait"]
 keep: train on it; it adds no gradient. drop: leave it out. wait: wait for the pool to fill."""
 ReplayRollouts = Literal["all", "right"]
 """The rollouts of a group of the pool that a step trains on.
-all: every one. right: those with an advantage above 0, with all their sequences; nothing is computed for the others.
-Where a group has token_advantages, the advantages of its rollouts still decide."""
+all: every rollout. right: the rollouts with an advantage above 0, with all their sequences. Nothing is computed for the
+other rollouts. Even if a group has token_advantages, the advantages of its rollouts decide."""
 Schedule = Literal["constant", "linear", "cosine"]
 Reporter = Literal["tensorboard", "wandb"]
 BUILT_IN_LOSSES = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "gspo")
@@ -44,11 +44,12 @@ class LossConfig:
     epsilon: Finite = 0.2
     """The ratio is clipped below 1 - epsilon."""
     epsilon_high: Annotated[float, Field(ge=0)] | None = None
-    """The ratio is clipped above 1 + epsilon_high (DAPO: 0.28); None: epsilon. For cispo: the cap of c itself."""
+    """The ratio is clipped above 1 + epsilon_high (DAPO: 0.28). None: the value of epsilon. For cispo: the cap of the
+    ratio itself, without the 1."""
     max_completion_length: Count | None = None
     """The most tokens that the policy writes in one rollout, over all its turns and sequences: the generator's limit.
-    Required for dr_grpo, which divides by it: a constant, so that the gradient of a token does not depend on how long
-    its rollout is, or on how it is cut into sequences."""
+    Required for dr_grpo, which divides by this constant, so that the gradient of a token depends neither on the length
+    of its rollout nor on how the rollout is cut into sequences."""
 
     def __post_init__(self) -> None:
         if ":" not in self.loss_type and self.loss_type not in BUILT_IN_LOSSES:
@@ -67,17 +68,17 @@ class LossConfig:
 
 @dataclass(frozen=True)
 class Teacher:
-    """Whom the policy is distilled from, and how much that counts beside the rewards."""
+    """The teacher that the policy is distilled from, and its weight beside the rewards."""
 
     column: str
-    """The column of extras with its log-probabilities: (T,) nats, axis "token". The process of the teacher writes it,
-    by `client.extend`; nobody can train on a group without it."""
+    """The column of extras with the log-probabilities of the teacher: (T,) nats, axis "token". The process of the
+    teacher writes this column, by `client.extend`. No step can train on a group that lacks the column."""
     weight: float
     """The weight of log teacher - log policy in the advantage of a token; above 0."""
 
 
 def _correction_of(value: Any) -> Any:
-    """The preset of a name, or a table of a file, as a CorrectionConfig."""
+    """A CorrectionConfig from the name of a preset, or from a table of a configuration file."""
     if isinstance(value, str):
         if value not in PRESETS:
             raise ValueError(f"there is no preset {value!r} of correction; there are {', '.join(PRESETS)}")
@@ -86,7 +87,8 @@ def _correction_of(value: Any) -> Any:
 
 
 def _reporters_of(value: Any) -> Any:
-    """The names of a text, as the command line and TRL have it."""
+    """The names in a comma-separated text, which is what the command line and TRL pass. Other values stay as they
+    are."""
     if not isinstance(value, str):
         return value
     return () if value == "none" else tuple(name.strip() for name in value.split(","))
@@ -112,19 +114,20 @@ class GRPOConfig(LossConfig):
     prefetch: Whole = 1
     """Batches of groups to draw ahead while a step computes."""
     lease: Annotated[float, Field(ge=1)] = 300.0
-    """Seconds after which the server takes back the groups of a trainer that has died, where no resume requeues them
-    before. The trainer renews the leases while it runs, and ends them when a training checkpoint contains its steps."""
+    """Seconds after which the server takes back the groups of a trainer that has died, unless a resume requeues them
+    earlier. The trainer renews the leases while it runs. It ends the lease of a group when a training checkpoint
+    contains the step that used the group."""
     sample_timeout: Annotated[float, Field(ge=0)] | None = None
-    """Seconds to wait for a batch of fresh groups; then the run ends. None: wait without end, and say every half minute
-    for what. It then ends only when every generator and scorer that was connected has left for ten minutes, and nothing
-    is to come."""
+    """Seconds to wait for a batch of fresh groups; then the run ends. None: wait without limit, and log the reason
+    every half minute. The run then ends only if for ten minutes every generator and scorer that was connected has been
+    gone, and the server has held nothing that could still become a group."""
     replay_timeout: Annotated[float, Field(ge=0)] | None = 300.0
     """With replay_on_empty="wait": seconds to wait for the pool; then the run ends. None: without limit."""
     zero_variance: ZeroVariance = "replace"
-    """The treatment of groups without variance: a step replaces them from the pool, trains on them (none), or leaves
-    them out and draws others (dynamic). See ZeroVariance."""
+    """The treatment of groups without variance: a step replaces them from the pool (replace), trains on them (none), or
+    leaves them out and draws other groups (dynamic). See ZeroVariance."""
     replay_on_empty: OnEmpty = "keep"
-    """With "replace": what happens to such a group if the pool has no replacement. See OnEmpty."""
+    """With "replace": the treatment of a zero-variance group if the pool has no replacement. See OnEmpty."""
     replay_max_staleness: Whole | None = None
     """The most policy versions that a group from the pool may lag; None: as many as the table allows."""
     max_dynamic_batches: Count = 10
@@ -132,30 +135,31 @@ class GRPOConfig(LossConfig):
     [admission] fresh_groups_per_step of the server must then be larger than the fresh groups of a step."""
     max_unusable_fraction: Share = 0.1
     """Groups that cannot be trained on (token ids beyond the vocabulary, bytes that do not decode, a loss that is not
-    finite, too little memory) are left out, deleted and counted (train/groups_unusable). The run stops if they are more
-    than this share of the last 100 groups; 0: at the first one."""
+    finite, too little memory) are left out, deleted and counted (train/groups_unusable). The run stops if more than
+    this share of the last 100 groups are of this kind; 0: at the first such group."""
     max_group_tokens: Count | None = None
-    """The most tokens of a group, prompt and sequences together; a larger one cannot be trained on. None: no limit
-    but the model's, where it has an embedding for each position, and memory."""
+    """The most tokens of a group, prompt and sequences together; a larger group cannot be trained on. None: only memory
+    sets a limit, and the model if it has an embedding for each position."""
     max_length: Count | None = None
-    """The most tokens of a sequence, as the engines serve: their `max_length`, vLLM's `max_model_len`. A longer one
-    cannot be trained on. It also chooses the rotary frequencies, where a model has several (longrope, as in Phi-3 and
-    Phi-4-mini): trainer and engines must choose the same ones. None: what vLLM serves such a model with by default,
-    and no limit for other models."""
+    """The most tokens of a sequence: the `max_length` of the engines, vLLM's `max_model_len`. A longer sequence cannot
+    be trained on. If a model has several sets of rotary frequencies (longrope, as in Phi-3 and Phi-4-mini), this length
+    also chooses among them, and trainer and engines must choose the same set. None: for such a model the length with
+    which vLLM serves it by default; for other models no limit."""
     replay_share: Annotated[float, Field(ge=0, le=0.9)] = 0.0
     """The share of groups_per_step that comes from the pool, from 0 to 0.9, rounded to whole groups. The other groups
-    are fresh; zero_variance treats those of them without variance. If the pool has fewer groups, the step is smaller.
-    [admission] fresh_groups_per_step of the server counts the fresh groups alone."""
+    are fresh, and zero_variance says what happens to fresh groups without variance. If the pool has fewer groups, the
+    step is smaller. [admission] fresh_groups_per_step of the server counts the fresh groups alone."""
     replay_rollouts: ReplayRollouts = "all"
     """The rollouts of the groups of the pool that a step trains on: see ReplayRollouts."""
     replay_start_step: Whole = 0
     """The steps up to this one take nothing from the pool. See also min_size of the table's rate limiter."""
     replay_max_drift: Annotated[float, Field(ge=0)] | None = None
     """Leave groups of the pool out if |mean over their tokens of log(π/b)| is above this many nats, where π is the
-    current policy and b wrote the tokens. It costs a forward pass over these groups. None: leave none out."""
+    current policy, and b is the policy that wrote the tokens. The check costs a forward pass over these groups. None:
+    leave none out."""
     update_priorities: bool = False
     """After each step, set the priorities of its groups in the replay table to their score times the mean of min(w, 1)
-    over their tokens. The pool then gives groups less often that the correction no longer trusts."""
+    over their tokens. The pool then returns a group less often if the correction no longer trusts it."""
 
     learning_rate: Finite = 1e-6
     """The highest learning rate of AdamW."""
@@ -174,19 +178,19 @@ class GRPOConfig(LossConfig):
     max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
     """Gradients are scaled down to this norm; inf: no scaling."""
     num_iterations: Count = 1
-    """Updates on each batch (μ of the GRPO paper), all of them one step and one policy version."""
+    """Updates on each batch (μ of the GRPO paper). All updates on a batch are one step and make one policy version."""
 
     max_tokens_per_micro_batch: Count = 16384
     """Tokens of one forward and backward pass. It bounds memory and does not change the gradient."""
     packing: bool = True
-    """Pack micro-batches into one row without padding, if the model can take it (metric train/packed)."""
+    """Pack micro-batches into one row without padding, if the model can take such rows (metric train/packed)."""
     gradient_checkpointing: bool = False
     """Recompute each layer in the backward pass instead of keeping its activations."""
     bf16: bool = False
     """Compute in bfloat16. Weights and optimizer keep the dtype of the model; log-probabilities are float32."""
     fsdp: bool = False
-    """With several ranks, partition weights and optimizer over them (FSDP2). Without gradients and optimizer, the whole
-    model must still fit on each device: it is partitioned there."""
+    """With several ranks, partition weights and optimizer over them (FSDP2). Each device must still have the memory for
+    the whole model, without gradients and optimizer, because the model is partitioned on the device."""
 
     beta: Finite = 0.0
     """Weight of the KL to the initial model; above 0, the trainer keeps a copy of that model. With an adapter, the KL
@@ -194,20 +198,20 @@ class GRPOConfig(LossConfig):
     scale_rewards: Scale | None = None
     """Compute advantages from the rewards: (r - mean of the group) / (std + 1e-4), with the std of the "group" or of
     the whole "batch", or without division ("none"). None: use the advantages in the groups. Groups with
-    `token_advantages` keep those. It is refused for groups whose advantages a function of yours has computed
-    (`advantages` of the generator)."""
+    `token_advantages` keep their token advantages. The trainer refuses to scale the advantages of groups for which a
+    function of yours has computed them (`advantages` of the generator)."""
     teacher_weight: Finite = 0.0
-    """On-policy distillation: add this times (log teacher - log policy) to the advantage of each token. That is the
-    reverse KL to the teacher, token by token. Every group then needs `teacher_column`; 0: off."""
+    """On-policy distillation: add this weight times (log teacher - log policy) to the advantage of each token. This
+    lowers the reverse KL to the teacher, token by token. Every group then needs `teacher_column`; 0: off."""
     teacher_column: Annotated[str, Field(min_length=1)] = "teacher_logprobs"
-    """With teacher_weight: the column of log-probabilities that a teacher brings, with the axis "token"."""
+    """With teacher_weight: the column of log-probabilities that a teacher writes, with the axis "token"."""
     mask_truncated_completions: bool = False
     """Leave rollouts that the length limit ended out of the loss. A denominator that counts tokens does not count their
     tokens. A denominator that counts rollouts still counts them, as in TRL."""
     max_token_staleness: Whole | None = None
     """The most policy versions that a token may lag behind the weights a step starts with. Older tokens are left out of
-    the loss, as those of `mask_truncated_completions` are. A group without any other token counts as one without
-    variance: `zero_variance` says what becomes of it. None: tokens of any age count."""
+    the loss, like the tokens that `mask_truncated_completions` leaves out. A group that has only older tokens counts as
+    a group without variance: `zero_variance` says what happens to it. None: tokens of any age count."""
     correction: Annotated[CorrectionConfig, BeforeValidator(_correction_of)] = field(default_factory=CorrectionConfig)
     """Off-policy correction of fresh and replayed groups. In a file: a table, or the name of a preset."""
 
@@ -218,8 +222,8 @@ class GRPOConfig(LossConfig):
     """Folder for the published weights, such as one in /dev/shm; None: output_dir. Generators must see this folder.
     Training checkpoints are written to output_dir as well, after the announcement: memory does not survive a reboot."""
     publish: Literal["full", "delta"] = "full"
-    """delta: weights_dir gets each version in weights_dtype, and beside it what changed since the version before, for
-    generators that fetch it."""
+    """delta: weights_dir gets each version in weights_dtype, and with it the changes since the version before, for
+    generators that fetch only the changes."""
     weights_dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
     """With delta: the dtype that engines compute in."""
     weights_url: Annotated[str, Field(pattern=r"^https?://.*[^/]$")] | None = None
@@ -227,17 +231,19 @@ class GRPOConfig(LossConfig):
     fetch the weights there, and need not see the folder."""
     publish_in_background: bool = True
     """Write and announce a version while the next step runs. False: the next step waits. Either way the trainer keeps a
-    copy of the weights in host memory, and one of the optimizer state after the first training checkpoint."""
+    copy of the weights in host memory, and after the first training checkpoint also a copy of the optimizer state."""
     publish_every: Count = 1
-    """Steps between publications of weights; the last step always publishes, and so does one that a stop ends."""
+    """Steps between publications of weights. The last step always publishes, and so does the step at which a stop ends
+    the run."""
     save_every: Count = 1
-    """Least number of steps between training checkpoints (weights, optimizer, random state). One is part of a
-    publication: at 1, of every one; always of the first and the last, and where a stop ends the run. A resume starts
-    at the last one, so the server keeps the fresh groups of all steps since then."""
+    """Least number of steps between training checkpoints (weights, optimizer, random state). A training checkpoint is
+    part of a publication. At 1, every publication has one. The first and the last publication always have one, and so
+    does the publication at which a stop ends the run. A resume starts from the last training checkpoint, so the server
+    keeps the fresh groups of all later steps."""
     keep_weights: Annotated[int, Field(ge=2)] = 3
-    """Published versions to keep. A generator may still be reading the one before the newest."""
+    """Published versions to keep. A generator may still be reading the version before the newest."""
     checkpoint_server: bool = False
-    """Let the server make a checkpoint with each training checkpoint; the state holds its name. `[checkpoints]` in the
+    """Let the server make a checkpoint with each training checkpoint, which holds its name. `[checkpoints]` in the
     configuration of the server sets the folder and the number of checkpoints."""
     eval_every: Whole = 0
     """Steps between evaluations; 0: never. See `evaluate` of GRPOTrainer."""
@@ -281,7 +287,7 @@ class GRPOConfig(LossConfig):
                 )
 
     def described(self) -> dict[str, str]:
-        """The settings that the trainer describes itself with to the server (`describe`)."""
+        """The settings that the trainer sends to the server to describe itself (`describe`)."""
         names = (
             "rollouts_table",
             "replay_table",
@@ -299,7 +305,8 @@ class GRPOConfig(LossConfig):
 
     @property
     def replayed_groups_per_step(self) -> int:
-        """Groups of a step that come from the pool, over all ranks, if it has them: replay_share of groups_per_step."""
+        """Groups of a step that come from the pool, over all ranks, if the pool has so many: replay_share of
+        groups_per_step."""
         return math.floor(self.groups_per_step * self.replay_share + 0.5)
 
     @property
@@ -315,13 +322,15 @@ class GRPOConfig(LossConfig):
         return Teacher(self.teacher_column, self.teacher_weight)
 
     def oldest_version(self, step: int) -> int | None:
-        """The oldest policy version whose tokens count in this step, by `max_token_staleness`; None: each does."""
+        """The oldest policy version whose tokens count in this step, by `max_token_staleness`; None: all tokens
+        count."""
         return None if self.max_token_staleness is None else step - 1 - self.max_token_staleness
 
     def check_admission(self, admitted: int) -> None:
         """Raises ValueError if `admitted`, fresh_groups_per_step of [admission], is less than a step here takes.
 
-        Its generators would run out of permits, and the trainer would wait for groups that no generator may make.
+        The generators of this server would run out of permits, and the trainer would wait for groups that no generator
+        may make.
         """
         fresh, dynamic = self.fresh_groups_per_step, self.zero_variance == "dynamic"
         if admitted < fresh + dynamic:
@@ -335,7 +344,7 @@ class GRPOConfig(LossConfig):
             )
 
     def learning_rate_at(self, step: int) -> float:
-        """The learning rate of step 1, 2, …; it depends on nothing else, so a resume needs no state of a schedule."""
+        """The learning rate of step 1, 2, …. It depends on the step alone, so a resume needs no state of a schedule."""
         if step <= self.warmup_steps:
             return self.learning_rate * step / self.warmup_steps
         if self.lr_scheduler_type == "constant":

@@ -1,4 +1,4 @@
-"""Evaluations of the policy: on the groups of a second generator, and on held-out prompts that it completes itself."""
+"""Evaluations of the policy: on the groups of a second generator, or on held-out prompts that the trainer completes."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class TableEvaluation:
     """Describes the groups of a table that no trainer uses. Pass it to GRPOTrainer as `evaluate`.
 
     A second `replay generate` with held-out prompts and `--table eval` fills the table. Give the table the fifo sampler
-    and remover and a max_times_sampled of 1: each evaluation then sees the groups made since the one before.
+    and remover and a max_times_sampled of 1: each evaluation then sees the groups made since the last evaluation.
     """
 
     client: ReplayClient
@@ -43,8 +43,9 @@ class TableEvaluation:
     max_groups: int = 256
 
     def __call__(self, trainer: Run) -> Metrics:
-        """The metrics of describe_groups; staleness_mean tells how old the policy was. Without groups: groups = 0, else
-        NaN. Groups that cannot be decoded, or whose rewards are not finite, are left out."""
+        """The metrics of describe_groups; staleness_mean tells how old the policy was. Without groups, `groups` is 0
+        and all other metrics are NaN. Groups that cannot be decoded, or whose rewards are not finite, are left out.
+        Ranks other than the first get no metrics."""
         if not trainer.ranks.is_first:
             return {}
         draw = partial(self.client.sample, self.table, self.max_groups, min_samples=1, timeout=0.0)
@@ -65,21 +66,21 @@ def _has_rewards(sample: Sample) -> bool:
 class PromptEvaluation:
     """Completes held-out prompts with the policy in training, and scores the completions. For GRPOTrainer's `evaluate`.
 
-    Every prompt gets one completion, always the most likely token, whatever the model's generation_config says. Each
-    rank completes its share of the prompts. This blocks training: use it for some hundred prompts, and TableEvaluation
-    for more.
+    Every prompt gets one greedy completion (always the most likely token), whatever the model's generation_config says.
+    Each rank completes its share of the prompts. Training stops meanwhile: use PromptEvaluation for some hundred
+    prompts, and TableEvaluation for more.
     """
 
     prompts: Sequence[Prompt]
     reward: Rewards
     max_tokens: int = 256
-    """The longest completion."""
+    """The tokens of the longest completion."""
     batch_size: int = 16
     """Prompts that are completed at the same time. A model that takes no `position_ids` completes one at a time."""
     chat_template_kwargs: Mapping[str, Any] | None = field(default_factory=dict)
-    """Arguments of the chat template, as `GeneratorConfig.chat_template_kwargs` has them.
+    """Arguments of the chat template, as in `GeneratorConfig.chat_template_kwargs`.
 
-    None: those of the generators that are at work, so that both ask the same."""
+    None: the arguments that the running generators use, so that evaluation and training render prompts alike."""
 
     def __call__(self, trainer: Run) -> Metrics:
         """reward_mean, completion_length_mean (tokens), truncated_fraction and prompts, over all ranks.
@@ -126,7 +127,8 @@ class PromptEvaluation:
         template = self.chat_template_kwargs
         if template is None:
             template = _template_of_generators(trainer.client)
-        # Models of this kind, such as BART's decoder, count places in the row, and padding would move the tokens.
+        # A model without `position_ids`, such as BART's decoder, counts positions from the start of the row. Padding on
+        # the left would shift the positions of its tokens.
         takes_positions = "position_ids" in inspect.signature(_base_of(model).forward).parameters
         batch_size = self.batch_size if takes_positions else 1
         try:
@@ -149,7 +151,7 @@ class PromptEvaluation:
         base = _base_of(model)
         pad = next(iter(ends), 0)
         longest = max(map(len, ids))
-        # Padded on the left: the first new token follows the last token of each prompt.
+        # Padded on the left, so that the first new token follows the last token of each prompt.
         tokens_BP = torch.tensor([[pad] * (longest - len(row)) + list(row) for row in ids], device=model.device)
         mask_BP = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in ids], device=model.device)
         greedy = GenerationConfig(
@@ -159,22 +161,24 @@ class PromptEvaluation:
             pad_token_id=pad,
         )
         with _generation_config(base, greedy):
-            # By its class: a checkpoint may have brought the model a function `generate` of its own.
+            # The method of the class: a checkpoint may have given this model object a `generate` of its own.
             generated_BT = type(base).generate(base, tokens_BP, greedy, attention_mask=mask_BP)
         completions: list[list[int]] = generated_BT[:, longest:].tolist()
         return completions
 
 
 def _base_of(model: Any) -> Any:
-    """The model of transformers. One with an adapter computes with it in the layers of its base."""
+    """The model of transformers, without peft's wrapper. If there is an adapter, the layers of this model contain it,
+    so the model still computes with the adapter."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
 @contextmanager
 def _generation_config(model: Any, config: GenerationConfig) -> Iterator[None]:
-    """Inside, the model has this generation_config in the place of its own.
+    """Inside the context, the model has this generation_config in the place of its own.
 
-    To pass it to `generate` is not enough: transformers fills each field that it leaves open from the model's own.
+    It is not enough to pass `config` to `generate`: transformers fills each field that `config` leaves unset from the
+    model's own generation_config.
     """
     own = model.generation_config
     model.generation_config = config
@@ -185,7 +189,7 @@ def _generation_config(model: Any, config: GenerationConfig) -> Iterator[None]:
 
 
 def _template_of_generators(client: ReplayClient) -> Mapping[str, Any]:
-    """Arguments of the chat template that generators say they use; those of the first if they differ."""
+    """Arguments of the chat template that the generators report. If generators differ: the arguments of the first."""
     client_settings = through_restarts(client, client.server_info).settings_of("generator")
     templates = []
     for _, settings in client_settings:
@@ -202,7 +206,7 @@ def _template_of_generators(client: ReplayClient) -> Mapping[str, Any]:
 
 
 def _known_ids(trainer: Run, prompt: Prompt, template: Mapping[str, Any]) -> list[int]:
-    """The tokens of a prompt. Raises ValueError for one that the model has no embedding of."""
+    """The tokens of a prompt. Raises ValueError for a token that the model has no embedding for."""
     ids = prompt.tokenize(trainer.tokenizer, **template)
     count = trainer.model.get_input_embeddings().num_embeddings
     unknown = [token for token in ids if token >= count]

@@ -1,4 +1,4 @@
-"""The groups of a step: fresh ones without those that cannot be trained on, and groups of the pool."""
+"""The groups of a step: fresh groups and groups of the pool, without groups that cannot be trained on."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ from replay_trainer.token_staleness import is_stale, token_versions, without_sta
 logger = logging.getLogger(__name__)
 
 RECENT_GROUPS = 100
-"""The share of bad groups is that of the last steps that together drew at least this many groups."""
+"""The share of bad groups is computed over the last steps, as many as drew this number of groups together."""
 
 
 @dataclass(frozen=True)
 class ModelLimits:
-    """The limits of one model. None: not known, or no limit."""
+    """What a model and the settings allow a group to be. For a number, None: not known, or no limit."""
 
     vocabulary: int | None = None
     """Number of token embeddings."""
@@ -68,7 +68,7 @@ class ModelLimits:
         """The limits of a language model of transformers."""
         tokens = model.get_input_embeddings()
         positions = getattr(model.config, "max_position_embeddings", None)
-        # OPT and BART keep two rows beside those of the positions.
+        # The table of OPT and BART has two more rows than there are positions.
         tables = [] if positions is None else range(positions, positions + 3)
         looked_up = any(
             isinstance(module, nn.Embedding) and module is not tokens and module.num_embeddings in tables
@@ -85,21 +85,22 @@ class BadGroup:
 
     key: int
     table: str
-    """It was drawn from this one."""
+    """The table that the group was drawn from."""
     reason: str
 
 
 @dataclass
 class Inspector:
-    """Checks what one rank draws, so that groups that cannot be trained on leave the run instead of ending it.
+    """Checks the groups that one rank draws, so that a bad group is deleted and does not end the run.
 
-    Such a group would stop every step that draws it, also after a resume: by then `forward_to` has put it into the
-    pool.
+    A bad group is a group that cannot be trained on. It would stop every step that draws it, even after a resume: by
+    then `forward_to` of the table has copied it into the pool.
 
     * A bad group is counted, named in a warning, and deleted from its table and the pool; no step draws it again.
     * A group that makes a step fail is bad as well: `reject`.
-    * If too many of the recent groups are bad, every rank stops at the same step with the same error. So they do if the
-      trainer would compute other advantages than the function of a user: that is no fault of the group, which stays.
+    * If too many of the recent groups are bad, every rank stops at the same step with the same error.
+    * Every rank also stops if the trainer would scale advantages that a function of the user has computed. This is no
+      fault of the group, so the group stays in its table.
     """
 
     client: ReplayClient
@@ -116,11 +117,15 @@ class Inspector:
 
     def __post_init__(self) -> None:
         self._undeleted: dict[int, str] = {}
+        """By key of a bad group that is still to be deleted: the table that it was drawn from."""
         self._drawn = 0
+        """The number of groups that this rank has drawn since the last `end_draws`."""
         self._unusable: list[BadGroup] = []
+        """The bad groups that this rank has found since the last `end_draws`."""
         self._recent: deque[tuple[int, int]] = deque()
+        """(groups drawn, bad groups) of each call of `end_draws`, over all ranks, oldest call first."""
         self._refusal = ""
-        """The reason why the run must not go on with the groups that it gets."""
+        """The error that the next `end_draws` raises; "": none."""
         self._ignored: set[str] = set()
         """Extras that a warning has named."""
 
@@ -139,7 +144,8 @@ class Inspector:
         return good
 
     def _refuse_scaling(self, sample: Sample, table: str) -> None:
-        """Notes that the trainer would scale advantages of a user's function, which the next `end_draws` raises."""
+        """If the trainer would scale advantages that a user's function has computed, notes the error that the next
+        `end_draws` raises."""
         function = sample.group.meta.get(ADVANTAGES_BY)
         if not isinstance(function, str):
             return
@@ -155,7 +161,10 @@ class Inspector:
         logger.warning("group rejected, it cannot be trained on: key %d of table %r: %s", key, table, reason)
 
     def requeued(self, keys: Iterable[int], table: str) -> None:
-        """Deletes the bad groups among those that have gone back to `table`, so that no later run draws them."""
+        """Deletes the bad groups among the groups that were requeued to `table`, so that no later run draws them.
+
+        `keys`: the keys of the requeued groups.
+        """
         bad = sorted(self.bad_keys.intersection(keys))
         if not bad:
             return
@@ -165,7 +174,8 @@ class Inspector:
             logger.warning("groups that cannot be trained on are in table %r again: %s", table, error)
 
     def end_draws(self) -> list[BadGroup]:
-        """Delete the bad groups of this step from the server; returns those of all ranks. Every rank calls it.
+        """Deletes the bad groups of this step from the server. Returns the bad groups of all ranks. Every rank calls
+        it.
 
         Raises RuntimeError on every rank if the share of bad groups among the recent ones is too high, or if the
         trainer would scale advantages of a user's function.
@@ -205,8 +215,8 @@ class Inspector:
 
     def delete(self) -> None:
         """Delete bad groups from the tables that they were drawn from, and from the pool."""
-        # A fresh group may join the pool only after this call, when the server learns that its batch arrived. It is
-        # therefore deleted again in the next step; until then `bad_keys` keeps it from being drawn.
+        # A fresh group may enter the pool only after this call, when the server learns that its batch arrived. So the
+        # next step deletes the group once more. Until then `bad_keys` keeps it from being drawn.
         again = {key: self.pool for key, table in self._undeleted.items() if table != self.pool}
         tables = set(self._undeleted.values())
         if self._undeleted:
@@ -216,17 +226,18 @@ class Inspector:
             try:
                 self.client.delete(table, keys)
             except TableNotFoundError:
-                # A run that replaces nothing needs no pool.
+                # There may be no pool: a run that replaces nothing needs none. Then there is nothing to delete again.
                 again = {}
         self._undeleted = again
 
 
 UNSCORED = "it is a group without rewards: `replay score` is to draw from this table"
-"""The reason for a group that replay_generator's groups/codec.py has written."""
+"""The reason for a group without rewards, which replay_generator's groups/codec.py has written."""
 
 
 def why_unusable(sample: Sample, limits: ModelLimits = ModelLimits()) -> str:  # noqa: B008, it is frozen
-    """The reason why no step can train on this group; empty: it can. limits: of the model, if they are known."""
+    """The reason why no step can train on this group; empty: a step can. `limits`: the limits of the model, if they are
+    known."""
     try:
         group = sample.group
     except ValueError as error:
@@ -286,22 +297,26 @@ COUNTS = ("zero_variance", "stale", "replaced", "missing", "dropped", "added", "
 
 @dataclass(frozen=True)
 class Replacement:
-    """The groups of one step, and where they come from."""
+    """The groups of one step on one rank, and their origin: fresh or from the pool."""
 
     samples: list[Sample]
-    """The groups to train on, in the order of the fresh ones; each replacement stands where its group stood. Groups
-    that were added to the fresh ones come last."""
+    """The groups to train on, in the order of the fresh groups. A replacement stands in the place of the group that it
+    replaces. Groups of the pool that were added to the fresh groups come last."""
     replaced: list[int]
     """Indices of the `samples` that came from the pool, ascending."""
     fresh: list[Sample]
     """All fresh groups that were taken for this step, whether it trains on them or not."""
     counts: dict[str, int]
-    """groups_zero_variance: fresh groups without a gradient. groups_stale: fresh groups whose tokens are all older than
-    max_token_staleness allows. groups_replaced: those that a group of the pool replaced. groups_missing: those that
-    nothing replaced (with dynamic sampling: how many groups the batch lacks). groups_dropped: those that were left out,
-    of this step's draws or of those before. groups_added: groups of the pool beside the fresh ones. groups_too_stale,
-    groups_uninformative, groups_drifted: groups of the pool that were not used because they lag too far or have stale
-    tokens alone, carry no gradient themselves, or because the policy has moved away from them."""
+    """The counts of the step by name.
+
+    groups_zero_variance: fresh groups without a gradient. groups_stale: fresh groups whose tokens are all older than
+    max_token_staleness allows. groups_replaced: zero-variance groups that a group of the pool replaced. groups_missing:
+    zero-variance groups that nothing replaced; with dynamic sampling, the number of groups that the batch lacks.
+    groups_dropped: fresh groups that were left out, of this step's draws or of earlier draws. groups_added: groups of
+    the pool that were added to the fresh groups. Three counts are of drawn groups of the pool that were not used:
+    groups_too_stale (they lag too far, or all their tokens are stale), groups_uninformative (they carry no gradient)
+    and groups_drifted (the policy has moved away from them).
+    """
 
     def __post_init__(self) -> None:
         assert self.replaced == sorted(set(self.replaced)), self.replaced
@@ -314,7 +329,7 @@ class Replacement:
         return [sample.group for sample in self.samples]
 
     def without(self, left_out: Sequence[int], **counts: int) -> Replacement:
-        """The same without these of `samples`, and with these `counts`."""
+        """The same without the samples at the indices `left_out`, and with these `counts` (names without "groups_")."""
         kept = [i for i in range(len(self.samples)) if i not in left_out]
         return replace(
             self,
@@ -325,13 +340,15 @@ class Replacement:
 
     @property
     def stats(self) -> dict[str, float]:
-        """`counts`, and of the groups from the pool: age_mean, age_max (seconds), staleness_mean, staleness_max (policy
-        versions), times_sampled_mean, reward_mean, group_size_mean; NaN if there are none."""
+        """`counts`, and for the groups from the pool: age_mean, age_max (seconds), staleness_mean, staleness_max
+        (policy versions), times_sampled_mean, reward_mean, group_size_mean. These are NaN if no group is from the
+        pool."""
         return {**self.counts, **describe_replayed([GroupFacts.of(self.samples[i]) for i in self.replaced])}
 
 
 def new_counts(**counts: int) -> dict[str, int]:
-    """Every count of `Replacement`, 0 unless given: the metrics of each step have the same names."""
+    """Every count of `Replacement`. A count that is not passed is 0, so that all steps have metrics of the same
+    names."""
     return {f"groups_{name}": counts.get(name, 0) for name in COUNTS}
 
 
@@ -346,14 +363,14 @@ class ZeroVarianceReplacer:
     client: ReplayClient
     table: str = "replay"
     on_empty: OnEmpty = "keep"
-    """See OnEmpty; "wait" waits up to `timeout` seconds."""
+    """The treatment of a group if the pool has no replacement: see OnEmpty."""
     timeout: float | None = 60.0
-    """None: without limit."""
+    """Seconds that on_empty="wait" waits for the pool. None: without limit."""
     max_staleness: int | None = None
-    """Groups that lag by more policy versions are not used. If one trainer alone uses the table, set the limit of the
-    table instead: it also removes these groups."""
+    """Groups that lag by more policy versions are not used. If only one trainer uses the table, set the max_staleness
+    of the table instead, which also removes these groups."""
     inspector: Inspector | None = field(default=None, kw_only=True)
-    """Removes groups that cannot be trained on; without it, such a group raises ValueError."""
+    """Removes groups that cannot be trained on. None: such a group raises ValueError."""
     scale: Scale | None = field(default=None, kw_only=True)
     """The scaling with which the trainer computes advantages anew, as in `carries_gradient`."""
     teacher: str = field(default="", kw_only=True)
@@ -365,7 +382,7 @@ class ZeroVarianceReplacer:
         check_choice("on_empty", self.on_empty, get_args(OnEmpty))
 
     def informs(self, sample: Sample) -> bool:
-        """True if a step with this group teaches something."""
+        """True if the group carries a gradient with the tokens that are not stale."""
         group = without_stale_tokens(sample.group, self.oldest_version)
         return carries_gradient(group, self.scale, self.teacher)
 
@@ -374,15 +391,15 @@ class ZeroVarianceReplacer:
         return sum(is_stale(sample.group, self.oldest_version) for sample in samples)
 
     def replace(self, samples: Sequence[Sample], scope: str = "", exclude: Iterable[int] = ()) -> Replacement:
-        """Replace the zero-variance groups of a batch as far as the pool has others.
+        """Replaces the zero-variance groups of a batch as far as the pool has replacements.
 
-        The replacements are distinct. None is in the batch already, and none has a key in `exclude` (the batches of
-        the other ranks). The server gives no group twice under one `scope`: ranks that name the same scope in a step
-        get different groups.
+        The replacements are distinct. No replacement is in the batch already, and no replacement has a key in `exclude`
+        (the keys of the batches of the other ranks). The server returns no group twice under one `scope`: ranks that
+        name the same scope in a step get different groups.
 
-        Raises DeadlineExceededError with on_empty="wait" at the end of the timeout; it says what the table waits for.
-        Another process must fill the pool then: a pool that holds only what this trainer takes stays as it is while
-        this trainer waits.
+        With on_empty="wait", raises DeadlineExceededError at the end of the timeout; the error says what the table
+        waits for. Such a wait needs another process that fills the pool: while this trainer waits, it adds no groups
+        itself.
         """
         zero_variance = [i for i, sample in enumerate(samples) if not self.informs(sample)]
         counts = new_counts()
@@ -409,7 +426,7 @@ class ZeroVarianceReplacer:
         )
 
     def add(self, taken: Replacement, count: int, scope: str = "", exclude: Iterable[int] = ()) -> Replacement:
-        """Add up to `count` groups of the pool to those of `taken`; fewer if the pool has no more. Does not wait.
+        """Adds up to `count` groups of the pool to the groups of `taken`. Does not wait if the pool has too few.
 
         `scope` and `exclude` are as in `replace`.
         """
@@ -422,10 +439,11 @@ class ZeroVarianceReplacer:
         return replace(taken, samples=samples, replaced=replaced, counts=counts)
 
     def update_priorities(self, trust: Mapping[int, float], samples: Sequence[Sample]) -> int:
-        """Set the priority of trained groups to their score times `trust[key]`; returns how many the table still has.
+        """Sets the priorities of trained groups to their score times `trust[key]`. Returns the number of these groups
+        that the table still has.
 
-        `trust`, from 0 to 1, is the mean over the tokens of a group of min(w, 1), with w the weight of the correction.
-        The pool then gives groups less often that the policy has moved away from.
+        `trust`: by key of a group, the mean over its tokens of min(w, 1), from 0 to 1, where w is the weight of the
+        correction. The pool then returns a group less often if the policy has moved away from it.
         """
         priorities: dict[int, float] = {}
         for sample in samples:
@@ -437,7 +455,10 @@ class ZeroVarianceReplacer:
         return self.client.update_priorities(self.table, priorities).applied
 
     def _draw(self, count: int, exclude: set[int], scope: str, counts: dict[str, int], *, wait: bool) -> list[Sample]:
-        """At most `count` informative samples; fewer only if the table has no more and we do not wait."""
+        """Up to `count` informative samples. Fewer only if the table has no more and `wait` is False.
+
+        Counts the groups that were drawn and not used in `counts`.
+        """
         chosen: list[Sample] = []
         if self.inspector is not None:
             exclude = exclude | self.inspector.bad_keys
@@ -457,7 +478,7 @@ class ZeroVarianceReplacer:
             if self.inspector is not None:
                 drawn = self.inspector.usable(drawn, self.table)
             for sample in drawn:
-                # Other writers may have inserted groups that the replacer exists to remove.
+                # Other writers may have inserted groups without a gradient into the pool.
                 if is_stale(sample.group, self.oldest_version):
                     counts["groups_too_stale"] += 1
                 elif not self.informs(sample):
@@ -471,12 +492,12 @@ class ZeroVarianceReplacer:
 
 @dataclass
 class GroupSource:
-    """The groups of each step: fresh groups, and groups of the pool that take the place of some or join them.
+    """The groups of each step: fresh groups, and groups of the pool that replace fresh groups or are added to them.
 
-    `zero_variance` says what happens to fresh groups without variance, which carry no gradient (`carries_gradient`).
-    replace: groups of the pool replace them. none: they stay. dynamic: the step draws fresh batches until it has enough
-    others (DAPO, arXiv 2503.14476), and so takes more fresh groups than it trains on; GRPOConfig.check_admission says
-    what the server must admit.
+    `zero_variance` of the configuration says what happens to fresh groups without variance, which carry no gradient
+    (`carries_gradient`). replace: groups of the pool replace them. none: they stay. dynamic: the step draws fresh
+    batches until it has enough groups with variance (DAPO, arXiv 2503.14476). Such a step takes more fresh groups than
+    it trains on, and GRPOConfig.check_admission checks that the server admits so many.
     """
 
     batches: Iterator[list[Sample]]
@@ -490,13 +511,13 @@ class GroupSource:
     left: list[Sample] = field(default_factory=list, init=False)
     """Fresh groups that are drawn, and that no step has trained on yet."""
     _drawn: list[Sample] = field(default_factory=list, init=False)
-    """The groups that were left for the step under way, and those that it drew."""
+    """The groups that were `left` when the current step began, and the groups that this step has drawn."""
 
     def collect(self) -> Replacement:
         """The fresh groups of a step. All ranks call it together.
 
-        Raises what the fresh batches raise, such as DeadlineExceededError, and Stopped if a stop ends the wait of any
-        rank: then what this rank drew is left.
+        Raises the errors of the fresh batches, such as DeadlineExceededError, and Stopped if a stop ends the wait of
+        any rank. After Stopped, the groups that this rank drew are in `left`.
         """
         self._drawn = list(self.left)
         with self._unless_stopped():
@@ -511,7 +532,8 @@ class GroupSource:
         return Replacement(fresh, [], fresh, new_counts(zero_variance=count, stale=stale, missing=count))
 
     def replace(self, step: int, taken: Replacement) -> Replacement:
-        """The groups of `collect`, with those of the pool that this step takes. Raises Stopped as `collect` does."""
+        """The groups of `collect`, after groups of the pool have replaced some or were added. Raises Stopped as
+        `collect` does."""
         assert not taken.replaced, "groups of the pool come once in a step"
         if step <= self.config.replay_start_step:
             return taken
@@ -553,7 +575,7 @@ class GroupSource:
             batch = self._draw()
             fresh += batch
             chosen = chosen + [sample for sample in batch if self.replacer.informs(sample)]
-        # The next step begins with the groups that are too many for this one.
+        # The next step begins with the groups that this step has too many.
         self.left = chosen[size:]
         chosen = chosen[:size]
         count = self._without_gradient(fresh)
@@ -571,6 +593,6 @@ class GroupSource:
         return sum(not self.replacer.informs(sample) for sample in samples)
 
     def _keys(self, taken: Replacement) -> list[int]:
-        """The keys of the groups of every rank. The pool may hold them already."""
+        """The keys of the groups of every rank. The pool may hold copies of these groups already."""
         own_keys = [sample.info.key for sample in (*taken.samples, *taken.fresh)]
         return [key for keys in self.ranks.all(own_keys) for key in keys]

@@ -4,14 +4,14 @@
        ▲  └────groups of the pool────────────────────┘                                 │
        └──────────────── acknowledge, when a training checkpoint contains the step ◀───┘
 
-`GRPOTrainer.step` is the life of one step. All ranks make it together, each with its own part of the groups: each
-collective operation is reached by every rank, or by none. So whatever a rank decides from its own groups, such as that
-memory ran out, it tells the others before any of them acts on it.
+`GRPOTrainer.step` makes one step, from its groups to its version. All ranks make a step together, each with its own
+part of the groups. Every rank must reach each collective operation, or no rank may. So if a rank decides something from
+its own groups, such as that memory ran out, the ranks exchange this decision before any rank acts on it.
 
-Nothing that a step takes from the server is gone before the disk has its result. The server holds the fresh groups
-under leases until a training checkpoint that names them is written. So a killed trainer loses only time: its resume
-starts there, and gets the groups of later steps again. A step that fails because of its groups is made again without
-them; an update that failed has changed nothing.
+The groups that a step takes leave the server only after the result of the step is on the disk: the server holds fresh
+groups under leases until a training checkpoint that names them is written. So a killed trainer loses only time. Its
+resume starts from that checkpoint, and gets the groups of later steps again. A step that fails because of some of its
+groups is made again without these groups. An update that failed has changed no weights.
 """
 
 from __future__ import annotations
@@ -73,18 +73,18 @@ from replay_trainer.weights import Adapter, write_whole
 T = TypeVar("T")
 
 _COUNT_SECONDS = 5.0
-"""The server must say within this time what was generated. Otherwise the step does without that metric."""
+"""Seconds to wait for the server's count of generated tokens. Without an answer train/length_ratio is NaN."""
 
 
 class GRPOTrainer:
     """Trains `model` on the groups of a replay server and publishes each version for the generators.
 
-    `model` is any causal language model of transformers, or a peft model with a LoRA adapter, of which only the adapter
-    is trained and published. It is the same on every rank; `tokenizer` is saved beside its weights. The first rank
-    calls the `callbacks` at each step. Every `eval_every` steps, all ranks call `evaluate`; the metrics that it returns
-    on the first rank become eval/*: see TableEvaluation, or use `trainer.model`.
+    `model` is any causal language model of transformers, or a peft model with a LoRA adapter. Of a peft model, only the
+    adapter is trained and published. Every rank passes the same model. `tokenizer` is saved beside the weights. The
+    first rank calls the `callbacks` at each step. Every `eval_every` steps, all ranks call `evaluate`, and the metrics
+    that it returns on the first rank become eval/*. See TableEvaluation, or write a function that uses `trainer.model`.
 
-    Under torchrun each rank makes a trainer with a client of its own; `fsdp` partitions the model over the ranks.
+    Under torchrun each rank makes its own trainer with its own client. `fsdp` partitions the model over the ranks.
     """
 
     def __init__(
@@ -123,7 +123,7 @@ class GRPOTrainer:
         if self.partitioned:
             if self.adapter is not None and config.merge_adapter:
                 raise ValueError("with fsdp no rank has the whole base to add the adapter to: leave merge_adapter off")
-            for module in dict.fromkeys((self.policy, self.reference)):  # one under an adapter
+            for module in dict.fromkeys((self.policy, self.reference)):  # with an adapter, both are the same module
                 if module is not None:
                     partition(module, self.model._no_split_modules or (), self.device, config.bf16)
         self.optimizer: torch.optim.Optimizer = torch.optim.AdamW(
@@ -161,7 +161,7 @@ class GRPOTrainer:
         self.stopped = False
         """True if `train` ended before max_steps, because of `stop`."""
         self.last_step: int | None = None
-        """The last step of the run that is finished, 0 before the first; None: `train` does not know it yet."""
+        """The last finished step of the run, 0 before the first step; None before `train` has found where to start."""
         self._stopping = Stopping(self.ranks)
         self.publication: Publication
         self._source: GroupSource
@@ -170,16 +170,16 @@ class GRPOTrainer:
         self._is_first_step = True
         self._length_ratio = LengthRatio(whole=True)
         self._bad: list[BadGroup] = []
-        """The groups of this step, over all ranks, that could not be trained on."""
+        """The groups of the current step that could not be trained on, over all ranks."""
 
     def train(self) -> int:
-        """Train up to `max_steps`, or until `stop`. Returns the number of steps it made: 0 if a resumed run had them
-        all.
+        """Train up to `max_steps`, or until `stop`. Returns the number of steps that this call made: 0 if a resumed run
+        had made all steps already.
 
-        Raises DeadlineExceededError if no groups come in time, or all who bring them have left (it says why),
-        FloatingPointError before a version is published that computes no finite numbers, RuntimeError if more groups
-        than max_unusable_fraction cannot be trained on or a version cannot be published, and the errors of
-        `Publication.start` if output_dir or the server belong to another run.
+        Raises DeadlineExceededError if no groups come in time, or if all generators and scorers have left,
+        FloatingPointError if the weights compute numbers that are not finite (before they are published), RuntimeError
+        if a larger share of groups than max_unusable_fraction cannot be trained on or if a version cannot be published,
+        and the errors of `Publication.start` if output_dir or the server belong to another run.
         """
         config = self.config
         leases = GroupLeases(self.client, config.rollouts_table, config.lease, self.output_dir, self.ranks.index)
@@ -227,7 +227,7 @@ class GRPOTrainer:
             self.inspector.requeued(leases.requeue(), config.rollouts_table)
             for callback in self.callbacks:
                 callback.on_end(self)
-            if on_purpose:  # last: any other call would be a sign of life
+            if on_purpose:  # last, because after any later call the server would take this client as running again
                 self.client.leave()
         return self.last_step - version
 
@@ -235,16 +235,17 @@ class GRPOTrainer:
         """Ask all ranks to stop: `train` finishes the step under way, publishes it with a training checkpoint, and
         returns. A resume goes on with the next step.
 
-        A wait for groups ends within about a second, and that step is given up: its groups go back. A signal handler
-        may call it, a callback, or any thread; one rank is enough. While the ranks exchange something, a rank hears
-        signals only afterwards. `stopped` says whether steps were left.
+        A wait for groups ends within about a second. The step that waited is given up, and its groups are requeued. A
+        signal handler, a callback or any thread may call `stop`, and a call on one rank is enough. A rank that
+        exchanges values with the other ranks handles a signal only after the exchange. `stopped` says whether steps
+        were left.
         """
         self._stopping.ask()
 
     def step(self, step: int) -> None:
-        """Make one step: from groups to a version of the weights. `train` calls it; all ranks make it together.
+        """Make one step, from groups to a version of the weights. `train` calls this method on all ranks together.
 
-        Raises Stopped, which is no Exception, after `stop`: the step is not made.
+        Raises Stopped, which is no Exception, if `stop` was called: the step is not made.
         """
         self.publication.check()
         if self._stopping.agreed:
@@ -252,10 +253,10 @@ class GRPOTrainer:
         self.replacer.oldest_version = self.config.oldest_version(step)
         with self._waits.waiting("for groups"):
             taken = self._source.collect()  # fresh groups, leased until a training checkpoint contains this step
-        if self._is_first_step:  # whoever made them is connected by now
+        if self._is_first_step:  # the generators of these groups are connected by now
             self.publication.check_generators()
             self._is_first_step = False
-        taken = self._replace(step, taken)  # groups of the pool, where fresh ones teach nothing
+        taken = self._replace(step, taken)  # by or with groups of the pool
         taken = self._without_failing(step, taken, self._without_drifted)  # scored by the current weights
         self._timers.lap("replace")
         trained = self._without_failing(step, taken, partial(self._train_on, step))  # passes and optimizer steps
@@ -267,7 +268,7 @@ class GRPOTrainer:
         self._timers.lap("publish")
 
     def decode(self, token_ids: Any) -> str:
-        """The text of tokens; their numbers if there is no tokenizer."""
+        """The text of tokens. Without a tokenizer: their ids."""
         ids = [int(token) for token in token_ids]
         return text_of(self.tokenizer, ids) if self.tokenizer is not None else " ".join(map(str, ids))
 
@@ -277,10 +278,11 @@ class GRPOTrainer:
     def _groups(self, leases: GroupLeases) -> Iterator[GroupSource]:
         """The source of the groups of each step, over this rank's stream of fresh batches."""
         config, table = self.config, self.config.rollouts_table
-        # A name of its own for each start: a step that is repeated after a resume may get the same groups again.
+        # Each start has another name, so that a step that is repeated after a resume may get the same groups again.
         run = self.ranks.from_first(secrets.token_hex(8))
         self._timers = StepTimers()
-        # Without a limit of its own, the wait for a batch is cut into parts, to see between them who may bring groups.
+        # Without sample_timeout, the wait for a batch is cut into parts. Between two parts, `watched` checks whether
+        # any program may still bring groups.
         watched = suppliers.Suppliers(self.client) if config.sample_timeout is None else None
         seconds = suppliers.LOOK_SECONDS if config.sample_timeout is None else config.sample_timeout
         limit = f"sample_timeout = {seconds:g} s"
@@ -315,7 +317,7 @@ class GRPOTrainer:
         return taken
 
     def _without_drifted(self, taken: Replacement) -> Replacement:
-        """The groups of the step without those of the pool that drifted beyond `replay_max_drift`."""
+        """The groups of the step, without the groups of the pool whose drift is above `replay_max_drift`."""
         limit = self.config.replay_max_drift
         if limit is None:
             return taken
@@ -332,7 +334,8 @@ class GRPOTrainer:
     def _to_batch(self, groups: Sequence[RolloutGroup], replaced: Sequence[int]) -> Batch:
         """This rank's batch, with the advantages that `scale_rewards` asks for.
 
-        The groups with the indices `replaced` are of the pool: `replay_rollouts` says which of their rollouts it has.
+        The groups with the indices `replaced` are from the pool. `replay_rollouts` says which of their rollouts are in
+        the batch.
         """
         scale = self.config.scale_rewards
         advantages = None
@@ -358,7 +361,7 @@ class GRPOTrainer:
         return batch.without_wrong(replaced)
 
     def _train_on(self, step: int, taken: Replacement) -> TrainedStep:
-        """All updates of one step. Raises StepFailure if groups make one fail."""
+        """All updates of one step. Raises StepFailure if groups make an update fail."""
         for group in self.optimizer.param_groups:
             group["lr"] = self.config.learning_rate_at(step)
         batch = self._to_batch(taken.groups, taken.replaced)
@@ -373,9 +376,10 @@ class GRPOTrainer:
         return TrainedStep(taken, batch, old_BT, {"loss": loss, "grad_norm": grad_norm, **metrics})
 
     def _without_failing(self, step: int, taken: Replacement, action: Callable[[Replacement], T]) -> T:
-        """The result of `action` with as many of the groups as it can be done with; the others are rejected.
+        """The result of `action` on the groups, without the groups that make it fail, which are rejected.
 
-        All updates of a step are made again then. Those before the failure stay: each was sound by itself.
+        `action` is repeated from its start until it succeeds. Updates of the step before the failure are not undone,
+        because each of them was sound.
         """
         while True:
             try:
@@ -384,10 +388,10 @@ class GRPOTrainer:
                 taken = self._without_unusable(step, taken, failure)
 
     def _without_unusable(self, step: int, taken: Replacement, failure: StepFailure) -> Replacement:
-        """The groups without those that stand out in the failure; no groups if none stands out on any rank.
+        """The groups without the groups that caused the failure. No groups if no rank knows which groups caused it.
 
         Raises FloatingPointError if the weights are at fault and not the groups, and RuntimeError if too many groups
-        are bad.
+        are bad, or if this rank failed alone.
         """
         self.optimizer.zero_grad(set_to_none=True)
         bad = failure.groups
@@ -416,7 +420,7 @@ class GRPOTrainer:
             self.inspector.reject(taken.samples[i].info.key, table, reason)
 
     def _report(self, step: int, trained: TrainedStep) -> None:
-        """Reports the result of the step to the callbacks, and to the priorities of the pool."""
+        """Reports the result of the step to the callbacks, evaluates, and updates the priorities of the pool."""
         config = self.config
         taken = trained.taken
         parts = self.ranks.all(self._part(trained))
@@ -435,7 +439,7 @@ class GRPOTrainer:
             callback.on_step(self, StepReport(metrics, taken.samples, taken.replaced, self._record(step, parts)))
 
     def _compare_lengths(self, parts: Sequence[RankPart]) -> float:
-        """The ratio of `LengthRatio` after this step; NaN if the server does not say what was generated."""
+        """The ratio of `LengthRatio` after this step; NaN if the server does not answer in time."""
         lengths = [length for part in parts for facts in part.trained for length in facts.lengths]
         table = self.config.rollouts_table
         generated = None
@@ -470,7 +474,7 @@ class GRPOTrainer:
         )
 
     def _record(self, step: int, parts: Sequence[RankPart]) -> dict[str, Any]:
-        """The groups that all ranks took for the step, and the outcome of each: a line of `StepsFile`."""
+        """The line of `StepsFile` for this step: the groups that all ranks took, and the outcome of each group."""
         trained = []
         for rank, part in enumerate(parts):
             for i, facts in enumerate(part.trained):
@@ -508,7 +512,8 @@ class GRPOTrainer:
         }
 
     def _update_priorities(self, trained: TrainedStep) -> int:
-        """ZeroVarianceReplacer.update_priorities for the groups of all ranks; returns how many the table still has."""
+        """ZeroVarianceReplacer.update_priorities for the groups of all ranks. Returns the number of these groups that
+        the table still has."""
         samples = trained.taken.samples
         batch = trained.batch
         correction = correct_batch(batch, trained.old_BT, self.config.correction)
@@ -528,7 +533,7 @@ class TrainedStep:
     """The state of a step on one rank after its updates."""
 
     taken: Replacement
-    """The groups that are left: those that made the step fail are not among them."""
+    """The groups that were trained on, without the groups that made the step fail."""
     batch: Batch
     old_BT: Tensor
     """Log-probabilities before the first update."""
@@ -541,10 +546,13 @@ class RankPart:
     """The facts about a step that the ranks exchange for its metrics."""
 
     fresh: list[GroupFacts]
+    """The fresh groups that were taken for the step, whether it trained on them or not."""
     trained: list[GroupFacts]
+    """The groups that the step trained on."""
     replaced: list[int]
+    """The indices of the groups in `trained` that came from the pool."""
     drifts: list[float]
-    """The drifts of the replaced groups, in nats."""
+    """The drifts of the groups from the pool, in nats."""
     moments: Moments
     sums: dict[str, float]
     """Values that are added up over the ranks: metrics by their names, and the number of tokens that were drawn from a

@@ -3,22 +3,23 @@
 sampler ──lease──▶ held ──training checkpoint written and announced──▶ acknowledged
                     └──────the run ends, or dies───────────────────▶ requeued: a resume trains on them
 
-A group that was drawn is gone from the queue, and the result of training on it is on the disk only steps later. If the
-trainer dies in between, the group must come back; if it dies after, the group must not. So the server holds the group
-under the lease of its batch. This file knows which leases have groups that a training checkpoint contains.
+A drawn group has left the queue, but the result of training on it reaches the disk only some steps later. If the
+trainer dies before that, the group must come back. If the trainer dies after that, the group must not come back.
+Therefore the server holds the group under the lease of its batch, and this module knows which leases have groups that a
+training checkpoint contains.
 
-* `client.auto_renew` renews the leases while steps run: a step may take longer than a lease. A dead trainer renews
-  none, so its groups go back by themselves.
-* Each training checkpoint names its groups. A resume consumes those that went back although it contains them: the
-  trainer may have died between checkpoint and acknowledgement.
+* `client.auto_renew` renews the leases while steps run: a step may take longer than a lease. A dead trainer renews no
+  leases, so its groups return to the table when the leases end.
+* Each training checkpoint names its groups. The trainer may die between checkpoint and acknowledgement. Groups of the
+  checkpoint then return to the table, and a resume consumes them.
 * Each rank also writes its leases to `leases-RANK.json` in output_dir before they begin. With this list a resume
-  requeues at once what a killed rank had, instead of waiting for the end of its leases.
-* That list names the leases that are about to begin, and those that are held.
-* A batch ends as a whole. If a training checkpoint contains only some groups of a batch, it names their keys, and they
-  are consumed when the lease goes back.
-* A lease may have ended before it is acknowledged, or its shard may be away. Its groups may then come in a draw again,
-  perhaps much later. So they stay `unconfirmed` until a server has consumed them: each training checkpoint names them,
-  no rank trains on them again, and each acknowledgement also tries to settle them, by lease and by key.
+  requeues the groups of a killed rank at once, instead of waiting for the end of its leases.
+* The list in that file names the leases that are about to begin, and the leases that are held.
+* A lease covers its whole batch. If a training checkpoint contains only some groups of a batch, the checkpoint names
+  the keys of these groups. When the batch is requeued, these groups are consumed by their keys.
+* A lease may have ended before it is acknowledged, or its shard may be away. A later draw may then return its groups
+  once more. So these groups stay `unconfirmed` until a server has consumed them: each training checkpoint names them,
+  no rank trains on them again, and each acknowledgement also tries to consume them, by lease and by key.
 """
 
 from __future__ import annotations
@@ -45,17 +46,18 @@ MOST_UNCONFIRMED = 4096
 """The most batches, and the most single groups, that stay unconfirmed. The oldest are forgotten first: a server that
 lost its items in a restart never confirms them."""
 _REQUEUE_SECONDS = 10.0
-"""The end of a run does not wait longer for a server that is away. That server requeues the groups by itself."""
+"""The most seconds that the end of a run waits for the server to requeue groups. Without an answer, the groups return
+when their leases end."""
 
 
 @dataclass
 class TrainedGroups:
-    """The groups that a training checkpoint contains, as far as their leases are open."""
+    """Groups that a training checkpoint contains, and that no server has confirmed as consumed so far."""
 
     whole: dict[Lease, list[int]] = field(default_factory=dict)
-    """The keys of each batch whose groups are all contained."""
+    """By lease, the keys of each batch that the checkpoint contains completely."""
     part: list[int] = field(default_factory=list)
-    """The keys of contained groups of other batches. Later steps use the other groups of those batches."""
+    """The keys of contained groups whose batch has other groups for later steps."""
 
     @classmethod
     def of_ranks(cls, parts: Iterable[TrainedGroups]) -> TrainedGroups:
@@ -80,7 +82,7 @@ class TrainedGroups:
 
     @classmethod
     def from_state_dict(cls, state: dict[str, Any]) -> TrainedGroups:
-        """The groups of `state_dict`."""
+        """The groups from which `state_dict` made this state."""
         return cls({(shard, lease): keys for shard, lease, keys in state["leases"]}, state["keys"])
 
     def without(self, keys: Iterable[int]) -> TrainedGroups:
@@ -94,29 +96,30 @@ class TrainedGroups:
         return TrainedGroups(whole, [key for key in self.part if key not in gone])
 
     def newest(self, count: int) -> TrainedGroups:
-        """The last `count` batches at most, and the last `count` keys of other batches at most."""
+        """At most the last `count` batches of `whole`, and at most the last `count` keys of `part`."""
         newest_batches = list(self.whole.items())[-count:]
         return TrainedGroups(dict(newest_batches), self.part[-count:])
 
 
 class GroupLeases:
-    """The leases of one rank. `acknowledge` and `requeue_dead` also take those of other ranks."""
+    """The leases of one rank. `acknowledge` and `requeue_dead` also accept groups and leases of other ranks."""
 
     def __init__(self, client: ReplayClient, table: str, seconds: float, output_dir: Path, rank: int) -> None:
         """`table`: the table of the fresh groups. `seconds`: the time that a lease lasts unless it is renewed."""
         self.table = table
         self.seconds = seconds
         self.unconfirmed = TrainedGroups()
-        """Groups that a training checkpoint contains and that no server confirmed as consumed. Only the first rank has
-        any."""
+        """Groups that a training checkpoint contains and that no server confirmed as consumed. Only the first rank
+        finds them; the other ranks receive a copy."""
         self._client = client
         self._output_dir = output_dir
         self._path = output_dir / _FILES.format(rank)
         self._held: dict[Lease, list[int]] = {}
+        """By lease, the keys of the groups of each batch that this rank holds."""
         self._coming: set[Lease] = set()
-        """Leases that this rank expects. It does not know yet if they began."""
+        """Leases that are about to begin. This rank does not know yet if they began."""
         self._settling: TrainedGroups | None = None
-        """The groups of the training checkpoint that is being written; None: none is."""
+        """The groups of the training checkpoint that is being written; None: no checkpoint is being written."""
         self._settled_part: list[int] = []
         """`part` of the last training checkpoint."""
         self._listed: set[Lease] = set()
@@ -126,23 +129,24 @@ class GroupLeases:
         """None before `start`."""
 
     def start(self) -> None:
-        """Renews the leases from now on, until `requeue`."""
+        """Starts to renew the leases, until `requeue` is called."""
         self._renewer = self._client.auto_renew(map(_stub, self._held), self.seconds, self._lost)
 
     def hold(self, batch: Sequence[Sample]) -> list[Sample]:
         """Holds the lease of a batch from now until it is settled or requeued.
 
-        Returns the samples without those that a training checkpoint contains already. They end with their batch.
+        Returns the samples that are not in `unconfirmed`. The other samples must not be trained on again; they stay in
+        the lease of the batch, and end with it.
         """
         with self._lock:
             for sample in batch:
                 info = sample.info
                 if info.lease_id:
                     self._held.setdefault((info.shard, info.lease_id), []).append(info.key)
-            # Leases that were expected before this batch, and did not begin, were revoked.
+            # Each lease that was expected until now is the lease of this batch, or was revoked before it began.
             self._coming.clear()
             self._list()
-        # Outside of the lock: the client's thread adds the batch, and may be in `expect`, which waits for the lock.
+        # Outside of the lock: the client's thread may be in `expect` at this moment, and `expect` waits for the lock.
         if self._renewer is not None:
             self._renewer.add(batch)
         known = self.unconfirmed.keys
@@ -153,7 +157,8 @@ class GroupLeases:
         return new
 
     def expect(self, samples: Sequence[Sample]) -> None:
-        """Records the lease of a batch in the list of this rank before the lease begins, so that a resume finds it."""
+        """Adds the lease of a batch to the list file of this rank before the lease begins, so that a resume finds
+        it."""
         with self._lock:
             self._coming.update((sample.info.shard, sample.info.lease_id) for sample in samples)
             self._list()
@@ -174,7 +179,8 @@ class GroupLeases:
     def settled(self, groups: TrainedGroups | None = None) -> None:
         """Notes that a training checkpoint is written, and that its groups are acknowledged.
 
-        `groups`: the groups of that checkpoint, if another one was begun since; None: it is the last one that began.
+        `groups`: the groups of that checkpoint, if `trained` was called for a later checkpoint since. None: the groups
+        of the last call of `trained`.
         """
         settled = groups or self._settling
         if settled is None:
@@ -190,8 +196,8 @@ class GroupLeases:
             self._renewer.forget(map(_stub, settled.whole))
 
     def acknowledge(self, groups: TrainedGroups) -> None:
-        """Acknowledges the groups of a training checkpoint by their leases. Where a lease has ended, it consumes the
-        groups by their keys.
+        """Acknowledges the groups of a training checkpoint by their leases. If a lease has ended, consumes its groups
+        by their keys.
 
         The groups that no server confirms are `unconfirmed` from now on.
         """
@@ -200,7 +206,7 @@ class GroupLeases:
             return
         missing = set(self._client.acknowledge(map(_stub, groups.whole)).missing)
         confirmed: set[int] = set()
-        # The groups that no lease confirms. Groups that stayed unconfirmed before are tried again by their keys.
+        # The groups that no lease confirms, with the groups of earlier calls: their keys are tried once more.
         late = TrainedGroups(dict(before.whole), before.part)
         for lease, keys in groups.whole.items():
             _, number = lease  # a random number, which no other shard has
@@ -216,8 +222,8 @@ class GroupLeases:
         self.unconfirmed = late.without(confirmed).newest(MOST_UNCONFIRMED)
         new = late.keys - before.keys
         if new:
-            # A resume acknowledges before this run has a checkpoint of its own. Then this is no reason to worry: the
-            # server may have lost its items since the checkpoint.
+            # A resume acknowledges before this run has a checkpoint of its own. Missing groups are no reason for a
+            # warning then: the server may have lost its items since the checkpoint.
             resumes = self._settling is None
             logger.log(
                 logging.INFO if resumes else logging.WARNING,
@@ -229,10 +235,11 @@ class GroupLeases:
             )
 
     def requeue_dead(self, groups: TrainedGroups, rolled_back: bool = False) -> bool:
-        """Requeues the groups that ranks of a killed run had, except those that its training checkpoint contains.
+        """Requeues the groups that ranks of a killed run held, except groups that the training checkpoint contains.
 
-        `rolled_back`: the groups that were consumed after the checkpoint are in their table again, perhaps with groups
-        of the checkpoint that were acknowledged late. One rank calls this. Returns True if there was anything to do.
+        `groups`: the groups of the training checkpoint. `rolled_back`: the server went back to the checkpoint. The
+        groups that were consumed after it are then in their table again, perhaps together with groups of the checkpoint
+        that were acknowledged late. Only one rank calls this method. Returns True if there was anything to do.
         """
         leases: list[Lease] = []
         paths = sorted(self._output_dir.glob(_FILES.format("*")))
@@ -249,12 +256,15 @@ class GroupLeases:
         return bool(leases or contained)
 
     def requeue(self) -> list[int]:
-        """Requeues all groups that no training checkpoint contains. Returns the keys of the requeued groups."""
+        """Requeues all groups that no training checkpoint contains. Returns the keys of all groups that this rank held.
+
+        If the server is away, logs a warning and returns no keys.
+        """
         if self._renewer is not None:
             self._renewer.close()
         with self._lock:
             held: dict[Lease, list[int]] = {}
-            # A wait for a batch may have ended when its lease had begun already.
+            # The wait for a batch may have ended early, after the lease of the batch had begun on the server.
             for lease in self._coming:
                 held[lease] = []
             held |= self._held
@@ -278,7 +288,7 @@ class GroupLeases:
         return requeued
 
     def check(self) -> None:
-        """Asserts, between two calls, the statements of the module about the leases of this rank."""
+        """Asserts what the docstring of the module says of the leases of this rank. For the time between two calls."""
         with self._lock:
             assert self._held.keys().isdisjoint(self._coming), self._held.keys() & self._coming
             assert self._listed == {*self._held, *self._coming}, self._listed
@@ -288,11 +298,12 @@ class GroupLeases:
         assert len(self.unconfirmed.part) <= MOST_UNCONFIRMED, len(self.unconfirmed.part)
 
     def _list(self) -> None:
-        """Writes the list of leases. Without it the groups of a killed rank go back only when their leases end."""
+        """Writes the list of leases to the file of this rank. Without this file, the groups of a killed rank would
+        return only when their leases end."""
         leases = {*self._held, *self._coming}
         if not leases:
             self._path.unlink(missing_ok=True)
-        elif leases != self._listed:  # a batch that comes was listed when it was expected
+        elif leases != self._listed:  # `expect` has listed the lease of a new batch already
             write_whole(self._path, json.dumps(sorted(leases)))
         self._listed = leases
 
@@ -307,7 +318,7 @@ class GroupLeases:
 
 
 def _stub(lease: Lease) -> Sample:
-    """A sample that names a lease, and nothing else: `acknowledge` and the renewer read only that."""
+    """A sample that only names a lease: `acknowledge` and the renewer read nothing else."""
     shard, number = lease
     info = SampleInfo(0, 0.0, 0.0, 0.0, 0, 0, 0, 0, lease_id=number, shard=shard)
     return Sample(info, b"")
@@ -317,6 +328,6 @@ def _read(path: Path) -> list[Lease]:
     try:
         return [(str(shard), int(lease)) for shard, lease in json.loads(path.read_text())]
     except (ValueError, TypeError) as error:
-        # The leases in it end by themselves.
+        # The leases that the file named end by themselves.
         logger.warning("%s is passed over, it is damaged: %s", path, error)
         return []

@@ -5,15 +5,15 @@
 The (B, T, V) logits are never in memory as a whole: each chunk is computed for the forward pass, and again for the
 backward pass. Axes here: N tokens of the mask, C tokens of a chunk, H hidden size, V vocabulary.
 
-Where the model can take it, the sequences of a micro-batch are packed: one row, without padding, in which each shared
-prefix stands once.
+If the model can take it, the sequences of a micro-batch are packed into one row without padding, in which each shared
+prefix is present once.
 
     p p p a a b b b d q q c c      prompt p with completions a, b and b d; prompt q with c
     0 1 2 3 4 3 4 5 6 0 1 2 3      positions
 
-Everything except attention treats tokens one by one, so it computes exactly these tokens. Attention follows the layout
-(packing/attention.py). The layout is a keyword of the forward call, which transformers passes on to the attention
-function. A layer that is recomputed for the backward pass gets it too.
+All layers except attention treat each token by itself, so they need to know nothing of the packing. Attention follows
+the layout (packing/attention.py). The layout is a keyword of the forward call, which transformers passes on to the
+attention function, also when a layer is recomputed for the backward pass.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ logits: padded rows through the whole model, for models whose head is more than 
 class LogprobModel(nn.Module):
     """A language model as a function from a micro-batch to the log-probabilities of its completions.
 
-    The route is the first one whose results agree with the plain model on a few random tokens. This is tried once.
+    The constructor tries the routes on a few random tokens, and takes the first route that agrees with the plain model.
     """
 
     def __init__(
@@ -59,23 +59,25 @@ class LogprobModel(nn.Module):
     ) -> None:
         """Puts `model` into eval mode, sets its dropout to 0, and chooses its rotary frequencies for `max_length`.
 
-        Dropout would make the log-probabilities of sampler, old and new policy differ, and no correction can see why.
+        With dropout, the log-probabilities of sampler, old and new policy would differ at random, which the correction
+        would take for a difference between the policies.
         `max_length`: see `fix_frequencies`; None: the length that engines serve by default.
 
-        Raises ValueError for a model that is not causal, or whose log-probabilities are not certain.
+        Raises ValueError for a model that `check_model` refuses: one that is not causal, or whose log-probabilities are
+        not certain.
         """
         super().__init__()
         self.model = model.eval()
         switch_off_dropout(model)
         self.max_length = fix_frequencies(model, max_length)
-        """The length that chose the rotary frequencies; None: they depend on none."""
+        """The length that chose the rotary frequencies; None: the frequencies do not depend on a length."""
         choose_attention(model)
         check_model(model)
         if gradient_checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
             for module in model.modules():
                 if isinstance(module, GradientCheckpointingLayer):
-                    module.training = True  # the layer alone: it recomputes only in training mode
+                    module.training = True  # only this layer, which recomputes in training mode alone
         self._takes_positions = "position_ids" in inspect.signature(model.forward).parameters
         self.route: Route = self._find_route(packing)
 
@@ -144,7 +146,7 @@ class LogprobModel(nn.Module):
         return "logits"
 
     def _agrees(self, batch: Batch, route: Route, expected_BT: Tensor, tolerance: float) -> bool:
-        """True if a route computes the same as the plain model."""
+        """True if a route computes the log-probabilities `expected_BT` of the plain model."""
         try:
             logprobs_BT, _ = self._run(batch, route)
         except Exception as error:  # a model may raise anything for arguments that it does not take
@@ -163,7 +165,8 @@ def switch_off_dropout(model: nn.Module) -> None:
 
 
 def _trial(model: Any) -> Batch:
-    """A batch of random tokens: completions of unequal lengths with shared prompts; some continue others."""
+    """A batch of random tokens: completions of unequal lengths with shared prompts. Some completions begin with the
+    tokens of another completion."""
     vocabulary = len(model.get_input_embeddings().weight)
     random = np.random.default_rng(0)
 
@@ -171,7 +174,7 @@ def _trial(model: Any) -> Batch:
         return random.integers(0, vocabulary, count)
 
     lengths = [(3, 5, 1, 2), (6, 3, 0, 7)]
-    """The tokens of the prompt of each group, and of its completions."""
+    """For each group: the length of its prompt, then the lengths of its completions."""
     groups = [[tokens(length) for length in group] for group in lengths]
     longest = groups[1][-1]
     for begun, more in ((7, 4), (3, 2), (5, 0)):
@@ -210,7 +213,8 @@ def _of_logits(
 
 
 def _logsum_and_entropy(logits_CV: Tensor, masks: ChunkMasks | None) -> tuple[Tensor, Tensor]:
-    """(C,) logsumexp of the logits, and (C,) entropy of their softmax. A token with a mask has those of its mask."""
+    """(C,) logsumexp of the logits, and (C,) entropy of their softmax. For a token with a mask, both are over its
+    mask."""
     if masks is None:
         return _logsum_and_entropy_of(logits_CV)
     masked_logsum_C, masked_entropy_C = _logsum_and_entropy_of(masks.logits_of(logits_CV))
@@ -224,13 +228,14 @@ def _logsum_and_entropy(logits_CV: Tensor, masks: ChunkMasks | None) -> tuple[Te
 def _logsum_and_entropy_of(logits_CK: Tensor) -> tuple[Tensor, Tensor]:
     logsum_C = logits_CK.logsumexp(dim=-1)
     with torch.no_grad():
-        # Entropy = logsumexp - E[logit]. A logit of -inf adds nothing, and 0 * -inf is NaN.
+        # Entropy = logsumexp - E[logit]. A logit of -inf must add 0, but 0 * -inf is NaN.
         expected_C = (logits_CK - logsum_C[:, None]).exp_().mul_(logits_CK).nan_to_num_(nan=0.0).sum(dim=-1)
     return logsum_C, logsum_C - expected_C
 
 
 class _ChosenLogprobs(torch.autograd.Function):
-    """Computes the logits of each chunk in the forward and again in the backward pass, and keeps none."""
+    """Computes the logits of each chunk in the forward pass and again in the backward pass. Stores no logits between
+    the passes."""
 
     @staticmethod
     def forward(
@@ -276,7 +281,7 @@ class _ChosenLogprobs(torch.autograd.Function):
         weight = weight_VH.to(ctx.compute)
         for chunk in _chunks(len(ids_N), weight_VH.shape[0]):
             grad_CV = _logits(hidden_NH[chunk], weight, bias_V, temperature_N[chunk], ctx.compute)
-            # d log p[id] / d logit = (onehot - p) / temperature. For a logit outside the mask it is 0.
+            # d log p[id] / d logit = (onehot - p) / temperature. For a logit outside the mask the gradient is 0.
             scale_C1 = (gradient_N[chunk] / temperature_N[chunk])[:, None]
             grad_CV = grad_CV.sub_(logsum_N[chunk, None]).exp_().mul_(-scale_C1)
             if ctx.masks is not None:

@@ -1,7 +1,8 @@
 """Loss functions of the user: `loss_type = "package.module:function"`.
 
-The function says what one token loses. The trainer does the rest as with its own losses: it multiplies the loss by the
-weights of the correction, leaves out what the correction rejects, and adds the tokens up, over micro-batches and ranks.
+The function returns the loss of each token. The trainer does the rest as with its own losses: it multiplies the losses
+by the weights of the correction, leaves out the tokens that the correction rejects, and sums over tokens, micro-batches
+and ranks.
 
     @loss_function(aggregate_like="grpo")
     def pull(inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
@@ -29,14 +30,14 @@ Metric = Tensor | float
 LossFunction = Callable[["LossInputs"], tuple[Tensor, Mapping[str, Metric]]]
 F = TypeVar("F", bound=LossFunction)
 Aggregation = Literal["dapo", "grpo", "dr_grpo"]
-"""The losses of the trainer whose sum and denominator a function may have."""
+"""The built-in losses whose way to sum and divide a loss function may choose."""
 
 _ATTRIBUTE = "replay_loss"
 
 
 @dataclass(frozen=True)
 class LossInputs:
-    """The input of a loss function: the rollouts of one micro-batch, one row for each.
+    """The input of a loss function: the rollouts of one micro-batch, each as a row.
 
     Every tensor is 0 (or False) outside of `mask_BT`. The gradient flows through `logprobs_BT` alone.
     """
@@ -44,15 +45,18 @@ class LossInputs:
     logprobs_BT: Tensor
     """log-probabilities of the tokens under the policy that is trained, in nats, float32 or more."""
     old_logprobs_BT: Tensor
-    """log-probabilities under the policy before the step; with the objective "bypass" those of the rollout engine."""
+    """log-probabilities under the policy before the step; with the objective "bypass", the log-probabilities of the
+    rollout engine."""
     advantages_BT: Tensor
     """The advantage of each token."""
     mask_BT: Tensor
     """True for the tokens to train on, before the correction rejects any."""
     weights_BT: Tensor
-    """The weights of the correction, 1 without one. The trainer multiplies the loss by them: the function must not."""
+    """The weights of the correction; 1 without a correction. The trainer multiplies the loss by these weights, so the
+    function must not."""
     correction_mask_BT: Tensor
-    """True for the tokens of `mask_BT` that the correction accepts. The trainer leaves the others out of the sum."""
+    """True for the tokens of `mask_BT` that the correction accepts. The trainer leaves all other tokens out of the
+    sum."""
     normalizer: float
     """The tokens or rollouts of the whole step, over all micro-batches and ranks, that the sum is divided by."""
     config: LossConfig
@@ -71,21 +75,22 @@ class LossInputs:
 
 @dataclass(frozen=True)
 class LossTraits:
-    """The two things that the trainer has to know of a loss."""
+    """The properties of a loss that the trainer must know."""
 
     aggregate_like: str
-    """The trainer's own loss that has the same sum and denominator: see the table of `replay_trainer.losses`."""
+    """The built-in loss that is summed and divided in the same way: see the table of `replay_trainer.losses`."""
     reads_whole_rollouts: bool
     """True if the loss of a token depends on other tokens of its rollout. If a micro-batch has only some sequences of a
     rollout, such a loss needs one more forward pass."""
 
 
 def loss_function(*, aggregate_like: Aggregation = "dapo", reads_whole_rollouts: bool = True) -> Callable[[F], F]:
-    """Decorates a loss function; one without this decorator has these defaults.
+    """Decorates a loss function. A function without this decorator has the default values of the parameters.
 
-    aggregate_like: the trainer's loss whose sum and denominator it has: "dapo" divides the sum over all tokens by
-    their number, "grpo" takes the mean of the rollouts' means, "dr_grpo" divides by rollouts and max_completion_length.
-    reads_whole_rollouts: False promises that the loss of a token depends on no other token, which saves a forward pass
+    aggregate_like: the built-in loss by which the losses of the tokens become one number. "dapo" divides the sum over
+    all tokens by their number, "grpo" takes the mean of the rollouts' means, and "dr_grpo" divides the sum over all
+    tokens by the number of rollouts times max_completion_length.
+    reads_whole_rollouts: False promises that the loss of a token depends on no other token. This saves a forward pass
     for rollouts of several sequences.
 
     Raises ValueError for another `aggregate_like`.
@@ -101,7 +106,7 @@ def loss_function(*, aggregate_like: Aggregation = "dapo", reads_whole_rollouts:
 
 
 def traits_of(loss_type: str) -> LossTraits:
-    """The traits of a loss of the trainer, or of the user's function. Raises ValueError as `load_loss` does."""
+    """The traits of a built-in loss, or of a function of the user. Raises ValueError as `load_loss` does."""
     if loss_type in BUILT_IN_LOSSES:
         return LossTraits(aggregate_like=loss_type, reads_whole_rollouts=loss_type == "gspo")
     traits: LossTraits = getattr(load_loss(loss_type), _ATTRIBUTE, LossTraits("dapo", reads_whole_rollouts=True))
@@ -117,7 +122,8 @@ def load_loss(loss_type: str) -> LossFunction:
 def token_losses(inputs: LossInputs, loss_type: str) -> tuple[Tensor, dict[str, Tensor]]:
     """The (B, T) losses of the tokens and the metrics that the user's function returns, after checks.
 
-    Raises ValueError, which names the function, for an exception of it and for a result that cannot be trained on.
+    Raises ValueError, which names the function, if the function raises an exception or returns a result that cannot be
+    trained on.
     """
     try:
         result = load_loss(loss_type)(inputs)
@@ -149,9 +155,9 @@ def token_losses(inputs: LossInputs, loss_type: str) -> tuple[Tensor, dict[str, 
 def check_loss(config: LossConfig, device: torch.device | str = "cpu") -> None:
     """Calls the user's function once with two made-up rollouts, so that a mistake ends a run before its first step.
 
-    device: where the tensors lie, as they do in training: the function may have tensors of its own there.
-    Does nothing for a loss of the trainer. Raises ValueError as `token_losses` does, and for losses or gradients that
-    are not finite.
+    device: the device of the tensors. Pass the device of the training, because the function may have tensors of its own
+    there. Does nothing for a built-in loss. Raises ValueError as `token_losses` does, for losses or gradients that are
+    not finite, and for a gradient that is 0.
     """
     if config.loss_type in BUILT_IN_LOSSES:
         return
@@ -195,7 +201,7 @@ def check_loss(config: LossConfig, device: torch.device | str = "cpu") -> None:
 
 
 def _of_tokens(name: object, value: object, inputs: LossInputs, loss_type: str) -> Tensor:
-    """(B, T) a metric of the user's function, which gives one number, or one for each token."""
+    """(B, T) values of a metric of the user's function, which may return one number, or one number for each token."""
     shape = inputs.mask_BT.shape
     if isinstance(value, Tensor) and value.shape == shape:
         return value.detach().float()

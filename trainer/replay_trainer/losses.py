@@ -11,18 +11,19 @@ Axes: B rollouts, T tokens of the longest one. m: response mask, A: advantage, w
     grpo        as dapo                                      sum_B(sum_T(l m) / sum_T m) / N  rollouts
     gspo        as dapo, with the c of the rollout           as grpo                          rollouts
     dr_grpo     as dapo                                      sum(l m) / (N max_completion_length)  rollouts
-    a:b         what the user's function b of module a returns for a token, times w; aggregated as the function says:
-                see `replay_trainer.loss_functions`
+    a:b         the value that the user's function b of module a returns for a token, times w; the function chooses the
+                aggregation: see `replay_trainer.loss_functions`
 
-A response or sequence of the papers is all that the policy wrote in answer to one prompt: here a rollout. A rollout of
-several sequences is one row: `batching.Rollouts` joins the tokens that they are trained on. So it counts once in N, has
-one mean over tokens and one c, and its loss is that of a single sequence with the same tokens.
+The papers call all that the policy wrote in answer to one prompt a response or a sequence. Here it is a rollout. A
+rollout of several sequences is one row: `batching.Rollouts` joins the trained tokens of its sequences. So the rollout
+counts once in N, has one mean over tokens and one c, and has the loss of a single sequence with the same tokens.
 
-The normalizer N is the count that the gradient is averaged over; by default the tokens or rollouts of the call.
-A batch in micro-batches or on several ranks passes the count of the whole batch with every part: `loss_normalizer` of
-the whole mask, summed over ranks. The losses and gradients of the parts then add up to those of the whole.
-In TRL, bnpo is dapo divided by the tokens of one micro-batch on one rank. Here both take the same normalizer, so that
-the gradient does not depend on how a batch is cut: the two differ by name only.
+The normalizer N is the count by which the sum of losses is divided; by default the tokens or rollouts of the call. If a
+batch is cut into micro-batches or is spread over ranks, the caller passes the count of the whole batch with every part:
+`loss_normalizer` of the whole mask, summed over ranks. The losses and gradients of the parts then add up to the loss
+and gradient of the whole batch.
+In TRL, bnpo is dapo divided by the tokens of one micro-batch on one rank. Here bnpo and dapo take the same normalizer,
+so that the gradient does not depend on how a batch is cut. So the two differ only by name.
 
 `distillation_advantages` adds the advantages of a teacher, before any of these losses.
 
@@ -54,10 +55,11 @@ def distillation_advantages(
     advantages: (B,) or (B, T). logprobs: (B, T) log π of the policy before the update, in nats; no gradient flows
     through them. teacher_logprobs: (B, T) nats, finite inside the mask.
 
-    If π wrote the tokens, the policy gradient of these advantages is that of -weight KL(π || teacher): the mean of
-    log π - log teacher over the tokens of π is the reverse KL (see the module for the source). The source takes the
-    sampler's log-probabilities for log π. They are the same for a fresh group. For a group of an older policy those of
-    π are right: the correction weighs its tokens as if π had written them.
+    If π wrote the tokens, the policy gradient of these advantages is the gradient of -weight KL(π || teacher): the mean
+    of log π - log teacher over the tokens of π is the reverse KL (see the module for the source). The source takes the
+    sampler's log-probabilities for log π. For a fresh group, sampler and π have the same log-probabilities. For a group
+    of an older policy, the log-probabilities of π are right, because the correction weighs the tokens as if π had
+    written them.
     """
     difference_BT = torch.where(mask.bool(), teacher_logprobs - logprobs.detach(), 0.0)
     return _by_token(advantages).expand_as(logprobs) + weight * difference_BT
@@ -84,21 +86,21 @@ def policy_loss(
 ) -> tuple[Tensor, dict[str, float]]:
     """The loss to minimise (a scalar, at least float32; the gradient flows through `logprobs` only) and its metrics.
 
-    logprobs, old_logprobs: (B, T) nats; log-ratios are clamped to ±20. advantages: (B,), or (B, T) one per token.
-    mask: (B, T) response mask before any rejection; every denominator counts it.
-    config: LossConfig() unless given. weights: (B, T) `Correction.weights`. normalizer: see the module.
-    correction_mask: (B, T) `Correction.mask`. Tokens of `mask` outside `correction_mask` add no loss. The denominators
-    still count them, so that rejecting some tokens does not inflate the others.
-    correction: its dual clip `clip_ratio_c` c (arXiv 1912.09729; TRL's `delta`): where A < 0, the loss is at most -c A,
-    and has no gradient above it; not for cispo. With its objective bypass_reinforce the loss of a token is -A w log θ,
-    without c and without clipping; the loss type only aggregates. None: neither.
-    tokens: (B,) tokens of each whole rollout, where a row holds only some of them; grpo takes its mean over these.
+    logprobs, old_logprobs: (B, T) nats; log-ratios are clamped to ±20. advantages: (B,), or (B, T) one per token. mask:
+    (B, T) response mask before any rejection; every denominator counts it. config: LossConfig() unless given. weights:
+    (B, T) `Correction.weights`. normalizer: see the module. correction_mask: (B, T) `Correction.mask`. Tokens of `mask`
+    outside `correction_mask` add no loss. The denominators still count them, so that rejecting some tokens does not
+    inflate the others. correction: two of its settings are used. `clip_ratio_c` is the bound k of the dual clip (arXiv
+    1912.09729; TRL's `delta`): if A < 0, the loss of a token is at most -k A, and has no gradient beyond that; not for
+    cispo. With the objective bypass_reinforce, the loss of a token is -A w log θ, without c and without clipping, and
+    the loss type only chooses the aggregation. None: no dual clip, and the loss of the loss type. tokens: (B,) the
+    tokens of each whole rollout, if a row may hold only some of them; grpo divides by these counts.
 
-    Metrics, means over the tokens of `mask` (NaN without any; weigh them by tokens to join micro-batches):
-    ratio_mean of c; approx_kl = c - 1 - log c; clip_low_fraction and clip_high_fraction, where clipping removed
-    the gradient (c < 1 - ε with A < 0; c > 1 + ε_high with A > 0), or for cispo capped c with A > 0;
-    dual_clip_fraction, where the dual clip removed it. loss/NAME of each metric NAME of a loss function of the user;
-    the fractions are 0 then.
+    Metrics are means over the tokens of `mask` (NaN without tokens; weigh them by tokens to join micro-batches):
+    ratio_mean is the mean of c; approx_kl is that of c - 1 - log c. clip_low_fraction and clip_high_fraction are the
+    shares of tokens whose gradient clipping removed (c < 1 - ε with A < 0; c > 1 + ε_high with A > 0); for cispo,
+    clip_high_fraction is the share with capped c and A > 0. dual_clip_fraction is the share whose gradient the dual
+    clip removed. loss/NAME is the metric NAME of a loss function of the user; the fractions are 0 for such a loss.
 
     Raises ValueError for shapes that do not fit, and for a loss function of the user as `token_losses` does.
     """
@@ -194,8 +196,9 @@ def corrected_policy_loss(
         bypass_reinforce    -E[sg(w) A log θ]            w from θ/rollout
 
     A `rollout_penalty` τ adds τ E[(log θ - log rollout)²]; rejection does not touch it.
-    Rejection judges the same ratio as w; for bypass, θ/rollout. All tensors are (B, T); advantages (B,) or (B, T).
-    A token with unknown (NaN) rollout log-probability has w = 1; for bypass it has r = 1, with its gradient.
+    Rejection judges the ratio that w is computed from; for bypass, which has no w, it judges θ/rollout.
+    All tensors are (B, T); advantages (B,) or (B, T). A token with unknown (NaN) rollout log-probability has w = 1. For
+    bypass it has r = 1, and r keeps its gradient.
     config, normalizer, tokens: as in `policy_loss`. mean_weight: as in `correct`.
     """
     config = config or LossConfig()
@@ -247,7 +250,7 @@ def kl_loss(
 
         k3 = exp(d) - d - 1 >= 0 with d = ref - log θ, an unbiased estimate of KL(θ || ref)   (Schulman 2020)
 
-    Above d = 20 nats, where exp(d) would overflow, k3 goes on as a straight line with the slope it has there.
+    Above d = 20 nats, k3 continues as a straight line with its slope at 20, so that exp(d) does not overflow.
     logprobs, ref_logprobs, mask: (B, T). The gradient flows through `logprobs` only.
     config, normalizer, tokens: as in `policy_loss`.
     """
@@ -294,14 +297,14 @@ def _divisor(mask_BT: Tensor, config: LossConfig, normalizer: float | None) -> f
 
 
 def _inside(mask_BT: Tensor, values: Tensor | None) -> Tensor:
-    """(B, T) the values of the tokens of the mask, and 0 elsewhere. `values` None: each token of the mask has 1."""
+    """(B, T) the values of the tokens of the mask, and 0 elsewhere. `values` None: 1 for each token of the mask."""
     if values is None:
         return mask_BT
     return torch.where(mask_BT, values.detach(), torch.zeros_like(values))
 
 
 def _by_token(advantages: Tensor) -> Tensor:
-    """(B,) advantages as (B, 1), which goes with (B, T) values; (B, T) advantages unchanged."""
+    """(B,) advantages as (B, 1), which broadcasts with (B, T) values; (B, T) advantages unchanged."""
     return advantages[:, None] if advantages.ndim == 1 else advantages
 
 

@@ -1,4 +1,5 @@
-"""Metrics of a step: what describes its groups, how long its parts took, what is alarming, and a run in a few lines."""
+"""Metrics of a step: facts about its groups, times of its parts, and alarms. Also the summary of a run in a few
+lines."""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ from replay_trainer.batching import Batch
 logger = logging.getLogger(__name__)
 
 RATIO_STEPS = 64
-"""Steps over which lengths are compared."""
+"""The number of last steps over which LengthRatio compares lengths."""
 
 Metrics = dict[str, float]
 """The metrics of one step. `replay_client.run_metrics` declares each."""
@@ -44,15 +45,16 @@ class GroupFacts:
     truncated: int
     """Rollouts that the length limit ended."""
     staleness: int
-    """Policy versions it lagged when it was drawn."""
+    """Policy versions that the group lagged when it was drawn."""
     age: float
-    """Seconds since it was inserted."""
+    """Seconds from the insert of the group to its draw."""
     times_sampled: int
     carries_gradient: bool
 
     @classmethod
     def of(cls, sample: Sample, informs: bool | None = None) -> GroupFacts:
-        """`informs`: whether a step with this group teaches something; None: as `carries_gradient` says."""
+        """The facts of a sample. `informs`: True if a step can learn from the group; None: the value of
+        `carries_gradient`."""
         group = sample.group
         return cls(
             key=sample.info.key,
@@ -69,7 +71,7 @@ class GroupFacts:
 
 
 def describe_groups(groups: Sequence[GroupFacts]) -> dict[str, float]:
-    """Metrics of a batch of groups; NaN if it has none."""
+    """Metrics of a batch of groups. Without groups, all but `groups` are NaN."""
     lengths = [length for group in groups for length in group.lengths]
     return {
         "groups": len(groups),
@@ -101,7 +103,8 @@ def _reward_mean(groups: Sequence[GroupFacts]) -> float:
 def group_drifts(batch: Batch, logprobs_BT: Tensor) -> list[float]:
     """The distance of the policy from each group of the batch: |mean over the group's tokens of log(π/b)|, in nats.
 
-    `logprobs_BT`: log π, π being the current policy; b wrote the tokens. 0 if no log b of the group is known.
+    π is the current policy, and b is the policy that wrote the tokens. `logprobs_BT`: log π. The distance is 0 if log b
+    is unknown for all tokens of the group.
     """
     known_BT = batch.mask_BT & ~batch.rollout_logprobs_BT.isnan()
     difference_BT = torch.where(known_BT, logprobs_BT - batch.rollout_logprobs_BT, 0.0)
@@ -143,7 +146,7 @@ class StepTimers:
         self._last = now
 
     def collect(self) -> dict[str, float]:
-        """All timers and their sum, "step"; then start again at zero."""
+        """Returns the seconds of all timers, and their sum as "step". Sets all timers to zero."""
         seconds = self._seconds
         self._seconds = {}
         return {**seconds, "step": sum(seconds.values())}
@@ -151,7 +154,7 @@ class StepTimers:
 
 @dataclass(frozen=True)
 class Lengths:
-    """Completions and their tokens, in all."""
+    """A number of completions, and the number of their tokens."""
 
     completions: int = 0
     tokens: int = 0
@@ -161,30 +164,32 @@ class Lengths:
 
     @property
     def mean(self) -> float:
-        """Tokens of one completion; NaN of none."""
+        """The mean number of tokens of a completion; NaN if there are no completions."""
         return self.tokens / self.completions if self.completions > 0 else math.nan
 
 
 class LengthRatio:
-    """Mean length of the completions trained on, divided by that of all that were generated, over the last steps.
+    """Mean length of the completions trained on, divided by the mean length of all generated completions, over the last
+    steps.
 
-    Below 1, long completions are lost between generator and trainer. The server counts what was generated: it is told
-    the lengths of each group that is inserted or refused as too stale. So the groups that it drops later are counted.
-    A group that a generator gives up has no length, and is not.
+    A ratio below 1 means that long completions are lost between generator and trainer. The server counts the generated
+    completions: those of each group that is inserted, or that is refused as too stale. So groups that the server drops
+    later are counted too. A group that a generator gives up is not counted, because it has no length.
     """
 
     def __init__(self, *, whole: bool) -> None:
-        """`whole`: the run begins here, so all that the server has counted until now belongs to it."""
+        """`whole`: True if the run begins now, so that everything that the server has counted belongs to this run."""
         self._trained = Lengths()
         self._marks: deque[tuple[Lengths, Lengths]] = deque(maxlen=RATIO_STEPS + 1)
-        """The totals that were trained on and generated, after each of the last steps."""
+        """(total trained on, total generated) after each of the last steps, oldest first."""
         if whole:
             self._marks.append((Lengths(), Lengths()))
 
     def add(self, trained: Sequence[int], generated: Lengths | None) -> float:
         """The ratio after a step that trained on completions of these lengths.
 
-        `generated`: what the server has counted in all; None: it did not answer. NaN if the ratio is not known.
+        `generated`: the total that the server has counted; None: the server did not answer. Returns NaN if the ratio is
+        not known.
         """
         self._trained = Lengths(self._trained.completions + len(trained), self._trained.tokens + sum(trained))
         if generated is None:
@@ -205,7 +210,8 @@ class Alarms:
         self._triggered: set[str] = set()
 
     def check(self, metrics: Mapping[str, float]) -> list[str]:
-        """Log and return the warnings that these metrics of `correct` trigger for the first time. NaN triggers none."""
+        """Logs and returns the warnings that these metrics of `correct` trigger for the first time. NaN triggers no
+        warning."""
         warnings = []
         for full_name, healthy, remedy in watched(CORRECTION):
             name = full_name.removeprefix("correction/")
@@ -223,14 +229,14 @@ Line = Mapping[str, Any]
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The lines of a metrics.jsonl. Leaves out a last line that is still being written."""
+    """The lines of a metrics.jsonl, without an unfinished last line."""
     if not path.exists():
         return []
     return [json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
 
 
 def summary(lines: Sequence[Line]) -> Iterator[str]:
-    """Yields what the steps of `lines` came to, a line each. Needs at least one step."""
+    """Yields the lines of a summary of a run. `lines`: the lines of its metrics.jsonl, at least one."""
     edge = max(1, min(10, len(lines) // 4))
     seconds = sum(line["time/step"] for line in lines)
     yield (
@@ -271,7 +277,7 @@ def _versions(name: str, lines: Sequence[Line]) -> str:
 
 
 def _mean_of(name: str, lines: Sequence[Line]) -> float:
-    """The mean of a metric over the lines that have it; NaN if none has."""
+    """The mean of a metric over the lines that have it; NaN if no line has it."""
     return mean([line[name] for line in lines if line.get(name) is not None])
 
 

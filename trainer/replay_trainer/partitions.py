@@ -3,10 +3,10 @@
     <output_dir>/step-12.rank-1-of-2.<run>.tmp                 each rank writes its file here
     <output_dir>/step-12/optimizer/rank-1-of-2.safetensors     the first rank moves all files here, before the manifest
 
-A file has the tensors "<parameter>/<entry>": the rows of that rank. `trainer.pt` has their full shapes, and the rest.
-FSDP2 gives rank r of n the rows from r * ceil(rows / n) on, ceil(rows / n) of them or what is left. So any number of
-ranks finds its rows in the files of any other number, and opens only the files that have them. docs/record/trainer.md
-says why torch.distributed.checkpoint does not do this here.
+A file has the tensors "<parameter>/<entry>" of the optimizer, each with the rows of that rank. `trainer.pt` has their
+full shapes, and the rest of the state. FSDP2 gives rank r of n the rows from r * ceil(rows / n) on: ceil(rows / n)
+rows, or as many as are left. So a run can resume with another number of ranks: each rank computes which files have its
+rows, and opens only these files. docs/record/trainer.md says why torch.distributed.checkpoint is not used here.
 """
 
 from __future__ import annotations
@@ -34,12 +34,13 @@ _LEFTOVERS = "step-*.rank-*-of-*.*.tmp"
 
 
 class RankFiles:
-    """Writes the files of all ranks. Every rank has one, and all ranks call its methods together."""
+    """Writes the files of all ranks. Every rank has a RankFiles. All ranks call `why_not_shared` and `write`
+    together."""
 
     def __init__(self, ranks: Ranks, output_dir: Path) -> None:
         self._ranks = ranks.apart()
         self._output_dir = output_dir
-        # A rank of a killed run may still write: its files get other names.
+        # A rank of a killed run may still be writing. This random name keeps its files apart from ours.
         self._run = ranks.from_first(secrets.token_hex(4))
 
     def why_not_shared(self) -> str:
@@ -60,15 +61,15 @@ class RankFiles:
         return ""
 
     def remove_leftovers(self) -> None:
-        """Removes the files that killed runs left. The first rank calls this, and no rank writes meanwhile."""
+        """Removes the files that killed runs left behind. Only the first rank calls this, while no rank writes."""
         for path in self._output_dir.glob(_LEFTOVERS):
             path.unlink(missing_ok=True)
 
     def write(self, version: int, rows: dict[str, Tensor]) -> dict[str, tuple[Path, str]]:
-        """Writes this rank's file, and waits for those of the other ranks. Any thread may call it.
+        """Writes this rank's file, and waits until the other ranks have written theirs. Any thread may call it.
 
-        Returns each file by its name in the folder of the version, with its checksum. Raises RuntimeError on every rank
-        if one could not write.
+        Returns for the file of each rank: its name in the folder of the version -> (its path now, its checksum). Raises
+        RuntimeError on every rank if any rank could not write.
         """
         path = self._path(version, self._ranks.index)
         checksum = ""
@@ -79,7 +80,7 @@ class RankFiles:
                 save_file(rows, path)
                 to_disk(path)
             checksum = checksum_of(path)
-        except Exception as error:  # all ranks get the reason: they wait for this one
+        except Exception as error:  # sent to all ranks, which wait for this rank
             reason = f"{type(error).__name__}: {error}"
             with suppress(OSError):  # the disk may be gone; a later run removes the file
                 path.unlink(missing_ok=True)
@@ -98,10 +99,12 @@ class RankFiles:
 
 
 class StoredRows:
-    """A tensor of which each file of a training checkpoint has some rows. A slice reads the files that it needs."""
+    """A tensor whose rows are spread over the files of a training checkpoint. A slice reads only the files with its
+    rows."""
 
     def __init__(self, open_file: Callable[[int], Any], ranks: int, name: str, shape: list[int]) -> None:
-        """`open_file` gives the open file of one of `ranks`."""
+        """`open_file` returns the open file of a rank. `ranks`: the number of ranks that wrote the checkpoint. `name`
+        and `shape`: those of the whole tensor."""
         self.shape = torch.Size(shape)
         self._open_file = open_file
         self._ranks = ranks
@@ -124,7 +127,8 @@ class StoredRows:
 def take_rows(optimizer: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Tensor], dict[str, list[int]]]:
     """Splits a state of the optimizer into three parts.
 
-    They are the state without its partitioned tensors, this rank's rows of those, and their full shapes.
+    They are the state without its partitioned tensors, then this rank's rows of the partitioned tensors and their full
+    shapes, both by "<parameter>/<entry>".
     """
     whole: dict[str, Any] = optimizer | {"state": {}}
     rows = {}
@@ -142,7 +146,10 @@ def take_rows(optimizer: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Tens
 
 
 def put_rows(optimizer: dict[str, Any], folder: Path, ranks: int, shapes: dict[str, list[int]]) -> None:
-    """Puts StoredRows of a training checkpoint where `take_rows` took tensors out."""
+    """Puts StoredRows of a training checkpoint in the places from which `take_rows` took tensors out.
+
+    `ranks` and `shapes`: the number of ranks that wrote the checkpoint, and the full shapes that `take_rows` returned.
+    """
     open_file = cache(lambda rank: safe_open(folder / _name(rank, ranks), "pt"))
     for key, shape in shapes.items():
         name, entry = key.rsplit("/", 1)
@@ -168,11 +175,11 @@ def read_rows(stored: Any, like: Tensor) -> Tensor:
 def load_weights_of_rank(folder: Path, model: nn.Module) -> None:
     """Copies this rank's part of a published folder into a partitioned model.
 
-    Raises ValueError for a tensor that the folder lacks, or that has another shape.
+    Raises ValueError for a tensor that the folder lacks, or that has another shape in the folder.
     """
     aliases: dict[int, list[str]] = defaultdict(list)
     tensors: dict[int, Tensor] = {}
-    # Tied tensors are one object under several names, and the file has one of these.
+    # Tied tensors are one object with several names, and the file has the object under only one of these names.
     for name, tensor in model.state_dict(keep_vars=True).items():
         aliases[id(tensor)].append(name)
         tensors[id(tensor)] = tensor
@@ -202,9 +209,10 @@ def load_weights_of_rank(folder: Path, model: nn.Module) -> None:
 
 
 def optimizer_state_of_rank(state: dict[str, Any], policy: nn.Module) -> dict[str, Any]:
-    """This rank's part of the optimizer's state: its rows of partitioned parameters, and all rows of the others.
+    """This rank's part of the optimizer's state: its rows for partitioned parameters, and all rows for other
+    parameters.
 
-    `state` may lie in a mapped file.
+    The tensors of `state` may be in a memory-mapped file.
     """
     parameters = dict(policy.named_parameters(remove_duplicate=False))
     parts: dict[str, dict[str, Any]] = {}

@@ -1,10 +1,11 @@
-"""Passes: forward and backward passes over a batch, micro-batch by micro-batch, by every rank alike.
+"""Passes: forward and backward passes over a batch, micro-batch by micro-batch, on all ranks together.
 
-* If groups make a pass fail, every rank leaves it with a StepFailure. No weight has changed then.
-* A micro-batch may hold some sequences of a rollout, and another one the rest. Most losses of a token need nothing of
-  the other tokens, or only their number. Some need the ratios of the other tokens: gspo, a loss of the user that does
-  not say otherwise, and a correction of whole rollouts. For these a first pass computes all log-probabilities. The
-  gradient of the loss by each of them follows without the model, and a second pass takes it through the model.
+* If groups make a pass fail, every rank leaves the pass with a StepFailure. No weight has changed then.
+* Two micro-batches may hold different sequences of one rollout. For most losses, the loss of a token depends on no
+  other token of its rollout, or only on the number of tokens. But some losses need the ratios of the other tokens:
+  gspo, a loss of the user unless it declares reads_whole_rollouts=False, and any loss with a correction of whole
+  rollouts. For such losses, a first pass computes all log-probabilities. Then the gradient of the loss with respect to
+  each log-probability is computed without the model, and a second pass propagates this gradient through the model.
 """
 
 from __future__ import annotations
@@ -35,8 +36,8 @@ from replay_trainer.weights import Adapter
 class StepFailure(Exception):
     """A pass failed because of its groups. Every rank raises it, each for the groups of its own batch.
 
-    `groups`: the indices of this rank's groups that caused it; may be empty. `reason`: a text for people. `alone`: the
-    other ranks do not know of the failure, and wait for this rank.
+    `groups`: the indices of this rank's groups that caused the failure; may be empty. `reason`: a text for people.
+    `alone`: True if the other ranks do not know of the failure, and wait for this rank.
     """
 
     def __init__(self, reason: str, groups: Sequence[int], *, alone: bool = False) -> None:
@@ -52,7 +53,8 @@ class Passes:
 
     policy: LogprobModel
     reference: LogprobModel | None
-    """The model of the KL penalty; None: beta is 0. It is the policy itself if that has an `adapter`."""
+    """The model of the KL penalty; None: beta is 0. With an `adapter`, the policy itself, which then computes without
+    the adapter."""
     adapter: Adapter | None
     config: GRPOConfig
     ranks: Ranks
@@ -61,7 +63,7 @@ class Passes:
 
     def __post_init__(self) -> None:
         self._failing: Callable[[], list[int]] = list
-        """Finds the groups that made the last backward pass fail."""
+        """A function that finds the groups that made the last backward pass fail."""
 
     @torch.no_grad()
     def logprobs(self, batch: Batch) -> Tensor:
@@ -71,8 +73,9 @@ class Passes:
     def backward(self, batch: Batch, old_BT: Tensor | None) -> tuple[Tensor, float, Metrics]:
         """Adds the gradient of the whole step. Returns old log-probabilities, the loss of all ranks, and its metrics.
 
-        Without `old_BT` the current weights are the old ones, and this pass computes the old log-probabilities.
-        With batch_normalize they need a pass of their own, because each weight depends on all of them.
+        Without `old_BT`, the current weights are the old weights, and this pass computes the old log-probabilities.
+        With batch_normalize, the log-probabilities need a pass of their own before that, because the correction weight
+        of each token depends on all of them.
 
         Raises StepFailure if memory runs out, or if the loss is not finite.
         """
@@ -191,7 +194,7 @@ class Passes:
         return values_BT
 
     def _needs_whole_rollouts(self, batch: Batch) -> bool:
-        """True if the loss of a token depends on tokens in another micro-batch. The same on every rank."""
+        """True if, on any rank, the loss of a token may depend on tokens in another micro-batch."""
         reads_whole_rollouts = traits_of(self.config.loss_type).reads_whole_rollouts
         if not reads_whole_rollouts and not self.config.correction.judges_rollouts:
             return False
@@ -204,8 +207,8 @@ class Passes:
     def _each(self, batch: Batch, work: Callable[[Ints, Batch], None]) -> list[int]:
         """Calls `work` with each micro-batch. If memory runs out in one, it stops there and returns its groups.
 
-        A rank with partitioned weights cannot stop, because the others wait for it inside the pass. It raises
-        StepFailure there, alone.
+        With partitioned weights a rank cannot simply stop, because the other ranks wait for it inside the pass. This
+        rank alone then raises StepFailure.
         """
         for rows, micro in self._micro_batches(batch):
             try:
@@ -214,7 +217,7 @@ class Passes:
             except (RuntimeError, MemoryError) as error:
                 if not _is_out_of_memory(error):
                     raise
-            # Outside of the handler: the error holds the frames, and they hold the tensors.
+            # Outside of the handler: inside, the error would keep the frames of the call, and with them the tensors.
             if torch.cuda.is_available():
                 torch.cuda.empty_cache()
             groups: list[int] = np.unique(batch.group_B[rows]).tolist()
@@ -224,9 +227,9 @@ class Passes:
         return []
 
     def _micro_batches(self, batch: Batch) -> list[tuple[Ints, Batch]]:
-        """The micro-batches of this rank, and idle ones.
+        """The micro-batches of this rank, then idle micro-batches.
 
-        With partitioned weights every rank makes as many forward passes as the busiest.
+        With partitioned weights, every rank must make as many forward passes as the rank with the most micro-batches.
         """
         parts = list(self._cut(batch))
         if self.partitioned:
@@ -272,7 +275,7 @@ class Passes:
     ) -> tuple[Tensor, Metrics]:
         """The part of the step's loss that these rows add, and its metrics.
 
-        Without `old_BT` the log-probabilities before the step are those of now.
+        Without `old_BT`, `logprobs_BT` are also the log-probabilities before the step.
         """
         config = self.config
         rollouts = batch.rollouts
@@ -335,7 +338,8 @@ def _failing(
     old_BT: Tensor | None,
     reference_BT: Tensor | None,
 ) -> list[int]:
-    """The groups whose own loss, or the squared norm of its gradient by their log-probabilities, is not finite."""
+    """The groups whose own loss is not finite, or whose gradient with respect to the log-probabilities has a squared
+    norm that is not finite."""
     failing = []
     for group in np.unique(batch.group_B).tolist():
         rows = np.flatnonzero(batch.group_B == group)
@@ -357,7 +361,7 @@ def _is_out_of_memory(error: RuntimeError | MemoryError) -> bool:
 
 
 def _nothing(device: torch.device) -> Batch:
-    """A batch of one token that is not trained on: a forward pass for a rank that has no more micro-batches."""
+    """A batch of one token that is not trained on, for the forward pass of an idle micro-batch."""
     return to_batch([bare_group([0], [0], loss_mask=np.zeros(1, np.bool_))], device)
 
 
@@ -370,7 +374,7 @@ def _part(values_BT: Tensor | None, rows: Ints, micro: Batch) -> Tensor | None:
 
 
 def _put(values_BT: Tensor, rows: Ints, part_BT: Tensor) -> None:
-    """Writes the values of a micro-batch to its rows. An idle one (see _micro_batches) has no rows."""
+    """Writes the values of a micro-batch to its rows. An idle micro-batch (see _micro_batches) has no rows."""
     if rows.size:
-        assert part_BT.shape[0] == rows.size, (part_BT.shape, rows.size)  # one row would be written to all
+        assert part_BT.shape[0] == rows.size, (part_BT.shape, rows.size)  # torch would broadcast one row
         values_BT[rows, : part_BT.shape[1]] = part_BT

@@ -1,23 +1,24 @@
 """Publication: writes policy versions, announces them to the server, and finds the one to resume from.
 
 training loop      probe, copy to the host | next step ...                                 | probe, copy (waits)
-its thread                                 | write, announce, acknowledge groups, clean up |
-of other ranks                             | write their rows of its checkpoint (fsdp)     |
+thread, first rank                         | write, announce, acknowledge groups, clean up |
+thread, other rank                         | write its rows of the checkpoint (fsdp)       |
 
 The loop waits only for the copy to host memory. A thread writes the copy while the next step changes the weights.
-There is one copy, so one version is written at a time: a version that is due waits for the one before.
+There is only one copy, so one version is written at a time: the next version waits until the version before is written.
 
-The order of the thread is what keeps a killed trainer from losing or repeating groups (resume.py). It writes the folder
-under another name, flushes it, and renames it: a folder with its name is whole. Then the thread announces the version,
-acknowledges the groups that a training checkpoint names, and names its state. Where `weights_dir` is not `output_dir`,
-the version is announced before the state is on the disk. A kill in between leaves a version that no state contains: the
-resume withdraws it.
+Because of the order of the thread's actions, a killed trainer loses no group and repeats no group (resume.py). The
+thread writes the folder under another name, flushes it, and renames it, so a folder with its final name is complete.
+Then the thread announces the version, acknowledges the groups that the training checkpoint names, and names the state.
+If `weights_dir` is not `output_dir`, the version is announced before the training checkpoint is on the disk. A kill in
+between leaves a version without a training checkpoint, and the resume withdraws this version.
 
-A run that stops after a step whose weights are published already adds the training checkpoint to that folder, by
-`add_state`: a manifest that names it takes the place of the one before.
+A run may stop after a step whose weights are published already. Then `add_state` adds the training checkpoint to the
+published folder, and replaces the manifest by a manifest that names the added files.
 
-With fsdp the first rank writes the manifest when every rank has told it that its own file is on the disk. A state
-without the file of some rank therefore has no manifest, and does not count.
+With fsdp, the first rank writes the manifest after every rank has reported that its own file is on the disk. So no
+manifest names a training checkpoint in which the file of a rank is missing, and such a training checkpoint does not
+count.
 """
 
 from __future__ import annotations
@@ -88,24 +89,26 @@ logger = logging.getLogger(__name__)
 _WHOLE = StateDictOptions(full_state_dict=True)
 _PARTITIONED = StateDictOptions()
 _GATHERED = StateDictOptions(full_state_dict=True, cpu_offload=True)
-"""On the first rank alone, in host memory."""
+"""The whole state, only on the first rank, and in host memory."""
 FIRST_TRY = 5.0
-"""Seconds for an announcement that the training checkpoint waits for."""
+"""Seconds that the write of a training checkpoint waits for the announcement before it."""
 CHECKPOINT_SECONDS = 600.0
-"""Seconds for the server's checkpoint that belongs to a training checkpoint; it may write hundreds of gigabytes."""
+"""Seconds that a training checkpoint waits for the server's checkpoint, which may have hundreds of gigabytes."""
 LAST_TRY = 10.0
-"""Seconds that the end of a run, or a stop, waits for an announcement, as for a server that takes groups back."""
+"""Seconds that the end of a run, or a stop, waits for an announcement: as long as it waits for groups to be
+requeued."""
 _NOT_TOLD = "the server does not answer, so nobody has told it of %s"
 _SAME_MODEL = "resume with the model, the tokenizer and the adapter of that run, or choose another output_dir"
-"""The remedy where a training checkpoint is not of the model that is to be trained."""
+"""The remedy if a training checkpoint is of another model than the model to train."""
 
 
 class _Report(NamedTuple):
-    """The report that a rank sends to the others in `Publication.check`."""
+    """The report that a rank sends to the other ranks in `Publication.check`."""
 
     error: str
-    """The error of the rank's write; "": it has not failed."""
+    """The error of the rank's last write; "": the write has not failed."""
     unconfirmed: TrainedGroups
+    """`GroupLeases.unconfirmed` of the rank."""
     asked: bool
     """True if the rank was asked to stop."""
     untold: bool
@@ -128,7 +131,7 @@ class Publication:
     """The leases of the fresh groups."""
     stopping: Stopping
     adapter: Adapter | None = None
-    """The adapter that is published in the place of the weights; None: the weights are published."""
+    """The adapter of the model, which decides what is published; None: whole weights are trained and published."""
 
     def __post_init__(self) -> None:
         config = self.config
@@ -142,23 +145,24 @@ class Publication:
         self._task = BackgroundTask("replay-publication")
         self._waits = ServerWaits(self.client, quiet=not self.ranks.is_first)
         self._announcing = ""
-        """The version that waits for the server now, if all its files are written; "": none."""
+        """The version that is written and is being announced to the server, in words; "": none."""
         self._untold = False
         """True if a stop has ended the announcement of the last version, because the server was away."""
         self._protocol: ResumeProtocol
         """The protocol with which a run resumes; set by `start`."""
         self._facts: dict[str, Any] = {}
         self._writer: Adapter | WholeModel
-        """Saves versions. It knows their generation_config.json from the start on."""
+        """The object that saves versions. It remembers the generation_config.json from the start of the run."""
         self._rank_files = RankFiles(self.ranks, self.output_dir) if self.partitioned else None
 
     def start(self) -> int:
         """Restore and announce the version to continue from: the last training checkpoint, or a new version 0.
 
-        Raises FileExistsError if output_dir holds the results of another run, RuntimeError if another process trains in
-        it, if the server follows another run, or if a rank does not see the output_dir of the first, ValueError if the
-        server admits fewer groups a step than this run takes, or if the training checkpoint is damaged or of another
-        model, tokenizer or adapter, and Stopped if a stop ends its wait for the server.
+        Raises FileExistsError if output_dir holds the results of another run. Raises RuntimeError if another process
+        trains in output_dir, if the server follows another run, or if a rank does not see the output_dir of the first
+        rank. Raises ValueError if the server admits fewer groups a step than this run takes, or if the training
+        checkpoint is damaged or of another model, tokenizer or adapter. Raises Stopped if a stop ends the wait for the
+        server.
         """
         refusal = self.lock.acquire() if self.ranks.is_first else ""
         refusal = self.ranks.from_first(refusal)
@@ -199,7 +203,7 @@ class Publication:
             self._check_model(folders[-1])
         version = version_of(folders[-1]) if folders else 0
         for folder in damaged(self.output_dir):
-            if version_of(folder) > version:  # older folders may be half removed
+            if version_of(folder) > version:  # an older folder may be incomplete because its removal was cut off
                 logger.warning("%s has lost files or parts of them: it is passed over for step-%d", folder, version)
         newest = max(map(version_of, self._published())) if folders else 0
         policy = self.client.policy()
@@ -228,11 +232,12 @@ class Publication:
         return version
 
     def _published(self) -> list[Path]:
-        """All complete folders of both directories."""
+        """All complete folders of output_dir and weights_dir."""
         return [folder for directory in {self.output_dir, self.weights_dir} for folder in published(directory)]
 
     def _check_model(self, folder: Path) -> None:
-        """Raises ValueError if a training checkpoint is of another model, tokenizer or adapter, as far as it tells."""
+        """Raises ValueError if the folder of a training checkpoint says that it is of another model, tokenizer or
+        adapter."""
         differing = differing_facts(folder_facts(folder, self._facts), self._facts)
         if differing:
             raise ValueError(f"{folder} is of a run with another model: {differing}; {_SAME_MODEL}")
@@ -247,7 +252,7 @@ class Publication:
             )
 
     def _load(self, folder: Path) -> None:
-        """Continue from a training checkpoint, and undo later publications."""
+        """Loads a training checkpoint, takes the server back to it, and removes later versions."""
         version = version_of(folder)
         state = load_state(folder, mapped=self.partitioned)
         if ("adapter" in state) != (self.adapter is not None):
@@ -299,7 +304,8 @@ class Publication:
         self.ranks.wait()
 
     def _restored(self, version: int, folder: Path) -> str:
-        """The location from which generators load the restored version. If they fetch it, it is written anew."""
+        """The location from which generators load the restored version. If they fetch weights from an address, the
+        version is written anew."""
         if self.config.weights_url is None:
             return str(folder)
         probe = self.probe()
@@ -313,19 +319,20 @@ class Publication:
         return self._location(folder)
 
     def complete(self, version: int, left: Sequence[Sample] = ()) -> None:
-        """Publish the version with its training checkpoint, unless it has one. The run stops after this version."""
+        """Publishes the version at which the run stops, with a training checkpoint, unless it has one already."""
         if self._last_saved != version:
             self.publish(version, left)
 
     def publish(self, version: int, left: Sequence[Sample] = ()) -> None:
-        """Copy the weights to the host, with the training checkpoint if one is due; then write and announce them.
+        """Copies the weights to the host, and the state if a training checkpoint is due. A thread then writes and
+        announces the version.
 
-        One is due after `save_every` steps, after the last one, and where the run stops. A training checkpoint contains
-        the groups of all steps so far, and not those that are `left` for later steps.
+        A training checkpoint is due after `save_every` steps, after the last step, and when the run stops. A training
+        checkpoint contains the groups of all steps so far, without the groups that are `left` for later steps.
 
-        Writing and announcing happen while the next steps run, one version at a time. This call therefore waits for
-        the version before. Raises RuntimeError on every rank if that one failed, and FloatingPointError if the weights
-        compute numbers that are not finite: nothing is written or announced then.
+        The thread works while the next steps run, on one version at a time. So this call first waits for the version
+        before. Raises RuntimeError on every rank if that version failed, and FloatingPointError if the weights compute
+        numbers that are not finite. Nothing is written or announced then.
         """
         config = self.config
         self.finish()
@@ -347,8 +354,8 @@ class Publication:
         if self.ranks.is_first:
             checkpoint = ""
             if full and config.checkpoint_server:
-                # Not in the background: it belongs to this version. The server chooses the name: it then removes this
-                # checkpoint itself when it has enough newer ones.
+                # Not in the background, because the server's checkpoint must be of this moment. The server chooses the
+                # name, so that the server itself removes this checkpoint when there are enough newer checkpoints.
                 try:
                     checkpoint = self.client.create_checkpoint(timeout=CHECKPOINT_SECONDS)
                 except DeadlineExceededError as error:
@@ -365,7 +372,7 @@ class Publication:
             self.finish()
 
     def check_generators(self) -> None:
-        """Raises RuntimeError on every rank if a generator that is connected has another model or tokenizer."""
+        """Raises RuntimeError on every rank if a connected generator has another model or tokenizer."""
         difference = ""
         if self.ranks.is_first:
             with self._waits.waiting("for the server"):
@@ -375,10 +382,10 @@ class Publication:
             raise RuntimeError(difference)
 
     def check(self) -> None:
-        """Raises RuntimeError on every rank if a write has failed. Does not wait for one.
+        """Raises RuntimeError on every rank if a write has failed. Does not wait for a write that is under way.
 
-        Also tells every rank which groups the first one could not acknowledge, before a step draws groups, and whether
-        any rank was asked to stop.
+        Also tells every rank whether any rank was asked to stop, and which groups the first rank could not acknowledge.
+        So every rank knows these groups before a step draws groups.
         """
         error = self._task.take_error()
         own_report = _Report(
@@ -388,7 +395,7 @@ class Publication:
             untold=self._untold,
         )
         reports = self.ranks.all(own_report)
-        if not self.ranks.is_first:  # its thread may find out more meanwhile
+        if not self.ranks.is_first:  # the thread of the first rank may have newer values than the report
             self.leases.unconfirmed = reports[0].unconfirmed
             self._untold = reports[0].untold
         self.stopping.agree(any(report.asked for report in reports))
@@ -401,9 +408,9 @@ class Publication:
             ) from error
 
     def finish(self) -> None:
-        """Wait until every version is written and announced. Raises RuntimeError on every rank if one failed.
+        """Waits until the last version is written and announced. Raises RuntimeError on every rank if that failed.
 
-        After a stop an announcement gets only some seconds more: a resume makes it.
+        After a stop, an announcement gets only LAST_TRY seconds more, because a resume announces the version again.
         """
         self._task.wait()
         self.check()
@@ -411,9 +418,10 @@ class Publication:
             self.leases.settled()
 
     def close(self) -> None:
-        """Wait for the last write and release the folder. An error of that write is logged.
+        """Waits for the last write, logs its error if it failed, and releases the folder.
 
-        An announcement gets only some seconds more: its files are there, and a resume announces them.
+        An announcement gets only LAST_TRY seconds more. Its files are written, and a resume announces the version
+        again.
         """
         end = time.monotonic() + LAST_TRY
         if not self._task.wait(lambda: not self._announcing or time.monotonic() < end):
@@ -435,9 +443,10 @@ class Publication:
         saved_state: SavedState | None,
         again: bool,
     ) -> None:
-        """Write one version and announce it; on a thread, so without any collective operation of the loop's group.
+        """Writes one version and announces it. Runs on a thread, so it must not use the connections with which the
+        training loop exchanges values between ranks.
 
-        `again`: its weights are published, and it gets its training checkpoint now.
+        `again`: True if the weights of the version are published already, and only its training checkpoint is missing.
         """
         assert self.ranks.is_first, "one rank announces versions"
         assert (state is None) == (saved_state is None), "a training checkpoint is named, and nothing else is"
@@ -449,12 +458,13 @@ class Publication:
             self._weights_copy.wait()
             if apart and not again:
                 self._write_to(self.weights_dir, version, probe, weights)
-                # Before the state: the generators need not wait for the disk. Nor does the disk wait for the server.
+                # Before the state is written, so that generators do not wait for the disk. If the server is away, the
+                # write does not wait for the server: the version is announced after it.
                 with suppress(ServerUnavailableError, DeadlineExceededError):
                     self.client.set_policy_version(version, weights=self._location(folder), timeout=FIRST_TRY)
                     announced = True
         finally:
-            # After an error too: the other ranks wait for this one.
+            # Also after an error, because the other ranks wait for this rank in `_write_rows`.
             parts = self._write_rows(version, rows)
         full_state: dict[str, Any] = {"state": state, "server_checkpoint": checkpoint, "parts": parts}
         if again and not apart:
@@ -471,14 +481,14 @@ class Publication:
                 self.leases.acknowledge(groups)
                 if saved_state is not None:
                     self._protocol.name(saved_state, self._location(folder))
-                self._describe()  # each time, for the server may have started again
+                self._describe()  # each time: a server that was started again has forgotten it
         except Stopped:
             self._untold = True
             logger.error(_NOT_TOLD, self._announcing)
         self._announcing = ""
 
     def _look_for_a_stop(self) -> Callable[[], None]:
-        """Raises Stopped when a stop has waited LAST_TRY seconds for the server."""
+        """A function for `looking`. It raises Stopped when the run was asked to stop LAST_TRY seconds ago."""
         deadline: Deadline | None = None
 
         def look() -> None:
@@ -497,7 +507,7 @@ class Publication:
         model: Any = self._writer
         if self.config.publish == "delta" and directory == self.weights_dir:
             model = WithDelta(model, directory, self.config.weights_dtype)
-        # safetensors and torch have errors of their own for a full disk.
+        # On a full disk, safetensors raises SafetensorError and torch raises RuntimeError.
         with writing(directory / f"step-{version}", RuntimeError, SafetensorError):
             publish_weights(
                 model,
@@ -513,28 +523,31 @@ class Publication:
             )
 
     def _location(self, folder: Path) -> str:
-        """The location from which generators load a version: a folder, or an address if they do not see it."""
+        """The location from which generators load the version in `folder`: the folder, or its address if `weights_url`
+        is set."""
         url = self.config.weights_url
         if url is None:
             return str(folder)
         return f"{url}/{folder.name}"
 
     def _describe(self) -> None:
-        """Tells the server the settings of this trainer, for `replay doctor`. The run does not depend on it."""
+        """Tells the server the settings of this trainer, for `replay doctor`. Ignores errors, because the run does not
+        depend on this call."""
         with suppress(ReplayError):
             self.client.describe(self.config.described() | {"model": told_facts(self._facts)})
 
     def _write_rows(self, version: int, rows: dict[str, Tensor] | None) -> dict[str, tuple[Path, str]]:
-        """Writes this rank's rows, if there are any. Returns the files of all ranks, as RankFiles.write does."""
+        """Writes this rank's rows, if there are any. Returns the files of all ranks, as described at
+        RankFiles.write."""
         self._state_copy.wait()
         if self._rank_files is None or rows is None:
             return {}
         return self._rank_files.write(version, rows)
 
     def _weights(self) -> dict[str, Tensor]:
-        """The weights in host memory, by the names of the model; empty on other ranks than the first."""
+        """The weights to publish, in host memory, by their names in the model; empty on all ranks but the first."""
         if self.partitioned and self.adapter is None:
-            # On the host already, and nothing else holds these tensors.
+            # These tensors are on the host already, and nothing else uses them, so they need no copy.
             state: dict[str, Any] = get_model_state_dict(self.policy, options=_GATHERED)
             return {name.removeprefix("model."): tensor for name, tensor in state.items()}
         # The ranks gather a partitioned adapter together.
@@ -547,19 +560,21 @@ class Publication:
 
     @property
     def _takes_part(self) -> bool:
-        """True if this rank reads the tensors of the adapter: the first, and all where the weights are partitioned."""
+        """True if this rank reads the tensors of the adapter: the first rank, or every rank if weights are
+        partitioned."""
         return self.ranks.is_first or self.partitioned
 
     def _state(self) -> tuple[dict[str, Any], dict[str, Tensor] | None]:
-        """The state that a resume needs besides weights and version; of it, with partitioned weights, this rank's rows.
+        """(state, rows): the state that a resume needs besides weights and version. If weights are partitioned, `rows`
+        are this rank's rows of the optimizer state, and `state` is without them; else None.
 
-        The learning rate follows from the step.
+        The learning rate is not stored, because it follows from the step.
         """
         on_gpu = self.ranks.device.type == "cuda"
         optimizer = None
         rows = None
         stored = {}
-        # Before the first update there is no state, and torch would make a step to create one.
+        # Before the first update the optimizer has no state, and torch would make an optimizer step to create it.
         if self.optimizer.state:
             options = _PARTITIONED if self.partitioned else _WHOLE
             optimizer = get_optimizer_state_dict(self.policy, self.optimizer, options=options)
@@ -586,8 +601,8 @@ class Publication:
     def probe(self) -> dict[str, list[Any]]:
         """{"token_ids": [P], "logprobs": [P - 1]}: the log-probability of each token after the ones before it.
 
-        In nats, at temperature 1, computed in the dtype of the model. Every rank calls it. Raises FloatingPointError on
-        every rank if one of the numbers is not finite: these weights are of no use.
+        In nats, at temperature 1, computed in the dtype of the model. Every rank calls this method. Raises
+        FloatingPointError on every rank if a log-probability is not finite, which means that the weights are useless.
         """
         token_ids = probe_tokens(self.policy.model, self.tokenizer)
         logprobs_BT, _ = self.policy(to_batch([bare_group(token_ids[:1], token_ids[1:])], self.ranks.device))

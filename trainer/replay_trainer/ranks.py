@@ -1,6 +1,6 @@
-"""Ranks: the processes of one training run, as torchrun starts them, and how they exchange values.
+"""Ranks: the processes of one training run, as torchrun starts them, and the exchange of values between them.
 
-With one process every operation here is the identity, and torch.distributed is not used.
+With one process, every operation here only returns the values of this process, and torch.distributed is not used.
 """
 
 from __future__ import annotations
@@ -19,14 +19,15 @@ from torch import Tensor, distributed, nn
 T = TypeVar("T")
 
 _LAST_EXCHANGE = 0.3
-"""Seconds that the threads of the process group get to free what the last exchange used: they need milliseconds."""
+"""Seconds that the threads of the process group get to free the tensors of the last exchange. They need
+milliseconds."""
 
 
 class Ranks:
     """This process among the processes of the run: torch's process group, which it joins if torchrun started it."""
 
     def __init__(self, device: str = "auto") -> None:
-        """`device` as GRPOConfig has it."""
+        """`device`: see GRPOConfig.device."""
         if device == "auto":
             device = "cpu"
             if torch.cuda.is_available():
@@ -52,7 +53,7 @@ class Ranks:
         return self.index == 0
 
     def apart(self) -> Ranks:
-        """The same ranks over connections of their own, for exchanges on another thread. Every rank calls this."""
+        """The same ranks with separate connections, for exchanges on another thread. Every rank calls this."""
         ranks = copy.copy(self)
         if self.size > 1:
             ranks._group = distributed.new_group(backend="gloo")
@@ -69,7 +70,7 @@ class Ranks:
         return [sum(parts) for parts in zip(*self.all(values), strict=True)]
 
     def all(self, value: T) -> list[T]:
-        """The value of every rank, in the order of ranks; any object that pickle can copy between these processes."""
+        """The value of every rank, in the order of ranks. `value` is any object that pickle can copy."""
         if self.size == 1:
             return [value]
         values: list[Any] = [None] * self.size
@@ -105,9 +106,10 @@ class Ranks:
 
 
 class RankFlag:
-    """A flag that any rank sets and every rank sees, without waiting for another one. All ranks make it together.
+    """A flag that any rank can set and every rank can read, without waiting for another rank. All ranks construct it
+    together.
 
-    It lies in the store by which the ranks found each other.
+    The flag is in the key-value store of torch.distributed, through which the ranks found each other.
     """
 
     def __init__(self, ranks: Ranks) -> None:
@@ -129,9 +131,10 @@ class RankFlag:
 
 
 def partition(module: nn.Module, layer_names: Iterable[str], device: torch.device, bf16: bool) -> None:
-    """Partitions the parameters of `module` over the ranks: a unit for each layer of these classes, one for the rest.
+    """Partitions the parameters of `module` over the ranks. Each layer of the classes `layer_names` is a unit of FSDP,
+    and all other parameters are one unit.
 
-    Gradients come out averaged over the ranks. `bf16`: compute in bfloat16, reduce in float32.
+    FSDP averages gradients over the ranks. `bf16`: compute in bfloat16, reduce gradients in float32.
     """
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -150,16 +153,16 @@ def partition(module: nn.Module, layer_names: Iterable[str], device: torch.devic
 
 
 def gather_full(tensor: Tensor) -> Tensor:
-    """The full tensor on every rank; the argument may be partitioned over the ranks."""
+    """The full tensor, on every rank. `tensor` may be partitioned over the ranks; then all ranks call this."""
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
 def _leave_group() -> None:
     """Leaves the process group at the end of the process.
 
-    A thread of gloo frees the tensors of the last exchange, and needs Python's lock for it. If Python is shutting down
-    by then, torch ends the process with SIGABRT. The threads of a group that `fully_shard` uses live on after the group
-    was left, so this waits a moment for them.
+    A thread of gloo frees the tensors of the last exchange, for which it needs Python's lock. If Python is already
+    shutting down, torch then ends the process with SIGABRT. The threads of a group that `fully_shard` uses outlive the
+    group, so this function waits a moment for them.
     """
     if distributed.is_initialized():
         distributed.destroy_process_group()

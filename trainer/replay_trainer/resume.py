@@ -1,18 +1,21 @@
-"""Resume: what a trainer and its server tell each other, so that a killed run loses no group and repeats none.
+"""Resume: the protocol between a trainer and its server by which a killed run loses no group and repeats no group.
 
 the trainer saves:    write the checkpoint ──▶ acknowledge its groups ──▶ name its state
-the trainer resumes:  acknowledge its groups ──▶ go back to its state ──▶ requeue what the dead trainer held
+the trainer resumes:  acknowledge its groups ──▶ go back to its state ──▶ requeue the groups of the killed trainer
 
-A checkpoint holds the names of its groups (`TrainedGroups`) and of its state (`SavedState`). It is whole on the disk
-before the server hears of it. So a kill leaves one of these cases:
+A checkpoint holds its groups (`TrainedGroups`) and the id of its state (`SavedState`). The checkpoint is complete on
+the disk before the server hears of it. So after a kill there are these cases:
 
-* There is no checkpoint. The server gives the groups out again.
-* The checkpoint is there, and its groups are not acknowledged. The resume acknowledges them.
-* They are acknowledged, and the state has no name yet. The server is at the state before: nothing has to come back.
-* The server is at a later state. The resume goes back, and what was consumed after the checkpoint comes back.
+* There is no checkpoint. The server hands out the groups again.
+* There is a checkpoint, and its groups are not acknowledged. The resume acknowledges them.
+* The groups are acknowledged, and the state is not named yet. The server is at the state before, and has consumed no
+  groups beyond the checkpoint: nothing has to be restored.
+* The server is at a later state. The resume goes back to the state of the checkpoint, and the server restores the
+  groups that were consumed after it.
 
-A state is named last, because what the server hears of later comes back with a rollback to it. A resume goes back
-before it requeues groups, because the server measures their staleness against the version that trains on them.
+A state is named after its groups are acknowledged, because a rollback to a state restores all groups that are consumed
+after the state is named. A resume goes back to its state before it requeues groups, because the server measures the
+staleness of requeued groups against its current version.
 """
 
 from __future__ import annotations
@@ -34,17 +37,18 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class SavedState:
-    """A training checkpoint, as the server knows it. Its fields lie in the checkpoint."""
+    """The state of the server that belongs to a training checkpoint. The checkpoint stores these fields."""
 
     id: str
+    """The name of the state: "step-VERSION-" and a random number."""
     version: int
     """The policy version that the server had when the checkpoint was written."""
     before: str
-    """The id of the state that the server was told of before; "": of none."""
+    """The id of the state that was named to the server before this state; "": there was none."""
 
 
 class ResumeProtocol:
-    """One trainer's side of the protocol. One rank of a trainer uses it.
+    """The trainer's side of the protocol. Only one rank of a trainer uses it.
 
     `retains`: whether the server retains consumed groups, so that a resume can go back to an older state.
     """
@@ -58,11 +62,13 @@ class ResumeProtocol:
         renumbers: bool,
         reach: Callable[[Callable[[], Any]], Any] | None = None,
     ) -> None:
-        """`table_config`: of the table of fresh groups, as the server tells it; None: the server lacks the table.
+        """`table_config`: the configuration of the table of fresh groups, as the server reports it; None: the server
+        lacks the table.
 
-        `renumbers`: a resume makes the versions after its checkpoint once more. Otherwise the trainer counts on from
-        the newest version, and what later versions generated stays of use. `reach` makes a call however long the server
-        is away; None: as long as the client waits.
+        `renumbers`: True if a resume starts to count at the version of its checkpoint, so that later versions are made
+        once more. False: a resume goes on counting from the newest version of the server, and groups of later versions
+        stay usable. `reach`: a function that makes a call and waits for the server without limit; None: a call waits as
+        long as the client does.
         """
         self.retains = table_config is not None and bool(json.loads(table_config)["retain_consumed"])
         self._client = client
@@ -70,23 +76,24 @@ class ResumeProtocol:
         self._renumbers = renumbers
         self._reach = reach or _at_once
         self._last = ""
-        """The id of the state that the server was told of last."""
+        """The id of the state that was named to the server last."""
 
     def new_state(self, version: int) -> SavedState:
-        """The state of a checkpoint that is about to be written with this version."""
+        """The state for a checkpoint of this version that is about to be written."""
         return SavedState(f"step-{version}-{secrets.token_hex(8)}", version, self._last)
 
     def name(self, state: SavedState, weights: str) -> None:
-        """Name a state to the server: its checkpoint is on the disk, and its groups are acknowledged."""
+        """Names a state to the server. Call this when its checkpoint is on the disk and its groups are acknowledged."""
         if self.retains:
             self._set_policy_version(state.version, weights, state=state.id)
         self._last = state.id
 
     def resume(self, groups: TrainedGroups, state: SavedState | None, weights: str = "", where: object = "") -> Policy:
-        """Take the server to the checkpoint that contains `groups`. Returns the policy that the server has then.
+        """Takes the server to the checkpoint that contains `groups`. Returns the policy that the server has then.
 
-        `state`: of the checkpoint; None: it has none, or the run begins. `weights`: where generators find those of its
-        version. `where`: what a warning calls the checkpoint.
+        `state`: the state of the checkpoint; None: the checkpoint has no state, or the run begins. `weights`: the
+        location from which generators load the weights of the checkpoint. `where`: the name of the checkpoint in a
+        warning.
         """
         self._reach(partial(self._leases.acknowledge, groups))
         policy: Policy = self._reach(self._client.policy)
@@ -101,7 +108,8 @@ class ResumeProtocol:
 
     def _go_back(self, state: SavedState, found: Policy, weights: str, where: object) -> Policy:
         self._last = state.id
-        # The server knows no state if it has started again without its items. Then it has nothing to return.
+        # States of the server after which no group was consumed that is not in the checkpoint. The server has the state
+        # "" if it was started again without its items: then it has nothing to restore.
         nothing_after = {state.before, ""}
         if not self._renumbers:
             nothing_after.add(state.id)

@@ -1,10 +1,11 @@
-"""Stopping: a trainer that is asked to stop ends after its step, or at once where it waits for groups, on all ranks.
+"""Stopping: a trainer that is asked to stop ends after its step, or at once if it waits for groups. All ranks stop.
 
-* A signal handler, a callback or another thread of any rank asks, and only sets a flag.
-* All ranks agree on it in the exchange of `Publication.check`, between steps and before a version is published. So
-  they end after the same step.
-* A rank that waits looks every second (`replay_client.waits.looking`) if any rank was asked. If a stop ends the wait of
-  one rank, the step of all ranks ends: they tell each other after the wait, before any of them uses its groups.
+* A signal handler, a callback or another thread of any rank asks for the stop. This only sets a flag.
+* All ranks agree on the stop in the exchange of `Publication.check`, between steps and before a version is published.
+  So all ranks end after the same step.
+* A rank that waits for groups checks every second (`replay_client.waits.looking`) whether any rank was asked. If a stop
+  ends the wait of one rank, the step of all ranks ends: after the wait, and before any rank uses its groups, the ranks
+  exchange whether a stop ended it.
 """
 
 from __future__ import annotations
@@ -25,24 +26,26 @@ class Stopped(BaseException):
 
 
 class Stopping:
-    """One rank's part in a stop. All ranks make theirs together."""
+    """One rank's part in a stop. All ranks construct their objects together."""
 
     def __init__(self, ranks: Ranks) -> None:
         self.agreed = False
         """True once all ranks know that they stop."""
         self._ranks = ranks
         self._asked = False
+        """True once this rank was asked to stop, or knows that another rank was."""
         self._flag = RankFlag(ranks)
 
     def ask(self) -> None:
         """Asks all ranks to stop. Any thread of any rank may call it."""
         self._asked = True
-        # A signal handler has no time for the other ranks, and a callback needs none: the main thread tells them.
+        # On the main thread this may be a signal handler, which has no time to tell the other ranks. The next call of
+        # `is_asked` tells them.
         if threading.current_thread() is not threading.main_thread():
             self._flag.set()
 
     def is_asked(self) -> bool:
-        """True if this rank was asked, or knows that another one was."""
+        """True if any rank was asked to stop. Tells the other ranks if this rank was asked."""
         if self._asked:
             self._flag.set()
         else:
@@ -55,7 +58,8 @@ class Stopping:
             raise Stopped
 
     def agree(self, asked: bool) -> None:
-        """Notes the exchange of all ranks. `asked`: True if any rank was asked; the same on all ranks."""
+        """Notes the result of an exchange between all ranks. `asked`: True if any rank was asked; the same value on all
+        ranks."""
         if asked:
             self._asked = True
             self.agreed = True
@@ -72,7 +76,7 @@ class Stopping:
         return results[0]
 
     def wait(self, call: Callable[[], T]) -> T:
-        """The result of a call of a client that may wait, as `together`: a stop ends the wait."""
+        """Like `together`, for a call of a client that may wait. A stop ends the wait."""
 
         def watched() -> T:
             with looking(self.look):

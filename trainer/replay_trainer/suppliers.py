@@ -1,10 +1,11 @@
-"""Suppliers: tells a trainer that waits for groups if any may still come.
+"""Suppliers: tells a waiting trainer whether more groups may still arrive.
 
-A trainer waits without end: a generator may load a large model, be restarted, or come tomorrow. The trainer ends only
-if both of these hold for DESERTED_SECONDS:
+A trainer waits without limit: a generator may load a large model, be restarted, or start tomorrow. The trainer ends
+only if both of these conditions hold for DESERTED_SECONDS:
 
-* Generators or scorers were connected, and each of them has announced its end (`leave`). A killed one has not.
-* All tables of partial groups, and all tables that a stage draws from, are empty.
+* Generators or scorers were connected, and each of them has announced its end (`leave`). A killed program announces
+  nothing, so the trainer goes on waiting for it.
+* No table whose items hold permits, and no table that a stage draws from, has items: neither stored nor leased items.
 """
 
 from __future__ import annotations
@@ -25,17 +26,18 @@ _ANSWER_SECONDS = 10.0
 
 
 class Suppliers:
-    """The generators, scorers and stages of one server, as a trainer sees them that waits for groups of a table."""
+    """The generators, scorers and stages of one server, as seen by a trainer that waits for groups."""
 
     def __init__(self, client: ReplayClient, seconds: float | None = None) -> None:
-        """`seconds`: the time in the place of DESERTED_SECONDS."""
+        """`seconds` replaces DESERTED_SECONDS; None: DESERTED_SECONDS."""
         self._client = client
         self._seconds = DESERTED_SECONDS if seconds is None else seconds
         self._since: float | None = None
-        """The time when all suppliers had left, by the monotonic clock; None: groups may come, or nobody came yet."""
+        """The time of the first check that found that no groups will come, by the monotonic clock. None: the last check
+        found that groups may come, or the server did not answer."""
 
     def check(self) -> str:
-        """The reason why no groups will come; "" if groups may come.
+        """The reason why no groups will come; "" if groups may come, or if the server does not answer.
 
         Raises DeadlineExceededError if no groups could come for DESERTED_SECONDS.
         """
@@ -60,7 +62,7 @@ class Suppliers:
 
 
 def why_deserted(info: ServerInfo) -> str:
-    """The reason why no groups will come; "" if somebody may bring groups, or nobody came yet."""
+    """The reason why no groups will come; "" if groups may come, or if no generator or scorer was ever connected."""
     suppliers = [client for client in info.clients if _is_supplier(client)]
     if not suppliers or not all(client.ended for client in suppliers):
         return ""
@@ -77,7 +79,8 @@ def why_deserted(info: ServerInfo) -> str:
 
 
 def _is_supplier(client: ClientInfo) -> bool:
-    """True if a client brings groups, or columns that groups lack. Other programs are known by their role alone."""
+    """True if a client inserts groups, or adds columns to them. Our own programs describe their part. A program of
+    somebody else is recognised by its role."""
     part = read_described(client.settings).get("part")
     if part is not None:
         return part in ("generator", "scorer", "stage")

@@ -1,8 +1,9 @@
-"""Tokens that are too old: which of them `max_token_staleness` leaves out of the loss.
+"""Stale tokens: tokens that are too old, which `max_token_staleness` leaves out of the loss.
 
-A rollout that an engine continued with new weights has tokens of several policy versions. A stale token is one of a
-version before the oldest that counts. It is masked like a token of a truncated rollout: nothing trains on it, and no
-denominator that counts tokens counts it. Axis: T tokens of all sequences of a group.
+A rollout that an engine continued with new weights has tokens of several policy versions. A token is stale if the
+version that wrote it is older than the oldest version that counts. A stale token is masked like a token of a truncated
+rollout: nothing trains on it, and no denominator that counts tokens counts it. Axis: T tokens of all sequences of a
+group.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ VERSIONS = "policy_versions"
 
 
 def token_versions(group: RolloutGroup) -> npt.NDArray[np.int64]:
-    """(T,) the policy version of each token; without a column of them, or where it is negative, that of the group.
+    """(T,) the policy version of each token. If the group has no column of versions, or for tokens whose version is
+    negative there: the policy version of the group.
 
     Raises ValueError for a column that does not have one whole number for each token.
     """
@@ -39,9 +41,10 @@ def token_versions(group: RolloutGroup) -> npt.NDArray[np.int64]:
 
 
 def without_stale_tokens(group: RolloutGroup, oldest_version: int | None) -> RolloutGroup:
-    """The group with a `loss_mask` that leaves out the tokens of versions before `oldest_version`. None: all count.
+    """The group with a `loss_mask` that leaves out the tokens of versions before `oldest_version`. None: all tokens
+    count.
 
-    It is the group itself if none of its trained tokens is stale. Raises ValueError as `token_versions` does.
+    Returns the group itself if none of its trained tokens is stale. Raises ValueError as `token_versions` does.
     """
     if oldest_version is None:
         return group
@@ -60,7 +63,8 @@ def is_stale(group: RolloutGroup, oldest_version: int | None) -> bool:
 
 
 def count_stale(groups: Iterable[RolloutGroup], oldest_version: int | None) -> tuple[int, int]:
-    """(tokens, rollouts): the stale tokens that are left out, and the rollouts that have no token left then."""
+    """(tokens, rollouts): the number of stale tokens that are left out, and of rollouts that lose all tokens by
+    that."""
     tokens = 0
     rollouts = 0
     for group in groups:

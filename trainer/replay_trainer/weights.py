@@ -1,18 +1,20 @@
 """Published weights: folders `step-N`. Generators load them, and a killed trainer resumes from them.
 
     <output_dir>/step-12/      config, safetensors and tokenizer, as save_pretrained writes them
-                 generation_config.json  that of the model with which the run began, byte for byte
+                 generation_config.json  as the model had it when the run began, byte for byte
                  probe.json    log-probabilities of a fixed token sequence under these weights, to check a reload
                  trainer.pt    optimizer and random state: a run can resume from this folder (not every folder)
-                 optimizer/    with partitioned weights, of a training checkpoint: each rank's rows of its state
-                 delta/        what changed since the version before, for generators that fetch it (not every folder)
-                 manifest.json version, files with their sizes and checksums, of which model the weights are, the
-                               server's checkpoint; written last, so a folder with a manifest is complete, and a trainer
-                               wrote it
+                 optimizer/    each rank's rows of the optimizer state (training checkpoints of partitioned weights)
+                 delta/        the changes since the version before, for generators that fetch them (not every folder)
+                 manifest.json version, files with their sizes and checksums, facts about the model, name of the
+                               server's checkpoint. It is written last: a folder with a manifest was written by a
+                               trainer, and is complete
 
-* A folder gets its name when it is complete; one with a training checkpoint is on disk before that.
-* Only files that a manifest names are removed, and what a killed trainer left that was adding a training checkpoint.
-* A resume skips a state that lost a file or a part of one, and refuses one with other bytes than were written.
+* A folder gets its name when it is complete. A folder with a training checkpoint is flushed to the disk before that.
+* Only two kinds of files are removed: files that a manifest names, and files that a trainer left behind that was killed
+  while it added a training checkpoint.
+* A resume skips a training checkpoint in which a file is missing or has another size, and refuses a training checkpoint
+  in which a file has other bytes than were written.
 """
 
 from __future__ import annotations
@@ -41,23 +43,23 @@ from replay_trainer.ranks import gather_full
 
 @contextmanager
 def writing(path: Path, *kinds: type[Exception]) -> Iterator[None]:
-    """Raises an OSError that names `path` and the free space, in the place of one without a file.
+    """Replaces an OSError that names no file by an OSError that names `path` and the free space.
 
-    `kinds`: errors beside OSError that the block raises if it cannot write.
+    `kinds`: further errors that the block raises if it cannot write; they are replaced too.
     """
     caught: tuple[type[Exception], ...] = (OSError, *kinds)
     try:
         yield
     except caught as error:
         if isinstance(error, OSError) and (error.errno is None or error.filename is not None):
-            raise  # it says where, or is about something else
+            raise  # the error names its file, or does not come from the operating system
         there = next(folder for folder in path.absolute().parents if folder.exists())
         free = shutil.disk_usage(there).free / 2**20
         raise OSError(f"{path} cannot be written ({free:.0f} MiB are free there): {error}") from error
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Writes a small file, in the place of what is there: a reader finds the old text or the new one."""
+    """Writes or replaces a small file at once: a reader finds the old text or the new text, and never a part."""
     unfinished = path.with_name(path.name + ".tmp")
     with writing(unfinished):
         unfinished.write_text(text)
@@ -67,7 +69,8 @@ def write_whole(path: Path, text: str) -> None:
 PROBE_LENGTH = 16
 """Tokens in the probe sequence."""
 RANKS_FOLDER = "optimizer"
-"""A folder of its own: engines load every safetensors file beside the config as weights."""
+"""The subfolder with the optimizer state of ranks. These safetensors files must not be beside the config, because
+engines would load them as weights."""
 _FOLDER = re.compile(r"step-(\d+)")
 _STATE = "trainer.pt"
 _UNFINISHED = ".tmp"
@@ -90,21 +93,23 @@ def publish_weights(
 ) -> Path:
     """Write `directory`/step-`version` and return its path; keep the newest `keep` folders, remove older ones.
 
-    `model` is a PreTrainedModel, or what writes one: a WholeModel, an Adapter or a WithDelta. `tokenizer` is its
-    tokenizer or None, `weights` its state dict if it is not the model's own at this moment. Without a `probe`,
-    generators cannot check what they load, and warn. `facts`: of which model the weights are; None: `model_facts` of
-    model and tokenizer. `frequencies`: `frequency_facts`; None: nothing was to choose. `state` makes the folder a
-    training checkpoint, the newest of which is never removed. `parts`: files of it to move into the folder, by their
-    names in it, each with its checksum. Raises FileExistsError if the folder exists.
+    `model` is a PreTrainedModel, or an object that saves a model: a WholeModel, an Adapter or a WithDelta. `tokenizer`
+    is the tokenizer of the model or None. `weights` is the state dict to save; None: the model's own at this moment.
+    Without a `probe`, generators cannot check the weights that they load, and warn. `facts`: facts about the model,
+    for the manifest; None: `model_facts` of model and tokenizer. `frequencies`: `frequency_facts`; None: the model has
+    no choice of frequencies. `state` makes the folder a training checkpoint; the newest training checkpoint is never
+    removed. `server_checkpoint`: the name of the server's checkpoint, for the manifest. `parts`: files of the training
+    checkpoint to move into the folder: name in the folder -> (path now, checksum). Raises FileExistsError if the folder
+    exists.
     """
     folder = directory.resolve() / f"step-{version}"
     if folder.exists():
         raise FileExistsError(f"{folder} exists: choose another output_dir, or continue that run with resume=True")
     unfinished = folder.with_name(folder.name + _UNFINISHED)
-    shutil.rmtree(unfinished, ignore_errors=True)  # what a killed run left
+    shutil.rmtree(unfinished, ignore_errors=True)  # a killed run may have left it
     unfinished.mkdir(parents=True)
     with no_progress_bars():
-        # save_pretrained takes tensors out of the dict that it gets.
+        # A copy of the dict, because save_pretrained removes tensors from its argument.
         writer_of(model).save_pretrained(unfinished, state_dict=None if weights is None else dict(weights))
     if tokenizer is not None:
         tokenizer.save_pretrained(unfinished)
@@ -146,13 +151,13 @@ def add_state(
     server_checkpoint: str = "",
     parts: Mapping[str, tuple[Path, str]] | None = None,
 ) -> None:
-    """Make a published folder a training checkpoint, as `publish_weights` does with these arguments.
+    """Make a published folder a training checkpoint. The arguments are those of `publish_weights`.
 
-    Others may read the folder meanwhile: what is in it stays. The manifest comes last, in the place of the one before;
-    until then the new files count for nothing.
+    Other programs may read the folder meanwhile: existing files stay as they are, except the manifest. The manifest is
+    replaced last, and the new files do not count until then.
     """
     aside = folder.with_name(folder.name + _UNFINISHED)
-    shutil.rmtree(aside, ignore_errors=True)  # what a killed run left
+    shutil.rmtree(aside, ignore_errors=True)  # a killed run may have left it
     aside.mkdir()
     torch.save(state, aside / _STATE)
     added = {_STATE: (aside / _STATE, checksum_of(aside / _STATE)), **(parts or {})}
@@ -199,9 +204,10 @@ def damaged(directory: Path) -> list[Path]:
 
 
 def why_damaged(folder: Path, rank: int = 0, ranks: int = 1) -> str:
-    """The error for a file of a training checkpoint with other bytes than were written, with the remedy; empty: none.
+    """The error for a damaged file of a training checkpoint, with the remedy; empty: no file is damaged.
 
-    Reads every byte of the files that this rank checks: every `ranks`-th one.
+    A file is damaged if its bytes are not the bytes that were written. Each rank reads all bytes of a share of the
+    files: every `ranks`-th file from file number `rank` on.
     """
     for name, checksum in list(_manifest(folder)["checksums"].items())[rank::ranks]:
         if checksum_of(folder / name) != checksum:
@@ -227,7 +233,7 @@ def load_weights(folder: Path, model: Any) -> dict[str, Any]:
             folder,
             dtype=model.dtype,
             local_files_only=True,
-            generation_config=GenerationConfig(),  # only the weights are wanted, and its file may be refused
+            generation_config=GenerationConfig(),  # not from the folder, whose file transformers may refuse
         )
     weights: dict[str, Any] = saved_model.state_dict()
     return weights
@@ -250,8 +256,8 @@ def probe_tokens(model: Any, tokenizer: Any = None) -> list[int]:
 
 
 def remove(folder: Path) -> None:
-    """Remove the files of the manifest, what `add_state` leaves if it is killed, and the folder unless it holds other
-    files."""
+    """Remove the files of the manifest, the files that a killed `add_state` left, and the folder if it is empty
+    then."""
     shutil.rmtree(folder.with_name(folder.name + _UNFINISHED), ignore_errors=True)
     for path in [*(folder / name for name in _files(folder)), folder / _STATE, *(folder / RANKS_FOLDER).glob("*")]:
         path.unlink(missing_ok=True)
@@ -302,10 +308,11 @@ def why_other_tensors(stored: Mapping[str, Tensor], own: Mapping[str, Tensor]) -
 class WholeModel:
     """Saves a model of transformers, each time with the same generation_config.json.
 
-    That is the file from which the model was loaded, byte for byte: the last version is what people deploy. If there is
-    none, or somebody has changed the model's generation_config in code, it is what the model has at the start.
-    transformers would write the file anew. It refuses to if one setting does not go with another, such as a temperature
-    without do_sample, and many checkpoints have such settings.
+    It is the file with which the model was loaded, byte for byte, because people deploy the last version. If there was
+    no such file, or somebody has changed the model's generation_config in code, the file has the settings of the model
+    at the start of the run. transformers would write the file anew each time. But transformers refuses to write
+    settings that contradict each other, such as a temperature without do_sample, and many checkpoints have such
+    settings.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -323,7 +330,7 @@ class WholeModel:
 
     def save_pretrained(self, folder: str | os.PathLike[str], state_dict: Mapping[str, Tensor] | None = None) -> None:
         """Write weights to a folder, as PreTrainedModel.save_pretrained does."""
-        # A shallow copy, which transformers can save: another thread may evaluate the model at this moment.
+        # A shallow copy gets the empty generation_config: another thread may be using the model at this moment.
         writable = object.__new__(type(self._model))
         writable.__dict__.update(self._model.__dict__)
         writable.generation_config = GenerationConfig()
@@ -349,12 +356,13 @@ def writer_of(model: Any) -> Any:
 
 
 def _generation_file_of(model: PreTrainedModel) -> bytes | None:
-    """The generation_config.json from which a model was loaded; None: there is none, or the model says otherwise."""
+    """The generation_config.json from which a model was loaded. None: there is no such file, or the settings of the
+    model are no longer the settings of the file."""
     if not model.name_or_path or _generation_config_of(model) is None:
         return None
-    # The file is not there, or holds what transformers cannot read.
+    # The errors of a file that does not exist, or that transformers cannot read.
     with suppress(OSError, ValueError):
-        # Of a name on the hub, the file in the cache.
+        # For a name on the hub: the file in the local cache.
         found = cached_file(model.name_or_path, GENERATION_CONFIG_NAME, local_files_only=True)
         if found is not None:
             file = Path(found)
@@ -365,7 +373,8 @@ def _generation_file_of(model: PreTrainedModel) -> bytes | None:
 
 
 def _described(model: PreTrainedModel) -> bytes | None:
-    """The content of generation_config.json as transformers writes it, for settings that it would not save too."""
+    """The content of generation_config.json as transformers would write it, also if transformers would refuse to write
+    these settings."""
     config = _generation_config_of(model)
     if config is None:
         return None
@@ -378,9 +387,10 @@ def _generation_config_of(model: PreTrainedModel) -> GenerationConfig | None:
 
 
 def _settings(config: GenerationConfig) -> dict[str, Any]:
-    """The settings that two configurations must have in common to count as the same.
+    """The settings of a configuration by which two configurations count as equal.
 
-    Without the tokens for padding and for the beginning: TRL and many programs set those in code for themselves.
+    The ids of the tokens for padding and for the beginning are left out, because TRL and many other programs set them
+    in code.
     """
     settings: dict[str, Any] = json.loads(config.to_json_string(use_diff=False, ignore_metadata=True))
     settings.pop("pad_token_id", None)
@@ -389,10 +399,10 @@ def _settings(config: GenerationConfig) -> dict[str, Any]:
 
 
 class WithDelta:
-    """Saves a model or an adapter in the dtype of the engines, and beside it what changed since the last version."""
+    """Saves a model or an adapter in the dtype of the engines, together with the changes since the last version."""
 
     def __init__(self, model: Any, directory: Path, dtype: str) -> None:
-        """`directory` has the versions before."""
+        """`directory`: the folder with the versions so far. `dtype`: the name of the dtype of the engines."""
         self._model = writer_of(model)
         self._directory = directory
         self._dtype = getattr(torch, dtype)
@@ -404,7 +414,7 @@ class WithDelta:
 
     def save_pretrained(self, folder: Path, state_dict: Mapping[str, Tensor]) -> None:
         """Write weights to a folder, as PreTrainedModel.save_pretrained does."""
-        cast: dict[Any, Tensor] = {}  # tensors that share memory still do
+        cast: dict[Any, Tensor] = {}  # by memory, so that tensors that share memory still share it
         for tensor in state_dict.values():
             key = (tensor.data_ptr(), tensor.shape)
             cast[key] = tensor.to(self._dtype) if tensor.is_floating_point() else tensor
@@ -419,7 +429,7 @@ WEIGHTS_FILE = "adapter_model.safetensors"
 
 
 class Adapter:
-    """The active LoRA adapter of a peft model: trained, published and restored in the place of whole weights.
+    """The active LoRA adapter of a peft model, which is trained, published and restored in the place of whole weights.
 
     A published folder then holds `adapter_config.json`, with the name of the base model, and
     `adapter_model.safetensors`. With `merge_adapter` it holds whole weights: the base with the adapter added to it.
@@ -428,10 +438,11 @@ class Adapter:
     def __init__(self, model: Any, merged: bool) -> None:
         """`model` is a PeftModel; `merged`: publish whole weights.
 
-        Raises ValueError if the model has another kind of adapter, several active ones, no weights to train, if
-        `merged` and the adapter cannot be added to the base, or, unless `merged`, if the base model has no name.
+        Raises ValueError if the model has another kind of adapter, several active adapters, or no weights to train.
+        With `merged`, also if the adapter cannot be added to the base. Without `merged`, also if the base model has no
+        name.
         """
-        model.eval()  # LogprobModel does it for the base alone, which is inside
+        model.eval()  # LogprobModel gets only the base, which is inside of this model
         self.base: Any = model.get_base_model()
         """The transformers model. peft has put the layers of the adapter into it, so it computes with the adapter."""
         self._model = model
@@ -457,7 +468,7 @@ class Adapter:
             if reason:
                 raise ValueError(f"{reason}, or publish the adapter itself, with merge_adapter=False")
         self._whole = WholeModel(self.base) if merged else None
-        # A reader of the adapter may run in another folder.
+        # An absolute path, because a program that loads the adapter may run in another folder.
         self._config.base_model_name_or_path = str(Path(base_name).resolve()) if Path(base_name).is_dir() else base_name
 
     @classmethod
@@ -476,27 +487,28 @@ class Adapter:
 
     @property
     def config(self) -> Any:
-        """The configuration of the base."""
+        """The configuration of the base model."""
         return self.base.config
 
     @property
     def facts(self) -> dict[str, Any]:
-        """The facts that a resume must agree on beside the `model_facts` of the base. Engines do not know them
-        beforehand."""
+        """The facts that must be the same in a resume, beside the `model_facts` of the base. Engines do not know these
+        facts before they load the adapter."""
         return {"lora_rank": self._config.r, "lora_alpha": self._config.lora_alpha}
 
     def tensors(self) -> dict[str, Tensor]:
-        """The tensors of the adapter, by their names in `adapter_model.safetensors`. They are those being trained.
+        """The tensors of the adapter, by their names in `adapter_model.safetensors`.
 
-        Where weights are partitioned, these are whole copies, which all ranks make together: an adapter is small.
+        They are the tensors being trained. But if weights are partitioned, they are whole copies, which all ranks make
+        together; an adapter is small.
         """
         return {name: gather_full(tensor) for name, tensor in self._own().items()}
 
     def _own(self) -> dict[str, Tensor]:
-        """The tensors themselves, each partitioned if the weights are."""
+        """The tensors being trained, partitioned if the weights are partitioned."""
         from peft import get_peft_model_state_dict
 
-        # The embeddings are the base's. With "auto", peft would ask the hub whether they have been resized.
+        # Embeddings belong to the base. With "auto", peft would ask the hub whether they were resized.
         tensors: dict[str, Tensor] = get_peft_model_state_dict(
             self._model, adapter_name=self._name, save_embedding_layers=False
         )
@@ -511,9 +523,10 @@ class Adapter:
         return merged
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Set the tensors of the adapter, on all ranks.
+        """Sets the tensors of the adapter, on all ranks.
 
-        Raises ValueError that names one if their names or shapes are not those of this one. It sets nothing then.
+        If the names or shapes of `tensors` are not those of this adapter, sets nothing, and raises ValueError that
+        names a tensor.
         """
         own = self._own()
         difference = why_other_tensors(tensors, own)
@@ -539,25 +552,26 @@ class Adapter:
         addresses: set[int] = set()
         for name, tensor in state_dict.items():
             contiguous = tensor.contiguous()
-            # peft's ensure_weight_tying gives one tensor to two modules, and the format takes no shared memory.
+            # With peft's ensure_weight_tying two modules share a tensor, but safetensors refuses shared memory.
             separate[name] = contiguous.clone() if contiguous.data_ptr() in addresses else contiguous
             addresses.add(contiguous.data_ptr())
         save_file(separate, folder / WEIGHTS_FILE, metadata={"format": "pt"})
         self._config.save_pretrained(folder)
 
     def go_on_from(self, folder: Path) -> None:
-        """From now on write the generation_config.json of this published folder, if these are whole weights."""
+        """From now on write the generation_config.json of this published folder. Does nothing unless whole weights are
+        published."""
         if self._whole is not None:
             self._whole.go_on_from(folder)
 
     def off(self) -> AbstractContextManager[None]:
-        """Inside, the model computes without the adapter: it is the base model."""
+        """Inside the context, the model computes without the adapter, as the base model."""
         context: AbstractContextManager[None] = self._model.disable_adapter()
         return context
 
 
 def why_not_mergeable(model: Any) -> str:
-    """Why the active adapter of a peft model cannot be added to its base, and the remedy; empty: it can.
+    """The reason why the active adapter of a peft model cannot be added to its base, and the remedy; empty: it can.
 
     Two modules may share one weight: the embedding and the output head of many models do. The merged model has one
     weight there too. So an adapter must change both modules by the same parameters, or neither.
@@ -584,7 +598,7 @@ def _adapter_parameters(model: Any, name: str) -> set[int]:
     found: set[int] = set()
     parts = name.split(".")
     for place, part in enumerate(parts):
-        if part in _BASES:  # what is around it is peft's
+        if part in _BASES:  # the module around this part is peft's
             wrapper = model.get_submodule(".".join(parts[:place]))
             for own_name, parameter in wrapper.named_parameters():
                 if set(own_name.split(".")) & set(model.active_adapters):
@@ -593,7 +607,7 @@ def _adapter_parameters(model: Any, name: str) -> set[int]:
 
 
 _BASES = ("base_layer", "original_module")
-"""The names that peft's modules give to what they are around."""
+"""The names under which peft's modules hold the module that they wrap."""
 _OF_PEFT = ("token_adapter", *_BASES)
 
 

@@ -1,7 +1,7 @@
 """Off-policy correction: weights and masks for tokens that another policy wrote.
 
-Three policies: b wrote the tokens (rollout), o is the trainer's before the update (old), θ is being updated.
-This package is about o/b. That one ratio holds the mismatch of the engines and the staleness.
+Three policies: b wrote the tokens (rollout), o is the trainer's policy before the update (old), θ is being updated.
+This package is about the ratio o/b, which covers two differences: the mismatch of the engines and the staleness.
 Axes: B rollouts, T tokens of the longest one. m is the response mask.
 
     l_t = (log o_t - log b_t) * m_t, clamped to ±20; 0 where log b_t is NaN (unknown: counted as on-policy)
@@ -18,9 +18,10 @@ A weight multiplies the loss of its token. Four rules remove tokens from the los
     off-policy mask  sequences with A < 0 and mean_t(log b - log θ) > off_policy_mask_threshold
     DPPO mask        tokens with A > 0 and p_θ - p_b > dppo_mask_high, or A <= 0 and p_θ - p_b < -dppo_mask_low
 
-A *sequence* is all that the policy wrote in answer to one prompt, as in the sources: a whole rollout, whatever its
-turns and its `sequence_counts`. The product of its tokens' ratios is the weight of the trajectory, because what others
-wrote has the same probability under every policy. So a row is a rollout: `batching.Rollouts` joins its sequences.
+As in the sources, a *sequence* is all that the policy wrote in answer to one prompt: a whole rollout, whatever its
+turns and its `sequence_counts`. The product of its tokens' ratios is the weight of the trajectory: tokens that the
+policy did not write, such as results of tools, have the same probability under every policy, and cancel. So each row
+here is a whole rollout: `batching.Rollouts` joins its sequences.
 
 The objective says which of the three policies the loss compares (see Objective and losses.corrected_policy_loss).
 

@@ -27,7 +27,7 @@ Change = Annotated[float, Field(gt=0, lt=1)]
 
 @settings()
 class Rejection:
-    """Removes tokens or sequences from the loss whose divergence lies outside [low, high] (inclusive).
+    """Removes tokens or sequences from the loss if their divergence is outside [low, high] (inclusive).
 
         k1: exp(aggregate of l)        the ratio itself, so 1 is on-policy (verl bounds its inverse)
         k2: aggregate of l² / 2        0 is on-policy
@@ -53,7 +53,7 @@ class Rejection:
 
 
 def _rejections_of(value: Any) -> Any:
-    """A table of a file as a Rejection, and a list of them as several."""
+    """A Rejection from a table of a configuration file, or a tuple of Rejections from a list of tables."""
     if isinstance(value, Mapping):
         return Rejection(**value)
     if isinstance(value, list | tuple):
@@ -63,7 +63,8 @@ def _rejections_of(value: Any) -> Any:
 
 @settings()
 class CorrectionConfig:
-    """The settings of `correct`: its weights, and the tokens that it removes. PRESETS holds those of other projects.
+    """The settings of `correct`: its weights, and the tokens that it removes. PRESETS has the settings of other
+    projects.
 
     Set clip_min = clip_max = 1 to switch the weights off: every weight is then 1, and the metrics stay.
     Raises ValueError for an unknown name, and for bounds without effect or out of range.
@@ -79,10 +80,10 @@ class CorrectionConfig:
     clip_max: Finite | None = 2.0
     """Upper bound of the ratio; None: no bound."""
     batch_normalize: bool = False
-    """Divide by the mean weight: over the tokens, or over the sequences where one ratio covers a sequence. A mean of at
-    most 1e-8 is not divided by, as in verl."""
+    """Divide the weights by their mean: over the tokens, or over the sequences if one ratio covers a sequence. If the
+    mean is at most 1e-8, the weights are not divided, as in verl."""
     rejection: Annotated[Rejection | tuple[Rejection, ...] | None, BeforeValidator(_rejections_of)] = None
-    """The rules that remove tokens or sequences from the loss, each by itself. None: no rejection."""
+    """The rules that remove tokens or sequences from the loss. Each rule is applied by itself. None: no rejection."""
     veto: Annotated[float, Field(gt=math.exp(-LOG_RATIO_LIMIT), lt=1)] | None = None
     """A token with a ratio below this (such as 1e-4) rejects its whole sequence; None: no veto."""
     off_policy_mask_threshold: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
@@ -113,7 +114,7 @@ class CorrectionConfig:
 
     @property
     def has_weights(self) -> bool:
-        """True if the weights depend on the ratios. Two equal bounds give all tokens that weight, on purpose."""
+        """True if the weights depend on the ratios. With clip_min equal to clip_max, all weights have this value."""
         return self.clip_min is None or self.clip_min != self.clip_max
 
     @property

@@ -20,13 +20,14 @@ _AGGREGATE_OF_LEVEL: dict[Level, Aggregate] = {"token": "token", "sequence": "su
 
 
 class Ratios:
-    """Ratios o/b of a batch, and the weights that the configured action makes of them; all without gradient.
+    """Ratios o/b of a batch, and the weights that the configured action makes of these ratios; without gradient.
 
-    Axis U counts the units of a row that have a ratio each: T tokens, or 1 where one ratio covers the sequence.
+    A unit is the part of a row that has one ratio. Axis U counts the units of a row: T units if each token has a ratio,
+    1 unit if one ratio covers the whole sequence.
     """
 
     def __init__(self, old_logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor, config: CorrectionConfig) -> None:
-        """All (B, T). Raises ValueError unless the shapes agree."""
+        """All tensors are (B, T). Raises ValueError unless the shapes agree."""
         shapes = [tuple(old_logprobs.shape), tuple(rollout_logprobs.shape), tuple(mask.shape)]
         if len(set(shapes)) > 1 or mask.ndim != 2:
             raise ValueError(f"old_logprobs, rollout_logprobs and mask must have one shape (B, T), not {shapes}")
@@ -42,7 +43,7 @@ class Ratios:
         assert self.ratio_BU.shape[1] in (1, mask.shape[1]), "U is one unit, or one for each token"
         clip_min = -torch.inf if config.clip_min is None else config.clip_min
         clip_max = torch.inf if config.clip_max is None else config.clip_max
-        # The bounds themselves are inside.
+        # A ratio that is equal to a bound is inside.
         self.below_BU = self.ratio_BU < clip_min
         self.above_BU = self.ratio_BU > clip_max
         self.clipped_BU = self._clip()
@@ -54,14 +55,14 @@ class Ratios:
         return tokens_BT.any(dim=1, keepdim=True)
 
     def weights(self, mean_weight: float | None) -> Tensor:
-        """(B, T) weights, 0 outside the mask. batch_normalize divides by `mean_weight`, or by the batch's own mean."""
+        """(B, T) weights, 0 outside the mask. With batch_normalize, divided by `mean_weight`; None: by their mean."""
         weights_BU = self.clipped_BU
         if self.config.batch_normalize:
             if mean_weight is None:
                 mean = weights_BU[self.units(self.mask_BT)].mean()
             else:
                 mean = weights_BU.new_tensor(mean_weight)
-            # As in verl: a batch whose weights all vanish keeps vanishing weights.
+            # As in verl: if all weights of a batch are about 0, they stay as they are.
             weights_BU = torch.where(mean > _LEAST_MEAN, weights_BU / mean, weights_BU)
         return torch.where(self.mask_BT, weights_BU, 0.0)
 
@@ -76,7 +77,8 @@ class Ratios:
 
 
 def aggregate(values_BT: Tensor, mask_BT: Tensor, how: Aggregate) -> Tensor:
-    """(B, T) unchanged for "token", else one value of each sequence, (B, 1). The values are 0 outside the mask."""
+    """For "token" the (B, T) values as they are, else (B, 1), one value of each sequence. `values_BT` must be 0 outside
+    the mask."""
     if how == "token":
         return values_BT
     if how == "max":
@@ -96,7 +98,7 @@ def at_least_float32(values: Tensor) -> Tensor:
 
 
 class RejectionMasks:
-    """Bool masks of a batch: the tokens that stay (`kept_BT`), and those that each mask removed.
+    """Bool masks of a batch: the tokens that stay (`kept_BT`), and the tokens or sequences that each rule removed.
 
     `vetoed_B1` and `off_policy_B1` have a flag for each sequence, `dppo_BT` one for each token.
     """
@@ -160,11 +162,11 @@ def _accepted(log_BT: Tensor, mask_BT: Tensor, rejection: Rejection) -> Tensor:
     elif rejection.estimator == "k2":
         statistic_BU = aggregate(log_BT.square() / 2, mask_BT, rejection.aggregate)
     else:
-        # expm1 keeps the digits that exp(l) - 1 loses near the policy.
+        # expm1 keeps the digits that exp(l) - 1 loses if l is near 0.
         statistic_BU = aggregate(log_BT.expm1() - log_BT, mask_BT, rejection.aggregate)
     low = -torch.inf if rejection.low is None else rejection.low
     high = torch.inf if rejection.high is None else rejection.high
-    # A NaN is neither below nor above: it is an error of the model, which a rejection must not hide.
+    # Both comparisons are False for a NaN, so the token is kept: a NaN is an error of the model that must stay visible.
     return ~((statistic_BU < low) | (statistic_BU > high))
 
 
@@ -190,15 +192,16 @@ _MEANS = {
 
 @dataclass(frozen=True)
 class Moments:
-    """Sums and extremes over the known tokens, units and sequences of a batch."""
+    """Sums and extremes over the tokens with a known log b, and over their units and sequences, of a batch."""
 
     sums: dict[str, float]
+    """Sums and counts by name: see `_MEANS` and `of`."""
     extremes: dict[str, float]
-    """By the names of metrics, which end in _min or _max."""
+    """Minima and maxima by the names of their metrics, which end in _min or _max."""
 
     @classmethod
     def of(cls, ratios: Ratios, masks: RejectionMasks) -> Moments:
-        """The moments of one batch, in float64: squares of ratios leave the range of float32."""
+        """The moments of one batch, in float64, because squares of ratios would overflow in float32."""
         config = ratios.config
         mask_BT = ratios.mask_BT
         known_BT = ratios.known_BT
@@ -259,7 +262,7 @@ class Moments:
 
     @classmethod
     def of_parts(cls, parts: Sequence[Moments]) -> Moments:
-        """The moments of a batch from those of its parts, which are one or more."""
+        """The moments of a batch from the moments of its parts, at least one."""
         first = parts[0]
         assert all(part.sums.keys() == first.sums.keys() for part in parts), "ranks count different things"
         extremes = {}
@@ -269,7 +272,7 @@ class Moments:
         return cls(sums={name: sum(part.sums[name] for part in parts) for name in first.sums}, extremes=extremes)
 
     def metrics(self) -> dict[str, float]:
-        """The metrics that the docstring of `correct` lists. A metric of no tokens is NaN."""
+        """The metrics that the docstring of `correct` lists. A metric is NaN if there is nothing to count for it."""
         total = self.sums
 
         def mean(name: str, count: str) -> float:
@@ -302,8 +305,8 @@ class Correction:
 
     @cached_property
     def moments(self) -> Moments:
-        """The sums and extremes behind `metrics`. Moments of the parts of a batch can be added."""
-        # `correct` itself does not compute them: they wait for the device, and a training step needs them only once.
+        """The sums and extremes behind `metrics`. Moments of the parts of a batch can be joined: `Moments.of_parts`."""
+        # Not computed in `correct`, because they wait for the device, and a training step needs them only once.
         return Moments.of(self.ratios, self.rejected)
 
     @property
@@ -314,7 +317,8 @@ class Correction:
     def weight_totals(self) -> tuple[float, int]:
         """(sum, count) of the weights after the action, over units.
 
-        For batch_normalize of a batch in parts: sum / count over all parts is the `mean_weight` of each part.
+        If a batch is corrected in parts, batch_normalize needs the mean of the whole batch: the sums of all parts
+        divided by the counts of all parts. Pass this value as `mean_weight` with each part.
         """
         ratios = self.ratios
         counted_BU = ratios.units(ratios.mask_BT)
@@ -335,15 +339,15 @@ def correct(
     """Importance weights and rejection of a batch.
 
     old_logprobs, rollout_logprobs: (B, T), nats. mask: (B, T) response mask of any dtype; values outside the mask
-    have no effect. config: CorrectionConfig() unless given. A NaN in `rollout_logprobs` is an unknown
-    log-probability: the token counts as on-policy (l = 0), and in no metric except `nan_fraction`. A NaN in
-    `old_logprobs` is an error of the model and is passed on, so that the loss shows it.
+    have no effect. config: default CorrectionConfig(). A NaN in `rollout_logprobs` is an unknown log-probability: the
+    token is treated as on-policy (l = 0), and counts in no metric except `nan_fraction`. A NaN in `old_logprobs` is an
+    error of the model and is passed on, so that the loss shows it.
     advantages: (B,) or (B, T), for the off-policy and the DPPO mask. logprobs: (B, T) log θ, for the same masks;
-    default: old_logprobs. mean_weight: the divisor of batch_normalize where the batch is a part of a larger one
+    default: old_logprobs. mean_weight: the divisor of batch_normalize if the batch is a part of a larger batch
     (see `Correction.weight_totals`); default: the mean of this batch.
 
-    Metrics, over tokens with a known log b ("units": tokens, or sequences where a ratio covers one); NaN where there
-    are none. ρ is the ratio at the level of the configuration, ρ_t that of the token.
+    Metrics are over tokens with a known log b, and NaN without such tokens. A unit is a token, or a sequence if one
+    ratio covers a sequence. ρ is the ratio at the level of the configuration, ρ_t is the ratio of the token.
 
         ratio_mean, ratio_min, ratio_max            ρ, over units
         weight_mean, weight_min, weight_max         after the action, before batch_normalize, over units
@@ -363,7 +367,8 @@ def correct(
         logprob_diff_mean, logprob_diff_max         |log o - log b|, over tokens
         nan_fraction                                share of response tokens with unknown log b
 
-    Raises ValueError unless the tensors have one shape (B, T), and if a mask needs advantages and has none.
+    Raises ValueError unless the tensors have one shape (B, T), and if a mask needs advantages and `advantages` is
+    missing or has another shape.
     """
     ratios = Ratios(old_logprobs, rollout_logprobs, mask, config or CorrectionConfig())
     rejected = RejectionMasks(ratios, advantages, logprobs)

@@ -1,7 +1,7 @@
 """Presets: the corrections of other projects as CorrectionConfigs, each with its source.
 
     PRESETS["verl_decoupled_token_is"]()        # a CorrectionConfig with that project's defaults
-    PRESETS["trl_token_mask"](clip_max=2.0)     # the same with other fields
+    PRESETS["trl_token_mask"](clip_max=2.0)     # a preset with a field changed
 
 trl: `vllm_importance_sampling_mode` and `_clip_max` of its GRPOConfig, whose default is sequence_mask.
 Source: trl 1.16.0, trl/trainer/grpo_config.py (defaults) and grpo_trainer.py (formulas).
@@ -14,9 +14,10 @@ Source: verl/trainer/config/algorithm.py, RolloutCorrectionConfig and its preset
 areal: the decoupled loss, `rejection_sampling` with metric "ratio", action "mask" and `upper` 5. Its sequence ratio is
 level="geometric" here. Source: inclusionAI/AReaL 1.0.4, its documentation of rejection_sampling.
 
-prime_rl: -ρ A of the tokens within the bounds, ρ = θ/b untruncated, and sequences within theirs: its loss before DPPO,
-with the defaults of that time. kl_tau was 0, and sequence_mask_low, also 0, is `veto`. dppo: its default loss now, DPPO
-with Kimi K2.5's KL: masks on the difference of probabilities, and kl_tau (log θ - log b)² on every token.
+prime_rl: its loss before DPPO, with the defaults of that time: -ρ A, with ρ = θ/b untruncated, for tokens within the
+bounds of tokens in sequences within the bounds of sequences. Its kl_tau was 0. Its sequence_mask_low, which is `veto`
+here, was 0 too. dppo: its default loss now, DPPO with Kimi K2.5's KL: masks on the difference of probabilities, and
+kl_tau (log θ - log b)² on every token.
 Source: PrimeIntellect-ai/prime-rl, src/prime_rl/trainer/rl/loss.py and config.py.
 
 icepop: the weight of a token outside of [0.5, 5] is 0, and the response mask stays.
@@ -34,7 +35,7 @@ from replay_trainer.correction.config import CorrectionConfig, Rejection
 _Fields = dict[str, Any]
 
 _OFF: _Fields = {"clip_min": 1.0, "clip_max": 1.0}
-"""Weights of 1."""
+"""All weights are 1."""
 _TOKEN: _Fields = {"level": "token", "clip_max": 2.0}
 _SEQUENCE: _Fields = {"level": "sequence", "clip_max": 2.0}
 _ICEPOP: _Fields = {"action": "mask", "clip_min": 0.5, "clip_max": 5.0}
@@ -87,4 +88,5 @@ PRESETS: dict[str, Callable[..., CorrectionConfig]] = {
 }
 """Presets by name, with each project's defaults; `correction = "icepop"` in a configuration file takes one.
 
-Fields of CorrectionConfig that the caller gives win: `PRESETS["areal"](level="geometric", clip_max=1.5)`."""
+Fields of CorrectionConfig that the caller passes replace those of the preset, as in
+`PRESETS["areal"](level="geometric", clip_max=1.5)`."""

@@ -1,7 +1,7 @@
-"""Attention of a packed row: each token attends to what precedes it in its own sequence, and to nothing else.
+"""Attention of a packed row: each token attends to itself and to the tokens before it in its own sequence.
 
     layout         runs of tokens, each with the parts of earlier runs that precede it (see shared_prefixes.py)
-    for each run   one causal attention: its queries, and the keys and values of itself and of all runs before it
+    for each run   one causal attention: the queries of the run, and the keys and values of those parts and of the run
 
 There is no mask of S x S entries. A model needs only transformers' interface of attention functions.
 """
@@ -27,16 +27,17 @@ ATTENTION = "replay_packed"
 """Name of the attention implementation; without a layout it is transformers' sdpa."""
 _PLAIN_LAYERS = {"full_attention", "sliding_attention"}
 _WITHOUT_EFFECT = {"dropout", "is_causal", "position_ids", "use_cache", "output_attentions", "cache_position"}
-"""Arguments that models pass to their attention, and that do not change a causal row. Any other may change it."""
+"""Arguments that models pass to their attention, and that do not change the result for a causal row. Any other argument
+may change the result, and is refused."""
 
 _packing: ContextVar[bool] = ContextVar("packing", default=False)
 
 
 def enable_packing(model: Any) -> bool:
-    """Give `model` the packed attention. Returns False, and changes nothing, if the model cannot take it.
+    """Gives `model` the packed attention. Returns False if the model cannot take it, and then changes nothing.
 
-    It cannot if it does not call its attention through transformers' interface, or if it has layers that mix tokens in
-    another way. The caller must still check the results: some models ignore the interface.
+    A model cannot take it if it does not call its attention through transformers' interface, or if it has layers that
+    mix tokens in another way. The caller must still check the results, because some models ignore the interface.
     """
     settable = getattr(model, "_can_set_attn_implementation", None)
     if settable is None or not settable():
@@ -60,10 +61,11 @@ def packed_forward() -> Iterator[None]:
 
 
 def packed_mask(*args: Any, **kwargs: Any) -> Tensor | None:
-    """The window of the layers that get this mask, for packed rows; otherwise the mask of transformers' sdpa.
+    """For packed rows: the attention window of the layers that get this mask. Otherwise: the mask of transformers'
+    sdpa.
 
-    A window is one number (1, 1, 1, 1), in tokens; None: these layers attend to all tokens before. It is passed as a
-    mask because sdpa knows windows by their masks alone, and not every layer of a model names its window.
+    The window is one number of tokens in a tensor of shape (1, 1, 1, 1). None: these layers attend to all tokens
+    before. The window takes the way of the mask, because not every layer of a model names its window.
     """
     if not _packing.get():
         mask: Tensor | None = sdpa_mask(*args, **kwargs)
@@ -79,7 +81,7 @@ def packed_mask(*args: Any, **kwargs: Any) -> Tensor | None:
 def _window_of(mask: Tensor | None, named: int | None) -> int | None:
     """The window of a layer, from the mask that `packed_mask` made for it.
 
-    `named`: the window that the layer itself names, if any. Raises NotImplementedError if it is another.
+    `named`: the window that the layer itself names, if any. Raises NotImplementedError if `named` is another window.
     """
     window = None if mask is None else int(mask)
     if named is not None and named != window:
@@ -112,7 +114,7 @@ def packed_attention(
     assert query.shape[0] == 1, f"a packed row is one row, not {query.shape[0]}"
     assert query.shape[1] % key.shape[1] == 0, (query.shape, key.shape)
     window = _window_of(attention_mask, sliding_window)
-    # Under autocast, rotated queries and keys come in float32.
+    # Under autocast, rotated queries and keys are in float32, and values are not.
     query = query.to(value.dtype)
     key = key.to(value.dtype)
     repeats = query.shape[1] // key.shape[1]
@@ -136,7 +138,8 @@ def packed_attention(
             mask = causal_lower_right(L, S)
         return scaled_dot_product_attention(query_HLD, key_HSD, value_HSD, attn_mask=mask, scale=scaling)
 
-    # One split, and slices of its parts: a slice of the whole row would cost the whole row in the backward pass.
+    # The row is split once, and the parts are sliced. The backward pass of a slice costs as much as the sliced tensor,
+    # so slices of the whole row would cost the whole row each.
     lengths = [run.length for run in replay_layout]
     queries = torch.split(query, lengths, dim=2)
     keys = torch.split(key, lengths, dim=2)
@@ -144,7 +147,8 @@ def packed_attention(
     begins: dict[tuple[int, int], tuple[Tensor, Tensor, Tensor]] = {}
 
     def begin_of(run: int, tokens: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Query, key and value of the first tokens of a run; the same tensors for all runs that follow them."""
+        """Query, key and value of the first tokens of a run. All runs that continue these tokens get the same
+        tensors."""
         if (run, tokens) not in begins:
             begins[run, tokens] = (queries[run][:, :, :tokens], keys[run][:, :, :tokens], values[run][:, :, :tokens])
         return begins[run, tokens]

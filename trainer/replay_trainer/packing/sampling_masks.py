@@ -3,12 +3,12 @@ them.
 
     log p(token) = logit[token] / temperature - logsumexp over the mask of logit / temperature
 
-That is the distribution which the sampler drew from (`replay_client.sampling_masks`), so the ratio of the correction is
-1 at staleness 0. A token without a mask gets the softmax over all tokens. Only the logits of the masks are gathered:
-(C, K) for C tokens of a chunk and K ids of its largest mask, beside the (C, V) that are there anyway.
+The sampler drew from this distribution (`replay_client.sampling_masks`), so the ratio of the correction is 1 at
+staleness 0. A token without a mask gets the softmax over all tokens. The memory beside the (C, V) logits is small: the
+logits of the masks, (C, K) for C tokens of a chunk and K ids of its largest mask.
 
-The masks of a batch lie on the host in one row, in the order of its tokens, and are cut with its rows. `over` brings
-those of a micro-batch to its device.
+The masks of a batch are stored on the host in one array, in the order of the tokens of the batch, and are cut together
+with its rows. `over` copies the masks of a micro-batch to its device.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class SamplingMasks:
 
     @classmethod
     def of(cls, groups: Sequence[RolloutGroup], width: int) -> SamplingMasks | None:
-        """The masks of all sequences of the groups, each a row of `width` tokens.
+        """The masks of all sequences of the groups. Each sequence is a row of `width` tokens.
 
         None: the log-probabilities of all groups are those of the softmax over the whole vocabulary.
         """
@@ -54,7 +54,8 @@ class SamplingMasks:
         for group in groups:
             is_truncated = truncates(group.sampling)
             counts_T = np.zeros(group.num_tokens, np.int64)
-            # A truncated group without masks keeps counts of 0: `unknown` counts its tokens by that.
+            # A group that was sampled with a mask but has none stored keeps counts of 0, by which `unknown` finds its
+            # tokens.
             if is_truncated and SAMPLING_MASK in group.extras:
                 ids.append(group.extras[SAMPLING_MASK].astype(np.int32, copy=False))
                 counts_T = np.diff(group.extras[SAMPLING_MASK + OFFSETS])
@@ -75,12 +76,13 @@ class SamplingMasks:
         return SamplingMasks(ids_M, self.counts_BT[rows, :width], self.truncated_B[rows])
 
     def unknown(self, mask_BT: Tensor) -> int:
-        """The number of tokens of the mask that were drawn from a part of the vocabulary which nobody knows."""
+        """The number of tokens of `mask_BT` that were drawn from an unknown part of the vocabulary."""
         unknown_BT = self.truncated_B[:, None] & (self.counts_BT == 0)
         return int((mask_BT.cpu().numpy() & unknown_BT).sum())
 
     def over(self, mask_BT: Tensor) -> TokenMasks | None:
-        """The masks of the N tokens of the mask, row after row, on its device; None: no token has one."""
+        """The sampling masks of the N tokens of `mask_BT`, row after row, on its device; None: no token has a sampling
+        mask."""
         host_BT = mask_BT.cpu().numpy()
         assert host_BT.shape == self.counts_BT.shape, (host_BT.shape, self.counts_BT.shape)
         counts_N = self.counts_BT[host_BT]
@@ -111,7 +113,7 @@ class TokenMasks:
     counts_N: Tensor
     """int64, the ids of each token's mask; 0: it has none."""
     host_counts_N: Ints
-    """The same on the host, so that nothing waits for the device."""
+    """`counts_N` on the host, so that nothing waits for the device."""
 
     def of_chunk(self, chunk: slice) -> ChunkMasks:
         """The masks of the tokens of a chunk, padded to the largest mask."""
@@ -122,7 +124,7 @@ class TokenMasks:
         K = max(int(host_counts_C.max(initial=0)), 1)
         columns_K = torch.arange(K, device=self.ids_M.device)
         inside_CK = columns_K < counts_C1
-        # The padding of the last mask would lie behind the end.
+        # The index of the padding of the last mask would be beyond the end of ids_M.
         index_CK = (starts_C1 + columns_K).clamp(max=len(self.ids_M) - 1)
         return ChunkMasks(
             ids_CK=self.ids_M[index_CK].long().masked_fill(~inside_CK, 0),
@@ -146,9 +148,9 @@ class ChunkMasks:
     """True if each token has a mask."""
 
     def logits_of(self, logits_CV: Tensor) -> Tensor:
-        """(C, K) logits of the masks, -inf in the padding. The row of a token without a mask means nothing.
+        """(C, K) logits of the masks, -inf in the padding. The row of a token without a mask has no meaning.
 
-        Differentiable: no row has -inf alone.
+        Differentiable, because every row has at least one finite logit.
         """
         assert len(logits_CV) == len(self.ids_CK), (logits_CV.shape, self.ids_CK.shape)
         padding_CK = ~self.inside_CK & self.known_C[:, None]
@@ -158,5 +160,5 @@ class ChunkMasks:
         """Sets the gradient of all logits outside the mask of their token to 0, in place."""
         kept_CK = gradient_CV.gather(-1, self.ids_CK).masked_fill_(~self.inside_CK, 0)
         gradient_CV.masked_fill_(self.known_C[:, None], 0)
-        # Rows without a mask add nothing to themselves.
+        # For a token without a mask, all of kept_CK is 0, so its row stays as it is.
         return gradient_CV.scatter_add_(-1, self.ids_CK, kept_CK)

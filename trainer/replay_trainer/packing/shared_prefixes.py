@@ -8,11 +8,11 @@
 
 This is a trie of tokens, without its nodes. The sequences are sorted by their tokens, so no earlier sequence shares
 more tokens with a sequence than its neighbour does. One number for each sequence is therefore enough: the number of
-tokens that it shares with the sequence before it. If only some of the sequences are chosen, two neighbours among them
-share the smallest of the numbers between them.
+tokens that it shares with the sequence before it. If only some of the sequences are chosen, two neighbours among the
+chosen sequences share the smallest of the numbers between them.
 
 A shared prompt is the simplest case. Other cases are a turn that continues the turn before, a system prompt of several
-groups, and two equal completions. Nobody has to tell them apart.
+groups, and two equal completions. The code treats all cases alike.
 """
 
 from __future__ import annotations
@@ -48,12 +48,13 @@ class SharedPrefixes:
     order_B: Ints
     """The indices of the sequences, in the order of their tokens."""
     shared_B: Ints
-    """The number of first tokens that each sequence of `order_B` shares with the one before it; 0 for the first."""
+    """In the order of `order_B`: the number of first tokens that the sequence shares with the sequence before it; 0 for
+    the first sequence."""
 
     @classmethod
     def of(cls, sequences: Sequence[npt.NDArray[Any]]) -> SharedPrefixes:
-        """The shared prefixes of sequences of token ids, which have one dtype."""
-        # Any order of single tokens makes neighbours of sequences that begin alike. The order of their bytes is quick.
+        """The shared prefixes of sequences of token ids, which all have the same dtype."""
+        # Sequences that begin alike become neighbours under any fixed order of tokens. Sorting by bytes is quick.
         keys = [sequence.tobytes() for sequence in sequences]
         order = sorted(range(len(sequences)), key=keys.__getitem__)
         shared = [0] * len(order)
@@ -62,7 +63,8 @@ class SharedPrefixes:
         return cls(np.array(order, np.int64), np.array(shared, np.int64))
 
     def select(self, rows: Ints) -> SharedPrefixes:
-        """The shared prefixes of some of the sequences, none of them twice: sequence i is then `rows[i]`."""
+        """The shared prefixes of the sequences `rows`, which must be distinct. Sequence i of the result is
+        `rows[i]`."""
         rank_B = np.empty_like(self.order_B)
         rank_B[self.order_B] = np.arange(self.order_B.size)
         order_B = np.argsort(rank_B[rows])
@@ -70,7 +72,7 @@ class SharedPrefixes:
         assert (np.diff(ranks_B) > 0).all(), "a sequence is chosen twice"
         shared_B = np.zeros_like(order_B)
         if rows.size > 1:
-            # The smallest number behind one chosen sequence, up to and including that of the next one.
+            # The smallest number after one chosen sequence, up to and including the number of the next one.
             shared_B[1:] = np.minimum.reduceat(self.shared_B[: ranks_B[-1] + 1], ranks_B[:-1] + 1)
         return SharedPrefixes(order_B, shared_B)
 
@@ -99,7 +101,7 @@ class SharedPrefixes:
 
 
 def _common(a: npt.NDArray[Any], b: npt.NDArray[Any]) -> int:
-    """The number of tokens that both begin with."""
+    """The number of first tokens that both sequences share."""
     length = min(a.size, b.size)
     if length == 0:
         return 0
