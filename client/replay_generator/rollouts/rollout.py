@@ -499,7 +499,7 @@ def read(returned: Any, engine: Engine) -> PlayedRollout:
     except Exception as error:  # a hook may have put anything into a sequence
         raise RolloutError(
             f"the hook returned a rollout of which no group can be made: {user_code.in_words(error)}; tokens come into "
-            f"a sequence by `sampled` and `append_observation`"
+            f"a sequence by `append_completion` and `append_observation`"
         ) from error
     return played
 
@@ -520,7 +520,9 @@ def checked(rollout: Any) -> Rollout:
     if not isinstance(rollout.info, Mapping):
         raise RolloutError(f"info must be a dictionary, not {user_code.shown(rollout.info, 80)}")
     if all(turn.role != "assistant" for turn in rollout.turns):
-        raise RolloutError("the policy wrote nothing in the rollout: add what policy.generate returns by `sampled`")
+        raise RolloutError(
+            "the policy wrote nothing in the rollout: add what policy.generate returns by `append_completion`"
+        )
     try:
         rollout.reward, rollout.metrics = numbers_of(rollout.reward, rollout.metrics)
         for turn in rollout.turns:

@@ -222,7 +222,7 @@ class SignalProcess:
         self._process: subprocess.Popen[bytes] | None = None
         self._connection: Connection | None = None
         self._caller: object = None
-        """The `groups_aborted` of the caller whose calls the process makes now; None: the process waits."""
+        """The `caller_is_done` of the caller whose calls the process makes now; None: the process waits."""
         atexit.register(self.end)
 
     async def call_each(self, calls: Sequence[tuple[Sequence[Any], Mapping[str, Any]]]) -> list[Any]:
@@ -231,12 +231,12 @@ class SignalProcess:
         If the caller is cancelled, the process is killed, because the function may hang. The next call starts another
         process.
         """
-        groups_aborted = threading.Event()  # set when the caller has its results, or gives up
+        caller_is_done = threading.Event()  # set when the caller has its results, or gives up
         try:
-            results: list[Any] = await in_daemon_thread(functools.partial(self._ask, calls, groups_aborted))
+            results: list[Any] = await in_daemon_thread(functools.partial(self._ask, calls, caller_is_done))
         finally:
-            groups_aborted.set()
-            if self._caller is groups_aborted:
+            caller_is_done.set()
+            if self._caller is caller_is_done:
                 self.end()
         return results
 
@@ -246,11 +246,11 @@ class SignalProcess:
             self._process.kill()
             self._process.wait()
 
-    def _ask(self, calls: Sequence[Any], groups_aborted: threading.Event) -> list[Any]:
+    def _ask(self, calls: Sequence[Any], caller_is_done: threading.Event) -> list[Any]:
         with self._turn:
-            if groups_aborted.is_set():
+            if caller_is_done.is_set():
                 return []
-            self._caller = groups_aborted
+            self._caller = caller_is_done
             try:
                 answer = self._answered(self._packed(calls))
             finally:
