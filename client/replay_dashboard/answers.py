@@ -1,4 +1,4 @@
-"""VersionAnswers: the best and the worst answer that the newest policy version wrote, of the groups that were read."""
+"""VersionAnswers: the best and the worst answer that the newest policy version wrote, among the groups read."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ class VersionAnswers:
 
     def __init__(self) -> None:
         self.version = -1
-        """The newest version of which a group was read; below 0: none was."""
+        """The newest policy version of which a group was read; below 0 if no group was read."""
         self.best: StoredItem | None = None
         """The group with the highest reward; None: no reward is finite."""
         self.worst: StoredItem | None = None
-        """The group with the lowest one."""
+        """The group with the lowest reward; None: no reward is finite."""
         self._high = -np.inf
         self._low = np.inf
 
     def add(self, item: StoredItem) -> None:
-        """A group was read."""
+        """Compares the rewards of a group that was read with those before."""
         current = item.policy_version + item.staleness if item.staleness else self.version
         if item.policy_version > self.version or current < self.version:  # newer, or the policy was rolled back
             self.version = item.policy_version
@@ -43,7 +43,7 @@ class VersionAnswers:
             self._low = rewards.min()
 
     def document(self, text: TokenText) -> dict[str, Any]:
-        """Both answers. There must be some."""
+        """The best and the worst answer. Call this only if `best` and `worst` are not None."""
         assert self.best is not None
         assert self.worst is not None
         best = np.where(np.isfinite(self.best.group.rewards), self.best.group.rewards, -np.inf)

@@ -50,7 +50,7 @@ CURVES = {
     "kl": "correction/kl",
     "ess": "correction/ess",
 }
-"""Metrics of the newest run that the overview draws: they travel with every look."""
+"""Metrics of the newest run that the overview draws: each update of the page includes them."""
 KEPT_BYTES = 256 << 20
 """Bytes of opened groups that this process keeps. A viewer can still read them after they have left the server."""
 MOST_ROWS = 500
@@ -102,7 +102,7 @@ class Dashboard:
             await asyncio.sleep(0.2 if self.live.info is None else 2.0)
 
     def more(self) -> dict[str, Any]:
-        """The part of each look that this process adds to the server's own numbers: lists, signals, curves."""
+        """What this process adds to the server's own numbers in each update of the page: lists, signals, curves."""
         versions = self.prompts.by_version()
         newest = self.runs.newest()
         lists = {}
@@ -124,7 +124,7 @@ class Dashboard:
         }
 
     def _answers(self) -> Any:
-        """The best and the worst answer of the newest policy version; None: no group was read."""
+        """The best and the worst answer of the newest policy version; None: no group with a finite reward was read."""
         answers = self.catalog.answers
         if answers.best is None or answers.worst is None:
             return None
@@ -139,7 +139,7 @@ class Dashboard:
         return self._cache[key]
 
     async def item(self, key: int, again: bool = False) -> StoredItem | None:
-        """The item from the server, or the copy kept here if the server has it no more.
+        """The item from the server, or the copy in this process if the server no longer has the item.
 
         Without `again` the copy is used first, so that further tokens of an open group cost no call.
         """
@@ -253,7 +253,7 @@ class Dashboard:
 
 
 def answer(method: Callable[[Dashboard, Request], Awaitable[Any]]) -> Callable[[Request], Awaitable[Response]]:
-    """A route that answers with the result of `method` as JSON. PROBLEMS has what becomes of an error."""
+    """A route that answers with the result of `method` as JSON. PROBLEMS gives the status of an error."""
 
     async def respond(request: Request) -> Response:
         found = await method(request.app.state.dashboard, request)
@@ -285,7 +285,7 @@ class PageServer(uvicorn.Server):
 
     def __init__(self, settings: Settings) -> None:
         """Raises ValueError for settings that cannot be used."""
-        # Both raise here for bad settings. The ones in use are made on the event loop, in `_lifespan`.
+        # Only to raise here for bad settings. `_lifespan` makes the objects that are used, on the event loop.
         Access.find(**settings.access)
         TokenText(settings.tokenizer)
         self._settings = settings

@@ -11,13 +11,13 @@ from contextlib import asynccontextmanager
 from replay_client.errors import ServerUnavailableError
 
 DEAREST = 1.0
-"""Most seconds that one call costs. A call that takes longer has mostly waited in line at a busy server."""
+"""Most seconds of credit that one call costs. A longer call has mostly waited in line at a busy server."""
 
 
 class Budget:
     """Credit in seconds. It grows by `share` each second, up to `burst`, and each call costs its duration.
 
-    The duration includes waiting, so it is an upper bound of the server's work. It grows while the server is busy, so
+    The duration includes waiting, so it is an upper bound of the server's work. A busy server makes calls longer, so
     the page slows down under load. With `alike`, all calls do the same work: each then costs the duration of the
     fastest recent call, because the rest is waiting. Calls run one at a time.
     """

@@ -39,7 +39,7 @@ MOST_TAG_NAMES = 16
 MOST_TAG_VALUES = 12
 """Names of tags, and values of each name, that a list counts: those that most items have."""
 LISTED = ("priority", "age", "policy_version", "staleness", "times_sampled", "nbytes")
-"""Numbers of an item that a list has, without its payload."""
+"""Numbers of an item that a list of items contains, so that its payload need not be read."""
 _CURSOR = re.compile(r"epoch (\d+), (\d+) of (\d+)\Z")
 _ids = itertools.count(1)
 
@@ -68,7 +68,7 @@ class Snapshot:
 
     @cached_property
     def _tagged(self) -> tuple[list[frozenset[str]], npt.NDArray[np.int64]]:
-        """The different sets of tags, and the number of each item's set (N,). Most items share theirs with others."""
+        """The different sets of tags, and for each item the index of its set (N,). Most items share a set."""
         numbers_of: dict[tuple[Any, ...], int] = {}
         numbers = np.zeros(len(self.labels), dtype=np.int64)
         for row, labels in enumerate(self.labels):
@@ -77,7 +77,7 @@ class Snapshot:
         return kinds, numbers
 
     def have_tags(self, tags: Sequence[str]) -> npt.NDArray[np.bool_]:
-        """True for each item (N,) that has all these tags, written as NAME=VALUE. "NAME=" means without the tag."""
+        """True for each item (N,) that has all these tags, written as NAME=VALUE. "NAME=": without the tag NAME."""
         if not tags:
             return np.ones(len(self.keys), dtype=np.bool_)
         kinds, numbers = self._tagged
@@ -159,7 +159,7 @@ class Catalog:
 
     def __init__(self, client: AsyncReplayClient, budget: Budget, text: TokenText, prompts: PromptLog) -> None:
         self.snapshots: dict[str, Snapshot] = {}
-        """The newest of each table."""
+        """The newest snapshot of each table, by the name of the table."""
         self.facts = FactsStore()
         self.answers = VersionAnswers()
         self._client = client
@@ -187,7 +187,7 @@ class Catalog:
         self._wanted = [key for key in keys if key not in self.facts.slots]
 
     async def run(self, tables: Callable[[], Sequence[str]], watched: Callable[[], bool]) -> None:
-        """Lists and reads for ever, while somebody watches."""
+        """Lists the tables and reads groups, for ever; pauses while nobody watches."""
         while True:
             started = time.monotonic()
             if watched():
@@ -203,7 +203,7 @@ class Catalog:
             snapshots[name] = Snapshot.of(await self._list(name))
             older = {other: self.snapshots[other] for other in tables if other in self.snapshots}
             self.snapshots = older | snapshots
-        # A group that moves between tables while they are listed may be in no list. So its facts go at the second miss.
+        # A group that moves between tables while they are listed may be in no list: drop its facts at the second miss.
         present = {key for snapshot in snapshots.values() for key in snapshot.keys.tolist()}
         self._present = [self._present[-1], present]
         self.facts.keep_only(set().union(*self._present))
@@ -221,14 +221,14 @@ class Catalog:
                 found = await self._client.list_items(
                     table, limit=ROWS_PER_LIST, order_by="age", descending=True, page=page, timeout=10.0
                 )
-            for item in found.items:  # items that moved up between pages come twice
+            for item in found.items:  # an item that moved between two calls may be in both pages
                 items[item.key] = item
             page = found.next_page
             if not page:
                 return list(items.values())
 
     async def _read(self) -> bool:
-        """Reads some groups that are not known yet. Returns False when there is none."""
+        """Reads some groups that were not read yet. Returns False if no such group is left."""
         keys = self._unread()
         if not keys:
             return False

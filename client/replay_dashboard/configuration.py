@@ -13,7 +13,7 @@ from replay_client.settings import SETTINGS_FILE
 from replay_protos.state import TOO_DEEP
 
 PARTS = ("serve", "generate*", "train")
-"""Files of `output_dir/config` that are read; the one for clients may say where secrets are."""
+"""Files of `output_dir/config` that are read. The file for clients is not read: it may say where secrets are."""
 MOST_BYTES = 1 << 20
 """A larger file is not read."""
 MOST_SHOWN = 400
@@ -24,7 +24,7 @@ MOST_DEPTH = 16
 """Deeper tables within tables are not shown."""
 HIDDEN = "set, not shown"
 _SECRETS = ("key", "token", "secret", "password")
-"""A setting whose name ends so may be a secret."""
+"""A setting whose name ends with one of these may be a secret."""
 _ARGUMENTS = "environment_args"
 """The arguments of a user's environment: any of them may be a secret."""
 
@@ -32,8 +32,8 @@ _ARGUMENTS = "environment_args"
 def configuration_of(folder: Path, root: Path) -> dict[str, str]:
     """The settings of the run whose metrics are in `folder`, as JSON by dotted name: `train.learning_rate`.
 
-    In the place of a value that may be a secret stands HIDDEN.
-    `replay run` writes them into `config` beside the folder of the trainer, `replay train` into the folder itself.
+    A value that may be a secret is replaced by HIDDEN.
+    `replay run` writes the settings into `config` beside the trainer's folder, `replay train` into that folder itself.
     Reads nothing outside of `root`, and follows no link that leads there. What cannot be read is left out.
     """
     settings: dict[str, str] = {}
@@ -85,9 +85,9 @@ def _flat(name: str, value: Any) -> Iterator[tuple[str, str]]:
 
 
 def _inner(name: str, value: Any) -> list[tuple[str, Any]] | None:
-    """The values in a table, or in a list that has tables or lists, by dotted name; None: it is no such.
+    """The values in a table, or in a list that has tables or lists, by dotted name; None for any other value.
 
-    A table in a list is called by its `name`, anything else by its place.
+    In a list, a table with a `name` is called by that name, and anything else by its index.
     """
     if isinstance(value, dict):
         return [(_joined(name, key), _Hidden() if _is_secret(key, each) else each) for key, each in value.items()]
@@ -109,7 +109,7 @@ def _shown(value: Any) -> str:
 
 
 def _without_secret(value: Any) -> Any:
-    """A text NAME=VALUE, as options have it, without a value that may be a secret; anything else as it is."""
+    """Hides the value in a text NAME=VALUE if it may be a secret, and returns anything else unchanged."""
     if not isinstance(value, str):
         return value
     name, equals, said = value.partition("=")

@@ -16,11 +16,11 @@ from replay_dashboard.turns import turns_of
 from replay_generator.prompts.stored import document_of
 
 FIRST_TOKENS = 16_384
-"""Tokens of all sequences that come with the group; the page asks for the rest."""
+"""Tokens, of all sequences together, that are sent with the group. The page asks for the rest."""
 MOST_TOKENS = 16_384
 """Tokens of one window."""
 MOST_TURNS = 4096
-"""Turns of all sequences that come with the group. The page shows the other turns of a sequence as one part."""
+"""Turns, of all sequences together, sent with the group. The page shows the other turns of a sequence as one part."""
 ANSWER_TOKENS = 400
 """Tokens at the end of an answer that the overview shows."""
 HEAD = 512

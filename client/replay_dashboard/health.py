@@ -15,14 +15,14 @@ from replay_dashboard.presence import TRAINER, trainer_of
 from replay_dashboard.units import counted
 
 LEARNING = 0.1
-"""A reward that is higher by this share, at least of 0.1, has risen."""
+"""A reward has risen if it grew by more than this share of its early absolute value, which counts as at least 0.1."""
 IDLE = 60.0
 """Seconds without an insert or a sample after which a run is idle."""
 STOPPED = {Level.OK: "idle", Level.WARNING: "blocked", Level.FAILURE: "failure"}
-"""The level of the verdict if a run does not go on, by the level of the finding. "failure" is red, as each failure of
-`doctor`: somebody must act now. "idle" is neither good nor bad."""
+"""The level of the verdict if a run does not go on, by the level of the finding. "failure" is red, like each failure of
+`doctor`, because somebody must act now. "idle" is neither good nor bad."""
 SETTLED = 0.2
-"""Share of the last minute above which a wait counts: below it neither side is called the bottleneck."""
+"""A side is called the bottleneck only if the other side waited for more than this share of the last minute."""
 
 
 def verdict(info: ServerInfo | None, findings: Sequence[Finding], against: Sequence[Finding]) -> dict[str, str]:
@@ -30,9 +30,9 @@ def verdict(info: ServerInfo | None, findings: Sequence[Finding], against: Seque
 
     `info`: None when the server does not answer. `against`: the warning signs that `signals` found.
 
-    The verdict names the first of these that holds: requests wait in vain; a part of the run is gone; something else
-    fails; nobody wants anything; somebody has to look at the policy or at a check, at the memory last. So a run is
-    "Healthy" or "Running" only while a trainer and a generator are connected: `presence` says which clients these are.
+    The verdict names the first of these that holds: requests wait in vain; a part of the run is gone; another check
+    fails; no client asks for anything; the policy shows a warning sign; a check warns, the memory last. So a run is
+    "Healthy" or "Running" only while a trainer and a generator are connected. `presence` says which clients these are.
     """
     bad = [finding for finding in findings if finding.level is not Level.OK]
     bad.sort(key=lambda finding: (finding.level is not Level.FAILURE, finding.check.startswith("memory")))
@@ -76,7 +76,7 @@ def _order(finding: Finding) -> tuple[int, bool]:
 
 
 def _stopped(first: Finding, stopped: Sequence[Finding]) -> dict[str, str]:
-    """The verdict of a run that does not go on. What waits in vain, waits for somebody whose loss may be worse."""
+    """The verdict of a run that does not go on. Its level is the worst level of the findings with the same headline."""
     levels = [finding.level for finding in stopped if finding.headline == first.headline]
     worst = max(levels, key=list(STOPPED).index)
     return _verdict_of(STOPPED[worst], first.headline, first)
@@ -100,9 +100,9 @@ def bottleneck(info: ServerInfo) -> str:
 def learning(trend: Trend, run: str, info: ServerInfo | None, signs: Sequence[Finding]) -> dict[str, str]:
     """The learning progress of the newest run: level and sentence.
 
-    `trend`: of its fresh reward. `run`: its name; empty: no metrics are known. `info`: None when the server does not
-    answer. The level is "ok" only if the reward goes up, the trainer is connected, and no sign is against it; "warning"
-    if the reward goes down or a sign is against it; otherwise "idle".
+    `trend`: the trend of the run's fresh reward. `run`: the run's name, empty if no metrics are known. `info`: None
+    when the server does not answer. The level is "ok" only if the reward goes up, the trainer is connected, and all
+    `signs` are OK. It is "warning" if the reward goes down or a sign is not OK. Otherwise it is "idle".
     """
     if not run:
         return {
@@ -123,7 +123,7 @@ def learning(trend: Trend, run: str, info: ServerInfo | None, signs: Sequence[Fi
 
 
 def _why_no_trainer(info: ServerInfo | None) -> str:
-    """Why no step is made now, in words; empty: a trainer is connected."""
+    """The reason why no trainer makes steps now, in words; empty if a trainer is connected."""
     if info is None:
         return "the server does not answer"
     reasons = [overdue.reason for overdue in info.overdue if overdue.role == TRAINER]
@@ -161,13 +161,13 @@ def _fallen_entropy(known: Mapping[str, Sequence[float]], versions: Sequence[Map
 
 
 def _rewards(known: Mapping[str, Sequence[float]], versions: Sequence[Mapping[str, Any]]) -> list[Sequence[float]]:
-    """All rewards and pass@k of the metrics; without any, the mean reward of the groups of each policy version."""
+    """All series of rewards and pass@k in the metrics. Without any: the mean reward of each policy version's groups."""
     rewards = [series for name, series in known.items() if name.endswith("/reward_mean") or "pass@" in name]
     return rewards or [[version["reward"] for version in versions]]
 
 
 def _unhealthy_metrics(metrics: Mapping[str, Sequence[float | None]]) -> Iterator[str]:
-    """The metrics whose recent median is outside of the range that their declaration calls healthy."""
+    """A sentence for each metric whose recent median is outside of the range that its declaration calls healthy."""
     for name, healthy, meaning in watched(chain.from_iterable(SECTIONS.values())):
         recent = [value for value in metrics.get(name, ())[-10:] if value is not None]
         if len(recent) >= 3 and healthy.excludes(median(recent)):
@@ -175,7 +175,7 @@ def _unhealthy_metrics(metrics: Mapping[str, Sequence[float | None]]) -> Iterato
 
 
 def _lower_reward(rewards: Sequence[float]) -> Iterator[str]:
-    """Compares the mean of the last ten steps with the best mean of ten steps."""
+    """A sentence if the mean reward of the newest window of ten steps is far below the best such mean."""
     if len(rewards) < 20:
         return
     means = [sum(rewards[at : at + 10]) / 10 for at in range(0, len(rewards) - 9, 5)]

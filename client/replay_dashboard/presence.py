@@ -6,11 +6,11 @@ as long as it has groups to pass on. A client plays one part of the run, which i
 * A client that describes itself (`describe`) as a trainer, a generator, a scorer or a stage plays that part.
 * The part of any other named client follows from its calls. It is a trainer if it samples or publishes, and a generator
   if it inserts or asks for permits. It is a teacher if it only draws items and extends them.
-* The server does not list clients without a name. So if no named trainer is connected, and the one that was seen last
-  did not say that it ends, the traffic of the tables decides. The trainer then counts as connected if somebody waits
-  for a sample, or has sampled within the last `long_wait` seconds. For the generator inserts count in the same way, and
-  so does somebody who waits for permits. Samples and inserts do not count if a named client of another part has made
-  them, or may have made them.
+* The server does not list clients without a name. So if no named trainer is connected, and the named trainer that
+  was seen last did not say that it ends, the traffic of the tables decides. The trainer then counts as connected if a
+  client waits for a sample, or has sampled within the last `long_wait` seconds. The generator counts as connected if a
+  client waits to insert or for permits, or has inserted within that time. Samples and inserts do not count if a named
+  client of another part has made them, or may have made them.
 
 A client that says that it ends (`leave`) is not connected from that moment on. Any other client is connected while it
 has a call open, and for `long_wait` seconds after its last request: in the middle of a step a trainer may have no call
@@ -35,7 +35,7 @@ TEACHER = "teacher"
 _DESCRIBED_PARTS = (TRAINER, GENERATOR, SCORER, STAGE)
 """The parts that a client can describe as its own."""
 _JUST_STARTED = 1.0
-"""Seconds. If an event has not happened since the start of the server, its age is the uptime, within these seconds."""
+"""Seconds. The server reports its uptime as the age of an event that never happened; the two may differ by this."""
 _OTHERS = {TRAINER: "generators", GENERATOR: "trainer"}
 _DOING = {TRAINER: "sampled", GENERATOR: "inserted"}
 _AGAIN = "see why it ended, and start it again; a program that ends on purpose says so with client.leave()"
@@ -60,11 +60,11 @@ class Part:
     role: str
     state: State
     age: float
-    """Seconds since the last sign of the part; of a part that was never connected, since the server started."""
+    """Seconds since the part was last active. If it was never connected: seconds since the server started."""
     name: str = ""
     """The name of the client that was seen last; empty if it has none."""
     table: str = ""
-    """The table of groups that lack rewards; empty for parts that are no scorers."""
+    """The table of groups that lack rewards; empty if the part is not a scorer."""
 
     @property
     def is_connected(self) -> bool:
@@ -111,7 +111,7 @@ class Part:
 
 
 def parts_of(client: ClientInfo) -> set[str]:
-    """The parts that a client plays in a run: the part that it describes, or otherwise those that its calls show."""
+    """The parts that a client plays in a run: the part that it describes. Otherwise, the parts that its calls show."""
     described = read_described(client.settings).get("part")
     if described in _DESCRIBED_PARTS:
         return {described}
@@ -134,7 +134,7 @@ def trainer_of(info: ServerInfo) -> Part:
 
 
 def supply_of(info: ServerInfo) -> Part:
-    """The generators of a run, or in their place scorers and stages that have groups to pass on."""
+    """The generators of a run. A connected scorer or stage that has groups to pass on counts in their place."""
     passing = [client for client in info.clients if parts_of(client) & {SCORER, STAGE}]
     for client in passing:
         if info.is_connected(client) and _may_have_groups(client, info):
@@ -198,9 +198,10 @@ def _part(info: ServerInfo, role: str, clients: Sequence[ClientInfo], ages: Iter
 
 
 def _age(count: int, age: float, waiting: int, info: ServerInfo) -> float | None:
-    """The seconds since the last sample or insert; 0 if a request waits; None: there was none since the start.
+    """The seconds since the last sample or insert; 0 if a request waits; None: none happened since the server started.
 
-    The server has counted `count` of them, the last one `age` seconds ago. `waiting` requests wait.
+    `count`: how many samples or inserts the server has counted. `age`: seconds since the last of them. `waiting`: how
+    many requests wait.
     """
     if waiting:
         return 0.0
@@ -210,9 +211,9 @@ def _age(count: int, age: float, waiting: int, info: ServerInfo) -> float | None
 
 
 def _other_parts_may_have_sampled(info: ServerInfo, age: float) -> bool:
-    """True if named clients that sample, and are no trainers, may have made the sample of `age` seconds ago.
+    """True if a named client that samples but is not a trainer may have made the sample of `age` seconds ago.
 
-    Teachers draw the items that they extend, and do not describe from which table.
+    Teachers are such clients: they draw the items that they extend, and do not describe the table that they draw from.
     """
     for client in info.clients:
         samples = TRAINER in client.role.split(", ")
@@ -222,7 +223,7 @@ def _other_parts_may_have_sampled(info: ServerInfo, age: float) -> bool:
 
 
 def _filled_by(passing: Iterable[ClientInfo], info: ServerInfo) -> set[str]:
-    """The tables into which scorers and stages insert. They insert no new groups."""
+    """The tables into which scorers and stages insert. They pass groups on, and make no new ones."""
     names: set[str] = set()
     for client in passing:
         described = read_described(client.settings).get("tables")
@@ -238,7 +239,7 @@ def _playing(info: ServerInfo, role: str) -> list[ClientInfo]:
 
 
 def _described_texts(clients: Iterable[ClientInfo], name: str) -> set[str]:
-    """The values of one setting that clients describe, if they are texts."""
+    """The values of one setting that clients describe. Values that are not strings are left out."""
     values = [read_described(client.settings).get(name) for client in clients]
     return {value for value in values if isinstance(value, str)}
 

@@ -15,7 +15,7 @@ from replay_client.run_metrics import Metric, declared
 from replay_dashboard.configuration import configuration_of
 
 MOST_POINTS = 500
-"""Most points of a curve that the page gets; a longer curve is thinned out."""
+"""Most points of a curve that are sent to the page. A longer curve is thinned out."""
 MOST_RUNS = 200
 MOST_STEPS = 200_000
 BYTES_PER_READ = 2 << 20
@@ -38,7 +38,7 @@ class Run:
     columns: dict[str, list[float | None]] = field(default_factory=dict)
 
     def read(self) -> bool:
-        """Reads the lines appended since the last call, or all if the file became shorter. Returns whether any came."""
+        """Reads the lines appended since the last call, or all if the file became shorter. True if it read any."""
         try:
             status = self.path.stat()
             self.written = status.st_mtime

@@ -1,8 +1,8 @@
 """Turns: the parts of each sequence, with the side that wrote each, and how many of its tokens are trained on.
 
 A generator that plays rollouts of several turns writes the roles into `meta["turns"]`: for each of the S sequences
-[[role, tokens], ...], from the first token of its prompt to its last token. Nobody has to. Without them, or where they
-are not those of the tokens that are there, a sequence is cut where `trained_mask` changes, and its parts have no role.
+[[role, tokens], ...], from the first token of its prompt to its last token. Generators need not write them. If roles
+are missing, or do not add up to the tokens, a sequence is cut where `trained_mask` changes, and its parts have no role.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import numpy as np
 from replay_client.rollout import Bool, RolloutGroup
 
 MOST_ROLE = 40
-"""Characters of a role. It is text from elsewhere."""
+"""Most characters of a role that are kept: a generator may write any text there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ def turns_of(group: RolloutGroup) -> list[list[TurnSpan]]:
 
 
 def _spans_of(written: Any, mask: Bool, shared: int) -> list[TurnSpan] | None:
-    """The turns that the generator wrote down; None if they are not those of these tokens."""
+    """The turns that the generator wrote down; None if they do not add up to the tokens of the sequence."""
     if not isinstance(written, list | tuple):
         return None
     turns = []
@@ -67,7 +67,7 @@ def _spans_of(written: Any, mask: Bool, shared: int) -> list[TurnSpan] | None:
                 stop += tokens
             case _:
                 return None
-        if stop > 0 or start >= 0:  # what lies in the shared prompt is shown there
+        if stop > 0 or start >= 0:  # a turn that lies in the shared prompt is shown with the prompt
             start = max(0, start)
             turns.append(TurnSpan(role[:MOST_ROLE], start, stop, int(mask[start:stop].sum())))
     return turns if stop == mask.size else None

@@ -15,7 +15,7 @@ except ImportError:
 
 
 def run(work: Coroutine[Any, Any, T]) -> T:
-    """As `asyncio.run`, on such a loop."""
+    """Like `asyncio.run`, but on a loop of `new_event_loop`."""
     with asyncio.Runner(loop_factory=new_event_loop) as runner:
         return runner.run(work)
 

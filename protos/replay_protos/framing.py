@@ -73,13 +73,13 @@ def write_frame(frame: Frame[M] | SharedFrame[M]) -> bytes:
 
 
 def frame_reader(kind: type[M]) -> Callable[[bytes], Frame[M]]:
-    """Reads the bytes of a message of this kind. What is not laid out as `write_frame` does is left to protobuf."""
+    """Reads the bytes of a message of this kind. Protobuf parses messages that `write_frame` lays out differently."""
 
     def read_frame(data: bytes) -> Frame[M]:
         field, start, end = (0, 0, 0) if len(data) < _SMALL else _find_payloads(data)
         if not start or end != len(data):
-            # A small message. Or another order of fields, which protobuf allows, or bytes that are no message at all,
-            # which it refuses.
+            # The message is small, or has another order of fields, which protobuf allows, or is not a message at all,
+            # which protobuf refuses.
             head = kind.FromString(data)
             # Every message that is read as a frame has the field; mypy knows only the base class.
             payloads: bytes = head.payloads  # type: ignore[attr-defined]

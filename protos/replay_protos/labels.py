@@ -1,8 +1,8 @@
-"""Labels: what is said of an item beside its payload.
+"""Labels: the columns and tags of an item, which travel beside its payload.
 
-The server never opens a payload. What it has to know of one travels beside the bytes: the names of the columns that
-the payload has, so that a table can wait for one that it requires, and tags, by which people find items and tables
-balance their draws. Most items have neither. They share `NO_LABELS`, and cost no byte.
+The server never opens a payload. What the server has to know of a payload travels beside its bytes. These are the names
+of its columns, so that a table can wait for a column that it requires, and tags. People find items by tags, and tables
+balance their draws by tags. Most items have neither. They share `NO_LABELS`, and cost no byte.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ TagValue = str | int
 @dataclass(frozen=True, slots=True)
 class Labels:
     columns: frozenset[str] = frozenset()
-    """Names of the columns that the payload has beside the fields of each group: of its extras."""
+    """Names of the columns of the payload beyond the fields that each group has: the names of its extras."""
     pairs: tuple[tuple[str, TagValue], ...] = ()
     """The tags, by name."""
     nbytes: int = field(default=0, compare=False)
-    """What they take in memory, where no other item has the same: what bounds count, about."""
+    """About the bytes in memory that the labels take if no other item shares them. Bounds on memory count these."""
 
     @property
     def tags(self) -> dict[str, TagValue]:

@@ -62,7 +62,7 @@ def copied(view: memoryview) -> bytes | memoryview:
 
 
 def give_back_idle() -> None:
-    """Gives the blocks that wait back to the system."""
+    """Gives all idle blocks back to the system."""
     _idle.clear()
 
 
@@ -85,7 +85,7 @@ def _new_block(size: int) -> mmap.mmap:
 
 
 def _give_back(block: mmap.mmap) -> None:
-    if _advise(block, "MADV_FREE"):  # else it goes back now, with the last reference
+    if _advise(block, "MADV_FREE"):  # otherwise the block goes back to the system now, with its last reference
         _idle.append(block)
         while sum(map(len, list(_idle))) > _MOST_IDLE:
             _idle.popleft()

@@ -1,6 +1,6 @@
 """Says what is wrong with a setting, in one line, for server, client and trainer alike.
 
-pydantic checks settings, and its errors have several lines. They do not name what there is instead.
+pydantic checks settings, and its errors have several lines. They do not list the names that exist.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ _IN_OUR_WORDS = (
     (" after validation", ""),
     ("a valid dictionary.*", "an object of names and values"),
 )
-"""What pydantic and click say, and what we say."""
+"""Pairs: a regular expression for words of pydantic or click, and our words in their place."""
 _OURS = "Value error, "
 """Pydantic's words before a sentence of a check of ours."""
 _VERBS = ("must ", "is needed", "is no setting")
@@ -75,7 +75,7 @@ def about(name: str, message: str) -> str:
 
 
 def explain(error: ValidationError, sections: str | None = None) -> str:
-    """All that is wrong, a clause each: `max_size must be at least 1, not 0`. Values of [security] are not shown.
+    """All errors, with a clause for each: `max_size must be at least 1, not 0`. Values of [security] are not shown.
 
     `sections`: the names are those of a TOML file, whose sections stand below this name, `"serve."` or `""`:
     `[serve.server] fsync must be ...`, `[[serve.tables]] number 2: max_size must be ...`.

@@ -1,7 +1,7 @@
 """What replay.proto declares about the fields of ServerInfo, and how they and other values become JSON.
 
 A field of ServerInfo, or of a message in it, has the option `field`: how shards are merged, its metric, and whether 0
-means unknown. Whoever passes the state of a server on reads the options here and keeps no list of the fields.
+means unknown. Code that passes the state of a server on reads these options, and needs no list of the fields.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ def declared(message: Descriptor) -> tuple[tuple[FieldDescriptor, pb.Field], ...
 def document(record: Message | Any, message: Descriptor | None = None) -> Document:
     """A message, or a record with the fields of `message`, as values of JSON by the names of the fields.
 
-    A key of an item and the id of a server are strings: they have 64 bits, and many readers of JSON keep only 53. What
-    is 0 because it is unknown is None.
+    A key of an item and the id of a server are strings: they have 64 bits, and many readers of JSON keep only 53. A
+    value that is 0 because it is unknown becomes None.
     """
     return {
         field.name: _value(getattr(record, field.name), field, option)
@@ -53,7 +53,7 @@ def _value(value: Any, field: FieldDescriptor, option: pb.Field) -> Any:
 
 
 MOST_LEVELS = 128
-"""Lists and objects in each other that are shown. msgpack reads 1,024, and json writes no more than Python can call."""
+"""Most levels of nested lists and objects shown. msgpack reads 1,024, and json writes no more than Python can call."""
 TOO_DEEP = "nested too deeply to be shown"
 
 

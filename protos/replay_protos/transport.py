@@ -20,7 +20,7 @@ class PemFiles:
     cert: bytes | None
     """This end's certificate, then the certificates between it and the root."""
     key: bytes | None
-    """Its private key."""
+    """The private key of that certificate."""
     ca: bytes | None
     """The authorities that the other end's certificate may come from."""
 
@@ -69,7 +69,7 @@ _NEAR = tuple(
 )
 _NEAR_NAMES = (".localhost", ".local", ".internal", ".svc", ".lan")
 PROXY_VARIABLES = ("grpc_proxy", "https_proxy", "http_proxy")
-"""What gRPC reads, the first that is set."""
+"""The variables that gRPC reads. It uses the first that is set."""
 
 
 def is_near(host: str) -> bool:
@@ -117,5 +117,5 @@ def _check_cert(context: ssl.SSLContext, path: PathLike, name: str = "tls_cert")
 
 
 def _no_password() -> str:
-    """Instead of asking for one at the terminal."""
+    """An empty password, so that OpenSSL does not ask for a password at the terminal."""
     return ""

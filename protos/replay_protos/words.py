@@ -1,4 +1,4 @@
-"""Counts in sentences for people. Every package writes them by this."""
+"""Counts in sentences for people. Every package writes counts with `counted`."""
 
 from __future__ import annotations
 

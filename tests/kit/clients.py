@@ -33,7 +33,7 @@ class RecordingClient:
     granted: int = 0
     released: int = 0
     refuse: list[Exception] = field(default_factory=list)
-    """Raised by the next inserts, one each."""
+    """Errors that the next inserts raise, one error for each insert."""
     left: bool = False
     """It said that it ends."""
     insert_keys: list[int] = field(default_factory=list)

@@ -61,7 +61,7 @@ def sections(texts: Mapping[str, str]) -> str:
 
 
 def error_of(call: Callable[..., object], *arguments: object, kind: type[Exception] = ValueError) -> str:
-    """The message of the error of this kind that a call with these arguments raises. "(no error)": it raises none."""
+    """The message of the error of this kind that a call raises. "(no error)" if the call raises none."""
     try:
         call(*arguments)
     except kind as error:

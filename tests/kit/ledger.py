@@ -58,7 +58,7 @@ class Ledger(Books):
         self.priorities: dict[int, float] = {}
         """Of the items of the queue: those above 0 go on to the pool."""
         self.delivered: set[int] = set()
-        """Those that have gone on for sure."""
+        """Items that have certainly gone on to the pool."""
         self.version = self.maybe_version = 0
         self.running = [0, 0]
         """Least and most permits that are out."""

@@ -201,7 +201,7 @@ def make_model(*, seed: int = 0, vocabulary: int = VOCABULARY, tied: bool = Fals
 
 
 NEAR = {"atol": 1e-6, "rtol": 1e-4}
-"""Sums of float32 in another order."""
+"""Tolerance for sums of float32 that are added in another order."""
 
 
 def assert_same_weights(a: Any, b: Any, **tolerance: float) -> None:

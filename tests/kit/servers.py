@@ -35,7 +35,7 @@ def serving(
 async def async_serving(
     tables: Iterable[TableConfig], *, timeout: float = 20.0, **options: Any
 ) -> AsyncIterator[AsyncReplayClient]:
-    """As `serving`, for a test that runs on an event loop."""
+    """Like `serving`, for a test that runs on an event loop."""
     with ReplayServer(tables, port=0, **options) as server:
         async with AsyncReplayClient(server.address, timeout=timeout) as client:
             yield client

@@ -46,7 +46,7 @@ class Worker:
         return self.worker.stats  # type: ignore[no-any-return]
 
     async def counted(self, name: str, count: int = 1) -> None:
-        """Waits until the worker has counted so many of these."""
+        """Waits until the worker has counted this many."""
         await async_until(lambda: self.stats[name] >= count)
 
     async def stop(self) -> None:

@@ -74,7 +74,7 @@ def make_trainer(
     tokenizer: Any = None,
     **options: Any,
 ) -> GRPOTrainer:
-    """A trainer of a tiny model for three steps, unless told otherwise, that reports nothing."""
+    """A trainer of a tiny model that reports nothing. It makes three steps unless the test sets another number."""
     few = {"max_steps": 3, "learning_rate": 1e-3, "progress": False, "report_to": ()}
     config = GRPOConfig(output_dir=output_dir, **(few | options))
     callbacks = [*callbacks, *([] if on_step is None else [OnStep(on_step)])]

@@ -9,7 +9,7 @@ const SERIES = ["series1", "series2", "series3", "series4", "series5", "series6"
 export const seriesClass = (index) => SERIES[index % SERIES.length];
 
 // A line chart in `host`, made once by `key` and then given new data. `series`: [{label, index, fill, faint}]. With `log`
-// the chart is of logarithms, and its labels are of numbers; what is not above 0 is left out.
+// the chart is of logarithms, and its labels are of numbers; values that are not above 0 are left out.
 export function lines(host, key, data, { series, height = 120, time = false, sync = null, zero = true, log = false }) {
   let chart = charts.get(key);
   const kind = [log, ...series.map((each) => each.label)].join();
@@ -57,7 +57,7 @@ export function lines(host, key, data, { series, height = 120, time = false, syn
 }
 const SECONDS = [5, 10, 30, 60, 120, 300, 600, 1200, 3600, 7200, 21600];
 const STEPS = [1, 2, 5, 10, 20, 50, 100, 200, 500, 1e3, 2e3, 5e3, 1e4, 2e4, 5e4, 1e5];
-// The labels of an axis. They get digits until no two of them say the same.
+// The labels of an axis. They get more digits, up to ten, until all labels differ.
 export function labels(ticks, say) {
   for (let digits = 3; ; digits++) {
     const texts = ticks.map((tick) => say(tick, digits));

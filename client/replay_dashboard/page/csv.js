@@ -1,4 +1,4 @@
-// Gives the numbers of a chart as a file of CSV.
+// Offers the numbers of a chart as a CSV file.
 import { h } from "./dom.js";
 
 // A text that a spreadsheet would run as a formula begins with an apostrophe.
@@ -16,6 +16,6 @@ function save(name, rows) {
   h("a", { href: url, download: `${name.replace(/[^\w.-]+/g, "-")}.csv` }).click();
   URL.revokeObjectURL(url);
 }
-// A button. `rows` is asked for them when it is clicked.
+// A button for the file. A click calls `rows`, which returns the rows of the file.
 export const csvButton = (name, rows) => h("button", { type: "button", class: "csv", "aria-label": `CSV of ${name}`,
   title: `The numbers of ${name} as a file`, onclick: () => save(name, rows()) }, "CSV");

@@ -72,7 +72,7 @@ async function load(anew = false) {
       if (turn !== loading || !list.isConnected) return;
       problem = "";
       found = answer;
-      if (held && snapshot && answer.snapshot !== snapshot) held = false; // it was held for too long
+      if (held && snapshot && answer.snapshot !== snapshot) held = false; // the snapshot was held for too long
       if (answer.snapshot) snapshot = shown = answer.snapshot;
       known.set(block, answer.rows);
       if (known !== blocks) blocks = known;

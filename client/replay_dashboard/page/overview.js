@@ -28,7 +28,7 @@ export function update(main, { look, history }) {
   long = look.server.long_wait;
   fill(host, verdictOf(look), learning(look), picture(look, history), h("div", { class: "cards" },
     look.tables.map((table) => tableCard(table, look, history)), serverCard(look),
-      look.problem ? null : doctorCard(look), // that it does not answer stands above
+      look.problem ? null : doctorCard(look), // the verdict above says that the server does not answer
       look.shards?.length ? shardsCard(look) : null, look.admission && permitsCard(look),
       sessionsCard(look), look.clients.length ? clientsCard(look) : null));
   for (const table of look.tables) chartOf(host, table, history);
@@ -277,7 +277,7 @@ function clientsCard({ clients }) {
 }
 
 // Of generators whose rollouts are played by agents: for whom the sessions wait, and what was refused.
-// A client may say anything.
+// A client may describe values of any type.
 function sessionsOf({ settings }) {
   try {
     const found = JSON.parse(settings.sessions), refused = Object.entries(found.refused ?? {});

@@ -78,7 +78,7 @@ function draw() {
 function configuration() {
   const all = data.configurations, known = [...new Set(all.flatMap((each) => Object.keys(each)))].sort();
   if (!known.length) return null;
-  const told = all.filter((each) => Object.keys(each).length), several = told.length > 1; // of an older run nothing may be known
+  const told = all.filter((each) => Object.keys(each).length), several = told.length > 1; // the settings of an older run may be unknown
   const differs = (name) => told.some((each) => each[name] !== told[0][name]);
   const names = several && onlyDifferent ? known.filter(differs) : known, cells = (name) => all.map((each) => each[name] ?? "–");
   const rows = () => [["setting", ...data.curves.map((curve) => curve.run)], ...names.map((name) => [name, ...cells(name)])];
