@@ -60,6 +60,7 @@ class InsertMethods:
         self._journal = journal
 
     async def Insert(self, request: Request, call: Call) -> pb.InsertResponse:
+        """Inserts as a stream of one message does, and gathers all its answers into one response."""
         all_rows = Decided()
         unread = [request]
 

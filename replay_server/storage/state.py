@@ -415,7 +415,10 @@ def restore(buffer: ReplayBuffer, state: State) -> None:
 
 
 def _fit_to_configuration(buffer: ReplayBuffer) -> None:
-    """Removes the loaded items that the configuration does not allow any more, and logs how many."""
+    """Removes the loaded items that the configuration does not allow any more.
+
+    It logs how many are lost or evicted. Stale items are only counted, at their table.
+    """
     for extension in buffer.extensions:
         extension.reconcile()
     for table in buffer.tables.values():
@@ -428,6 +431,8 @@ def _fit_to_configuration(buffer: ReplayBuffer) -> None:
             log.warning("table %r: %s evicted, for its bounds are lower now", table.name, counted(evicted, "item"))
         table.drop_stale()
     nbytes = buffer.items.bytes
+    # Both texts below have the form of `why_full`: the bytes here + the bytes to come (0) > max_bytes. If eviction
+    # cannot make the items fit, nothing is evicted.
     why_full = buffer.items.why_full(0, buffer.trained)
     if why_full:
         log.warning("%s: 0 items evicted, for too few can be", why_full)

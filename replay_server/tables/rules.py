@@ -88,7 +88,11 @@ class InsertRules:
     def __init__(
         self, items: Items, known_keys: Remembered[frozenset[str]], why_not_closed: WhyNot, max_payload_bytes: int
     ) -> None:
-        """`why_not_closed`: as OutstandingBatches.why_not_closed."""
+        """`known_keys`: by the key of an earlier insert, the tables that it named.
+
+        `why_not_closed` tells why an item cannot close these batches, as OutstandingBatches.why_not_closed does.
+        `max_payload_bytes`: the most bytes of one item.
+        """
         self._items = items
         self._known_keys = known_keys
         self._why_not_closed = why_not_closed

@@ -647,6 +647,7 @@ def from_padded(padded: PaddedBatch, **fields: Any) -> list[RolloutGroup]:
         temperatures = set(host["temperature_B"][rows].tolist())
         if last - first != rows.size or len(temperatures) > 1:
             raise ValueError(f"the rows of group {index} must follow one another and have one temperature")
+        # The first row of each rollout of the group, and its number of rows.
         first_G = first + np.flatnonzero(np.diff(host["rollout_B"][rows], prepend=-1))
         counts_G = np.diff(first_G, append=last)
         loss_masks: list[npt.NDArray[Any]] | None = masks_B[first:last]

@@ -182,7 +182,10 @@ class Archiver:
         self._open.samples += [Sample(sample.info, b"") for sample in samples]
 
     def _rows_of(self, sample: Sample) -> list[Row]:
-        """The rows of a sample in a segment."""
+        """The rows that a segment gets for a sample. They name the table that was copied, not the table of copies.
+
+        The sample comes from the table of copies, so its `times_sampled` would count the draws of the archiver.
+        """
         info = sample.info
         facts = {
             "key": str(info.key),

@@ -527,7 +527,9 @@ def checked(rollout: Any) -> Rollout:
         rollout.reward, rollout.metrics = numbers_of(rollout.reward, rollout.metrics)
         for turn in rollout.turns:
             check_name(turn.role, "the role of a turn")
+        # The reason of the last sequence stands for a rollout that has none.
         for reason in (rollout.finish_reason, rollout.sequences[-1].finish_reason):
+            # Only None and "" mean that there is no reason. Other false values, such as 0, are errors of the hook.
             is_absent = reason is None or (isinstance(reason, str) and not reason)
             if not is_absent:
                 check_name(reason, "finish_reason")

@@ -196,9 +196,9 @@ class RemoteHook(SessionHook):
         if request.transport is None or request.transport.is_closing():  # the agent has hung up
             self._free.put_nowait(offered)
             raise web.HTTPServiceUnavailable
-        self._taken[offered.address.key] = offered
-        self.take(offered.address.key)
-        offered.taken.set()
+        self._taken[offered.address.key] = offered  # for `_end`
+        self.take(offered.address.key)  # for the endpoint, which serves the session
+        offered.taken.set()  # for `_play`, which waits for an agent
         url = f"{origin}{offered.address.url.removeprefix(self.base_url)}"
         offer = {
             "id": offered.address.key,
