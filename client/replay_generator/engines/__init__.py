@@ -41,7 +41,7 @@ class SamplingConfig:
     temperature: Annotated[float, Field(gt=0, le=2)] = 1.0
     """Divides the logits; above 0 and at most 2. Not 0: the log-probability of a greedy choice says nothing."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """Keeps the fewest likely tokens whose probabilities reach this sum; 1: all."""
+    """Keeps the fewest likely tokens that reach this sum; 1: all."""
     top_k: Annotated[int, Field(ge=0, lt=2**31)] = 0
     """Keeps this many of the most likely tokens; 0: all."""
     min_p: Share = 0.0
