@@ -1,7 +1,7 @@
-"""Advantage functions of the user: loads, checks and calls them.
+"""Advantages: loads, checks and calls the user's advantage functions.
 
 The setting `advantages = "package.module:function"` names such a function. It gets the rewards of one group, and
-returns the advantage of each rollout. The caller checks the result.
+returns the advantage of each rollout. `advantages_by` calls it and checks what it returns.
 
     def leave_one_out(rewards_G):
         others_G = (rewards_G.sum() - rewards_G) / (len(rewards_G) - 1)

@@ -112,10 +112,10 @@ async def body_of(request: Request) -> bytes:
 
 
 class Protocol(H11Protocol):
-    """Closes a connection whose request does not come whole in time: uvicorn would wait for the rest without end.
+    """Closes a connection whose request is not complete in time: uvicorn would wait for the rest without end.
 
-    Where as many are open as may be, a new one takes the place of the oldest with half a request. If there is none, or
-    if this one has just come, the new one is closed itself: a browser comes again.
+    If too many connections are open, the oldest one with an incomplete request is closed to make room for the new one.
+    If that one is younger than SECONDS_SAFE, or is the new one itself, the new one is closed: its browser tries again.
     """
 
     _late: asyncio.TimerHandle | None = None

@@ -113,7 +113,7 @@ class Decided:
         return [error.key for error in self._response.errors]
 
     def refuse(self, key: int, refusal: Refused) -> None:
-        """Adds the error of a row. Its key is in `keys`."""
+        """Adds the error of a refused row. `keys` must hold the row's key already."""
         self._response.errors.add(key=key, code=refusal.code, message=refusal.message, reason=refusal.reason)
 
     def evict(self, batch: InsertBatch) -> None:

@@ -89,7 +89,7 @@ class Progress:
         """The number of the last group in TRL's count."""
 
     def watch(self, collator: Any) -> None:
-        """Makes TRL's collator note the last place of each micro-batch from now on."""
+        """From now on TRL's collator appends the place of the last sample of each micro-batch to `_collated`."""
         collate = collator.torch_call
 
         def note_and_collate(examples: list[Any]) -> Any:

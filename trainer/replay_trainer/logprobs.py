@@ -70,7 +70,7 @@ class LogprobModel(nn.Module):
         self.model = model.eval()
         switch_off_dropout(model)
         self.max_length = fix_frequencies(model, max_length)
-        """The length that chose the rotary frequencies; None: the frequencies do not depend on a length."""
+        """The length for which the rotary frequencies were chosen; None: they do not depend on a length."""
         choose_attention(model)
         check_model(model)
         if gradient_checkpointing:

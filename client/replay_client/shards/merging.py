@@ -37,7 +37,10 @@ def merge_infos(infos: Mapping[str, ServerInfo], gone: Iterable[str]) -> Sharded
 
 
 def merge_messages(parts: Sequence[M], weights: Sequence[float] = ()) -> M:
-    """One message, merged from those of at least one shard. `weights` are the weights of the shards in means."""
+    """Merges the messages of one or more shards into one message.
+
+    `weights` has the weight of each shard, for fields that are merged to a mean. Without it all shards count the same.
+    """
     if len(parts) == 1:
         return parts[0]
     merged = _merged(parts[0].DESCRIPTOR, parts, weights=weights)

@@ -64,9 +64,9 @@ class PolicyBoard:
         """Shards that were told the last version, and have not been away since. They are not told again, even if
         another client has taken them back to an older version meanwhile."""
         self._away: set[Shard] = set()
-        """Shards that are away. The other shards grant their share."""
+        """Shards that are away. The other shards grant the share of these shards too."""
         self._draining: set[Shard] = set()
-        """Shards that drain: they take no more inserts. The other shards grant their share."""
+        """Shards that drain: they take no more inserts. The other shards grant the share of these shards too."""
         self._divided: list[Shard] = []
         """The shards that granted permits when indices were sent last."""
         self._one_at_a_time = asyncio.Lock()

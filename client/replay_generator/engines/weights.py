@@ -208,7 +208,7 @@ def _finite(file: Path, start: int, end: int, dtype: str) -> bool:
 
 
 def _own_names(model: str | None) -> tuple[Set[str], Set[str]]:
-    """The names of this model's tensors (empty: unknown), and the names of tensors that weights may have or lack."""
+    """The names of this model's tensors (empty: unknown), and the names of tensors that are optional in weights."""
     folder = Path(model or "")
     names: set[str] = set()
     try:

@@ -250,7 +250,7 @@ class Admission(Extension):
             return False
         if version > 1:
             return True
-        # Version 1 after permits were granted is the end of the first step of a run that began here without a version.
+        # If permits were granted before the first version came, the run began here, and version 1 ends its first step.
         return not (self.accepted or self.running)
 
     def hand_over(self) -> int | None:
