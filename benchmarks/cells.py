@@ -282,7 +282,7 @@ def _tokens_encrypted() -> Comparison:
 
 
 def _queue(name: str, tokens: int) -> Table:
-    """A queue for groups of so many tokens."""
+    """A queue for groups that have this number of tokens."""
     size = at_once(tokens * BYTES_A_TOKEN, budget=_TABLE_BYTES, most=512)
     return Table(name, "fifo", "fifo", size, queue=True)
 
@@ -346,7 +346,7 @@ def _restarts(ours: Side, theirs: Side, kind: str, *, small: int, large: int) ->
 def _restart_of(
     name: str, kind: str, unit: str, speed: Callable[[Sequence[Result]], float], *, nbytes: int, items: int
 ) -> Measurement:
-    """A restart with so many items: the speed of the start and, for checkpoints, that of the writing before it."""
+    """A restart with this number of items: the speed of the start and, for checkpoints, the speed of writing them."""
 
     def writing_speed(results: Sequence[Result]) -> float:
         result = results[0]

@@ -53,7 +53,7 @@ class Budget:
 
     @classmethod
     def of(cls, seconds: float | None) -> Budget:
-        """The budget of so many seconds from now; None: there is no limit."""
+        """The budget that ends a number of seconds from now; None: there is no limit."""
         if seconds is None:
             return cls(float("inf"))
         return cls(time.monotonic() + seconds)

@@ -33,6 +33,7 @@ class Spent:
         layers = getattr(trainer.policy.model, trainer.policy.model.base_model_prefix)
         self._handles = [*self._watch("layers", layers), *self._watch("forward", trainer.policy)]
         self._before = trainer.passes.backward, trainer.passes.clip, trainer.optimizer.step
+        # mypy refuses methods that are replaced on one object. `stop` puts them back.
         trainer.passes.backward = self._timed("passes", trainer.passes.backward)  # type: ignore[method-assign]
         trainer.passes.clip = self._timed("clip", trainer.passes.clip)  # type: ignore[method-assign]
         trainer.optimizer.step = self._timed("optimizer", trainer.optimizer.step)  # type: ignore[method-assign]

@@ -180,7 +180,7 @@ class AsyncReplayClient:
 
     @property
     def transport(self) -> str:
-        """How payloads travel: "shared memory", or "grpc: " with the reason.
+        """The transport of payloads: "shared memory", or "grpc: " with the reason.
 
         For several servers: "SHARD: TRANSPORT" of each server whose address is known, separated by semicolons.
         """

@@ -220,7 +220,7 @@ class ReplayClient:
 
     @property
     def transport(self) -> str:
-        """How payloads travel: "shared memory", or "grpc: " with the reason. Asks the server if it is not known yet."""
+        """The transport of payloads: "shared memory", or "grpc: " with the reason. Asks the server if unknown."""
         return self.find_transport()
 
     find_transport = blocking(AsyncReplayClient.find_transport)

@@ -85,7 +85,7 @@ class Connection:
 
     @property
     def carries(self) -> str:
-        """How payloads travel: "shared memory", or "grpc: " with the reason."""
+        """The transport of payloads: "shared memory", or "grpc: " with the reason."""
         return NOT_KNOWN if self._transport is None else self._transport.carries
 
     async def find_transport(self) -> str:

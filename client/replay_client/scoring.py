@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 FloatArray = npt.NDArray[np.float32]
 Scale = Literal["group", "batch", "none"]
-"""How a trainer scales r - mean of the group: it divides by std + eps, with the std of the group or of the batch, or
+"""The scale of r - mean of the group. A trainer divides by std + eps, with the std of the group or of the batch, or it
 does not divide."""
 
 _EPS = 1e-4

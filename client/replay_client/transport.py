@@ -295,7 +295,7 @@ class Transport:
 
     @property
     def carries(self) -> str:
-        """How payloads travel: "shared memory", or "grpc: " with the reason."""
+        """The transport of payloads: "shared memory", or "grpc: " with the reason."""
         return "grpc: shared memory is turned off in this client (shared_memory=False)"
 
     async def find_out(self) -> None:

@@ -39,9 +39,9 @@ if TYPE_CHECKING:
     from replay_client.shards.placing import Placement
 
 _WORTH_A_MESSAGE = 1 << 18
-"""Items of so many bytes together are sent at once. Items of fewer bytes wait for more items, to share a message with
-them. The number is multiplied by the number of the writer's servers, up to _FULL, because each of several servers gets
-fewer items."""
+"""The bytes of items at which a message is sent at once. Items with fewer bytes wait for more items, to share a message
+with them. The number is multiplied by the number of the writer's servers, up to _FULL, because each of several servers
+gets fewer items."""
 _FULL = 1 << 20
 """Bytes that fill a message."""
 _LINGER = 0.002

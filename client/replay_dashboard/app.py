@@ -102,7 +102,7 @@ class Dashboard:
             await asyncio.sleep(0.2 if self.live.info is None else 2.0)
 
     def more(self) -> dict[str, Any]:
-        """What this process adds to the server's own numbers in each update of the page: lists, signals, curves."""
+        """The lists, signals and curves that this process adds to the server's numbers in each update of the page."""
         versions = self.prompts.by_version()
         newest = self.runs.newest()
         lists = {}

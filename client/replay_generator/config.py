@@ -316,8 +316,8 @@ class ScorerConfig(StageConfig):
     concurrency: Count | None = None
     """Rollouts that are scored at the same time. None: 8, but functions that are not `thread_safe` score one at a time.
 
-    If you set a number, functions without async must be thread-safe. A function that scores whole groups scores so many
-    groups at the same time."""
+    If you set a number, functions without async must be thread-safe. A function that scores whole groups scores
+    that number of groups at the same time."""
     attempts: Count = 3
     """Attempts to compute a reward before the reward has failed. The pause before an attempt doubles, from 1 s on."""
     reward_timeout: Seconds | None = 300.0

@@ -47,7 +47,7 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 _MOST_SKIPPED = 100
-"""The run ends after so many skipped groups in a row: the cause is then not a single prompt."""
+"""The number of skipped groups in a row after which the run ends: the cause is then not a single prompt."""
 
 
 class RolloutGenerator:

@@ -253,7 +253,7 @@ class Table:
         return why
 
     def why_full(self, n: int, nbytes: int) -> str | None:
-        """The bound that n more items of `nbytes` together, or so many more bytes, would break; None: they fit."""
+        """The bound that n more items, with `nbytes` more bytes together, would break; None: they fit."""
         config = self.config
         if n and self.size + n > config.max_size:
             return f"size {self.size} = max_size {config.max_size}"

@@ -14,7 +14,7 @@ from replay_server.tables.meters import BlockedTime
 T = TypeVar("T")
 
 ASKS_AGAIN = 10.0
-"""A request that comes within so many seconds after a wait has ended continues that wait: usually its client asks
+"""Seconds after the end of a wait in which a new request of the client continues that wait: usually the client asks
 again."""
 
 

@@ -113,7 +113,9 @@ def feed(trainer: Trainer, client: ReplayClient, steps: range) -> None:
     """Inserts group after group, so that the trainer makes these steps, and waits until it has published each."""
     inserted = trainer.groups_for(steps.start - 1) if steps.start > 1 else 0
     for step in steps:
-        trainer.insert(client, inserted, inserted := trainer.groups_for(step))
+        needed = trainer.groups_for(step)
+        trainer.insert(client, inserted, needed)
+        inserted = needed
         until_version(trainer, client, step)
 
 

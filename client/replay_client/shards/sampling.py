@@ -198,7 +198,8 @@ class Drawer:
         """Acknowledges samples at their shards, and returns those that the shards confirm.
 
         A shard that goes away confirms nothing. `settled` asks the shard again later, even if the caller was
-        interrupted here. With `lease`, the samples are not acknowledged, but leased for so many seconds.
+        interrupted here. With `lease`, the samples are leased for `lease` seconds, and not
+        acknowledged.
         """
         parts = {_part_of(sample) for sample in samples}
         acknowledged: set[Part] = set()

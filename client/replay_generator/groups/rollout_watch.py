@@ -16,7 +16,7 @@ from replay_generator.notices import Watch, beginning_of
 
 LAST_ROLLOUTS = 64
 """The number of rollouts that are judged. Failures are judged by whole groups: by the last groups that together have at
-most so many rollouts, or by the last group alone if it has more."""
+most LAST_ROLLOUTS rollouts, or by the last group alone if it has more."""
 LEAST_ROLLOUTS = 16
 """The least number of rollouts from which anything is reported."""
 MOST_REASON = 400

@@ -75,8 +75,8 @@ WINDOW = 1024
 LEAST_ROOM = 16 * WINDOW
 """The least `max_size` of a table of epochs: a window, and the prompts that are requeued when generators die."""
 LEAST_BOUND = 1_000_000
-"""The least `max_staleness` of a table of partial groups that replace prompts. No run has so many versions, so the
-server drops none of these groups."""
+"""The least `max_staleness` of a table of partial groups that replace prompts. No run has a million versions, so
+the server drops none of these groups."""
 FIRST_PRIORITY = 0.25
 """The priority of a prompt of a curriculum before its first group: the maximum of p (1 - p)."""
 LEARNING_RATE = 0.5

@@ -19,8 +19,8 @@ from replay_generator.prompts.values import field_of
 from replay_generator.rewards.functions import ANSWER, Reward
 
 LEAST_GROUPS = 20
-"""The first report comes after so many groups in a row with one reward. A new report comes each time that their number
-has doubled."""
+"""The number of groups in a row with one reward after which the first report comes. Another report comes each time that
+the number has doubled."""
 _FIELDS = (ANSWER, "reward_model.ground_truth", "solution")
 """The fields in which rows have the expected answer, if no reward names another field."""
 _MOST_SHOWN = 80

@@ -32,7 +32,7 @@ CONCURRENCY = 8
 _DRAW_SECONDS = 30.0
 """Seconds that one draw waits for an item. Then it is repeated."""
 _MOST_SKIPPED = 20
-"""The run ends after so many items in a row that are left out."""
+"""The number of items in a row that are left out, after which the run ends."""
 
 Work = Callable[[Sample], Any]
 """A function that works at an item. It returns a group for the tables of the settings, or a Handoff for other tables.

@@ -52,7 +52,7 @@ PACKAGE = Path(__file__).parents[1]
 STOOD_STILL = 5.0
 """Seconds without a turn of the event loop after which LoopWatch logs a warning."""
 _LOOKS = 5
-"""LoopWatch logs a warning if it finds so many times in a row that the loop has not turned."""
+"""The number of looks in a row that find the loop not turning, after which LoopWatch logs a warning."""
 _calling: ContextVar[Function | None] = ContextVar("_calling", default=None)
 """The user's function that runs in this context; None: no user's function runs here."""
 MOST_LEFT = 8
