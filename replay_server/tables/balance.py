@@ -8,13 +8,13 @@ an item to give. Then the table's own sampler chooses an item among the items of
 item is the share of its value times the probability of the item within the value. A value that has nothing to give is
 not chosen: the other values divide its share in proportion to their weights.
 
-The table's sampler is therefore built once for each value. If its positions were the table's slots, the trees of each
-sampler would be as long as the table, and a thousand values would need a thousand times the memory. So each value
-numbers its own items: a `_Part` has the facts of its items one after the other, without gaps. All parts together are
-about as large as one selector of the table.
+The table's sampler is therefore built once for each value. If these samplers worked on the table's slots, the trees of
+each sampler would be as long as the table, and a thousand values would need a thousand times the memory. So each value
+has its own short arrays with the facts of its items (`_Part`), and its sampler works on positions in these arrays. All
+parts together are about as large as one selector of the table.
 
 Distinct draws of n rows are n draws one after the other, each from the rows that are left. `choose` finds the values of
-all draws in one vectorised pass: a value that is used up is not chosen again. Then each value selects its rows at once,
+all draws with arrays: a value that is used up is not chosen again. Then each value selects all of its rows together,
 because its selection does not depend on the other values.
 
 Items without the tag are one value together, the empty one.
@@ -65,26 +65,27 @@ class Balanced(Selector):
         """By code: the weight of the value, if the value has a part."""
 
     def insert(self, slots: IntArray) -> None:
+        """Adds each slot to the part of its value. A value that had no item gets a part."""
         if slots.size:
-            self._reach(int(slots.max()))
-        for code, of_value in self._by_value(slots):
+            self._lengthen(int(slots.max()))
+        for code, value_slots in self._by_value(slots):
             part = self._parts.get(code)
             if part is None:
-                part = self._open(code)
-            positions = part.add(of_value, self._columns)
-            self._position[of_value] = positions
+                part = self._add_part(code)
+            positions = part.add(value_slots, self._columns)
+            self._position[value_slots] = positions
             part.selector.insert(positions)
             self._count(code, part)
 
-    def _reach(self, slot: int) -> None:
-        """Makes room for the position of this slot."""
+    def _lengthen(self, slot: int) -> None:
+        """Makes `_position` long enough for this slot."""
         if slot >= self._position.size:
             longer = np.zeros(2 * slot + 64, dtype=np.int64)
             longer[: self._position.size] = self._position
             self._position = longer
 
-    def _open(self, code: int) -> _Part:
-        """A part for a value that had no item here."""
+    def _add_part(self, code: int) -> _Part:
+        """Adds a part for a value that had no item here, and returns the part."""
         while code >= self._left.size:
             self._left = np.concatenate([self._left, np.zeros_like(self._left)])
             self._weights = np.concatenate([self._weights, np.zeros_like(self._weights)])
@@ -95,9 +96,10 @@ class Balanced(Selector):
         return part
 
     def delete(self, slots: IntArray) -> None:
-        for code, of_value in self._by_value(slots):
+        """Removes each slot from the part of its value. A value that has no item left loses its part."""
+        for code, value_slots in self._by_value(slots):
             part = self._parts[code]
-            positions = self._position[of_value]
+            positions = self._position[value_slots]
             part.selector.delete(positions)
             part.free(positions)
             if part.size:
@@ -107,10 +109,10 @@ class Balanced(Selector):
                 self._left[code] = 0
 
     def update(self, slots: IntArray) -> None:
-        for code, of_value in self._by_value(slots):
+        for code, value_slots in self._by_value(slots):
             part = self._parts[code]
-            positions = self._position[of_value]
-            part.priority[positions] = self._columns.priority[of_value]
+            positions = self._position[value_slots]
+            part.priority[positions] = self._columns.priority[value_slots]
             part.selector.update(positions)
             self._count(code, part)
 
@@ -120,7 +122,7 @@ class Balanced(Selector):
             part.selector.version_moved(before)
 
     def _count(self, code: int, part: _Part) -> None:
-        """Counts the items of a value that can be drawn."""
+        """Notes how many items of a value can be drawn; none if the weight of the value is 0."""
         self._left[code] = part.selector.selectable() if self._weights[code] else 0
 
     def _by_value(self, slots: IntArray) -> Iterator[tuple[int, IntArray]]:
@@ -140,37 +142,38 @@ class Balanced(Selector):
         if slot >= self._position.size:
             return False
         position = self._position.item(slot)
-        # A slot that waits for columns is not here, but may have the position of an item that used the slot before.
+        # A slot that waits for columns is not here, but `_position` may still name the position of an earlier item of
+        # the slot.
         if position >= part.slots.size or part.slots[position] != slot:
             return False
         return part.selector.holds(position)
 
     def check(self, slots: IntArray) -> None:
-        of_values = dict(self._by_value(slots))
-        assert self._parts.keys() == of_values.keys(), "a value has a part and no item, or an item and no part"
-        for code, of_value in of_values.items():
+        slots_by_code = dict(self._by_value(slots))
+        assert self._parts.keys() == slots_by_code.keys(), "a value has a part and no item, or an item and no part"
+        for code, value_slots in slots_by_code.items():
             part = self._parts[code]
-            positions = self._position[of_value]
-            assert np.array_equal(part.slots[positions], of_value), "a position belongs to another slot"
+            positions = self._position[value_slots]
+            assert np.array_equal(part.slots[positions], value_slots), "a position belongs to another slot"
             part.check(positions, self._columns)
             left = part.selector.selectable() if self._weights[code] else 0
             assert self._left[code] == left, (self._left[code], left)
-        left_of_others = np.delete(self._left, list(of_values))
+        left_of_others = np.delete(self._left, list(slots_by_code))
         assert not left_of_others.any(), "a value can be drawn that no item has"
 
     def weigh_values(self, excluded: IntArray = NONE) -> list[dict[str, Any]]:
-        """The weights of each value that has an item to give; O(size).
+        """The weights of each value that has an item which can be drawn, without the excluded slots; O(size).
 
         Each entry has the fields of the message ValueWeight of replay.proto.
         """
         left_out = self._positions_by_code(excluded)
-        found = []
+        entries = []
         for code, part in self._parts.items():
-            without = left_out.get(code, NONE)
-            items = int(self._left[code]) - without.size
+            excluded_positions = left_out.get(code, NONE)
+            items = int(self._left[code]) - excluded_positions.size
             if items <= 0:
                 continue
-            total, squares = part.selector.weigh(without)
+            total, squares = part.selector.weigh(excluded_positions)
             weights = {
                 "value": self.tag.values[code],
                 "weight": float(self._weights[code]),
@@ -178,15 +181,15 @@ class Balanced(Selector):
                 "squares": squares,
                 "items": items,
             }
-            found.append(weights)
-        return found
+            entries.append(weights)
+        return entries
 
     def _positions_by_code(self, slots: IntArray) -> dict[int, IntArray]:
         """By code: the positions of the `slots` (n,) that have the code."""
-        return {code: self._position[of_value] for code, of_value in self._by_value(slots)}
+        return {code: self._position[value_slots] for code, value_slots in self._by_value(slots)}
 
     def _left_without(self, left_out: dict[int, IntArray]) -> IntArray:
-        """By code: the number of items that can be drawn without these positions."""
+        """By code: the number of items that can be drawn if the positions `left_out`, by code, are not drawn."""
         left = self._left.copy()
         for code, positions in left_out.items():
             left[code] -= positions.size
@@ -205,27 +208,27 @@ class Balanced(Selector):
         return self._select_each(codes, shares, rng, None)
 
     def _shares(self, left: IntArray) -> FloatArray:
-        """By code: the probability that a draw chooses this value first."""
+        """By code: the probability that a draw chooses this value. `left`: by code, the items that can be drawn."""
         shares = np.where(left > 0, self._weights, 0.0)
-        return np.asarray(shares / (shares.sum() or 1.0))
+        return np.asarray(shares / (shares.sum() or 1.0))  # a sum of 0: no value can be chosen
 
     def _select_each(
         self, codes: IntArray, shares: FloatArray, rng: np.random.Generator, left_out: dict[int, IntArray] | None
     ) -> tuple[IntArray, FloatArray]:
-        """A slot for each value of `codes` (n,), and the probability of the slot.
+        """A slot (n,) for each row, which has a value of `codes` (n,), and the probability (n,) of the slot.
 
-        `left_out`: the positions by code that are not selected. None: slots may repeat.
+        `shares`: by code. `left_out`: by code, the positions that are not selected. None: slots may repeat.
         """
         slots = np.zeros(codes.size, dtype=np.int64)
         probabilities = np.zeros(codes.size)
         for code, rows in _groups(codes):
             part = self._parts[code]
             if left_out is None:
-                positions, within = part.selector.select_repeated(rows.size, rng)
+                positions, within_value = part.selector.select_repeated(rows.size, rng)
             else:
-                positions, within = part.selector.select(rows.size, rng, left_out.get(code, NONE))
+                positions, within_value = part.selector.select(rows.size, rng, left_out.get(code, NONE))
             slots[rows] = part.slots[positions]
-            probabilities[rows] = shares[code] * within
+            probabilities[rows] = shares[code] * within_value
         return slots, probabilities
 
     def values(self) -> list[dict[str, Any]]:
@@ -233,20 +236,23 @@ class Balanced(Selector):
 
         Each entry has the fields of the message ValueInfo of replay.proto.
         """
-        found = []
+        entries = []
         for code, part in self._parts.items():
             info = {
                 "name": self.tag.values[code],
                 "items": part.size,
                 "weight": float(self._weights[code]),
             }
-            found.append(info)
-        return sorted(found, key=itemgetter("name"))
+            entries.append(info)
+        return sorted(entries, key=itemgetter("name"))
 
     def one_too_many(self, labels: Sequence[Labels] | None) -> str | None:
-        """A value of the new items (n,) for which there is no room among MAX_BALANCED values; None: all values fit."""
+        """A value of new items that would exceed MAX_BALANCED values; None: all their values fit.
+
+        `labels` (n,): of the new items; None: they have no labels.
+        """
         tag = self.tag
-        if labels is None or len(tag) + len(labels) <= MAX_BALANCED:
+        if labels is None or len(tag) + len(labels) <= MAX_BALANCED:  # there is room even if each item has a new value
             return None
         texts = {of_item.text(tag.name) for of_item in labels}
         new = [text for text in texts if tag.code(text) is None]
@@ -259,14 +265,15 @@ class Balanced(Selector):
     ) -> tuple[IntArray, FloatArray]:
         """The code (n,) of each wanted row that can be drawn, one value after the other, and the shares by code.
 
-        If a value has too few distinct rows, it gives all of them. The selector must hold all excluded slots.
+        If the rows must be distinct, and a value has fewer rows than wanted, all of its rows are drawn. The selector
+        must hold all excluded slots.
         """
         left = self._left_without(self._positions_by_code(excluded))
         codes = [NONE]
         shares = np.zeros(left.size)
         for value_rows in wanted:
             code = self.tag.code(value_rows.value)
-            if code is None or code not in self._parts:
+            if code is None or code not in self._parts:  # no item has the value
                 continue
             if not left[code]:
                 continue
@@ -290,10 +297,10 @@ class Balanced(Selector):
 
 
 class _Part(RowFacts):
-    """The facts of the items of one value, by position.
+    """The facts of the items of one value, by position, and the selector of the value.
 
     Positions are used again, so they stay below twice the most items that the value ever had. The facts are copies of
-    the table's. Only the priority of an item ever changes, and `Balanced.update` copies it again.
+    the table's facts. Only the priority of an item ever changes: then `Balanced.update` copies it again.
     """
 
     def __init__(self, current_version: int, build: Callable[[RowFacts], Selector]) -> None:
@@ -301,7 +308,9 @@ class _Part(RowFacts):
         self.slots = np.zeros(0, dtype=np.int64)
         """By position: the slot in the table; -1 if the item of the position has left."""
         self.size = 0
+        """The number of items."""
         self.selector = build(self)
+        """Selects among positions, and not among slots."""
 
     def add(self, slots: IntArray, columns: Columns) -> IntArray:
         """Gives each of `slots` (n,) a position. Returns the positions (n,)."""
@@ -322,7 +331,7 @@ class _Part(RowFacts):
         self._free.extend(positions.tolist())
 
     def check(self, positions: IntArray, columns: Columns) -> None:
-        """Asserts that the items are at these positions (n,), distinct, with the facts of the table."""
+        """Asserts that exactly these positions (n,), which are distinct, have items, with the facts of the table."""
         assert self.size == positions.size, (self.size, positions.size)
         free = np.ones(self.slots.size, dtype=np.bool_)
         free[positions] = False
@@ -340,47 +349,48 @@ def choose(weights: FloatArray, left: IntArray, n: int, rng: np.random.Generator
     Each draw chooses a value in proportion to the weights of the values that are not used up. `left` (v,) is the number
     of draws that each value can still give. The values whose weight is above 0 must have n or more draws left together.
     """
-    # Draw independently, and leave out each draw whose value is used up by then. The remaining draws are distributed as
-    # draws from the values that are not used up. So draw all at once, leave out the draws that came too late, and draw
-    # as many again from the rest.
+    # If draws are independent, and each draw whose value is used up by then is left out, the remaining draws are
+    # distributed as draws from the values that are not used up. So draw all rows independently, leave out the draws
+    # that came too late, and draw as many again from the values that are left.
     left = left.copy()
-    parts = [NONE]
+    chosen = [NONE]
     assert left[weights > 0].sum() >= n, "there are fewer items than draws, which would never end"
     while n:
         drawn = _draw(np.where(left > 0, weights, 0.0), n, rng)
-        counts = np.bincount(drawn, minlength=left.size)
+        counts = np.bincount(drawn, minlength=left.size)  # (v,): draws of each value
         if (counts > left).any():
             for value, rows in _groups(drawn):
-                too_late = rows[left[value] :]
+                too_late = rows[left[value] :]  # the rows are in the order of the draws
                 drawn[too_late] = -1
             drawn = drawn[drawn >= 0]
             counts = np.minimum(counts, left)
         left -= counts
         n -= drawn.size
-        parts.append(drawn)
-    return np.concatenate(parts)
+        chosen.append(drawn)
+    return np.concatenate(chosen)
 
 
 def _draw(weights: FloatArray, n: int, rng: np.random.Generator) -> IntArray:
     """n independent draws (n,) in proportion to `weights` (v,). At least one weight is above 0."""
+    # Each possible value has a stretch of the line from 0 to the sum of the weights, as long as its weight.
     possible = np.flatnonzero(weights)
     ends = np.cumsum(weights[possible])
     targets = rng.random(n) * ends[-1]
-    found = np.searchsorted(ends, targets, side="right")
+    stretches = np.searchsorted(ends, targets, side="right")
     # With rounding, a target can reach the end of the last stretch.
-    found = np.minimum(found, possible.size - 1)
-    return np.asarray(possible[found])
+    stretches = np.minimum(stretches, possible.size - 1)
+    return np.asarray(possible[stretches])
 
 
 def _groups(values: IntArray) -> Iterator[tuple[int, IntArray]]:
-    """Each different value in `values` (n,), and the ascending indexes of the rows that have the value."""
+    """Each different value in `values` (n,), and the indexes of the rows that have the value, ascending."""
     if values.size == 0:
         return
     first = values.item(0)
     if values.size == 1 or (values == first).all():
         yield first, np.arange(values.size)
         return
-    rows = np.argsort(values, kind="stable")
+    rows = np.argsort(values, kind="stable")  # rows of equal values stand together
     ends = np.flatnonzero(np.diff(values[rows])) + 1
     for group in np.split(rows, ends):
         yield values.item(group[0]), group

@@ -3,13 +3,13 @@
 Every operation is a plain function that runs on the event loop from its beginning to its end. It checks its whole
 request first, and then applies all of it. So tables need no locks, and no client sees half of a change.
 
-An insert asks the insert rules whether its rows enter their tables, wait, or are refused. A sample asks its table
-whether it may draw now. A request that has to wait becomes a Pending in the line of each of its tables, and the
-caller gets the Pending at once. Nobody polls: each operation that changes a table ends with `_progress`. `_progress`
-serves the first request of each line of the table, then the lines of all tables that this changes, until no first
-request can go on. So a wait ends within the operation that makes its end possible. Requests are served first come,
-first served, whatever the event loop runs next. The rule that holds a request back also says why, so each wait has a
-reason in words.
+The insert rules decide whether the rows of an insert enter their tables, wait, or are refused. For a sample, its table
+decides whether the batch may be drawn now. A request that has to wait becomes a Pending in the line of each of its
+tables, and the caller gets the Pending at once. Nobody polls: each operation that changes a table ends with
+`_progress`. `_progress` serves the first request of each line of the table, then the lines of all tables that this
+changes, until no first request can be served. So a wait ends within the operation that makes its end possible. Requests
+are served first come, first served, whatever the event loop runs next. The rule that holds a request back also says
+why, so each wait has a reason in words.
 
 An operation on a million rows takes some passes over arrays, and no loop over the rows. The objects of rows that have
 left are cleared away afterwards, in slices (`items.py`).
@@ -56,7 +56,8 @@ from replay_server.tables.table import InsertBatch, Payload, SampleRequest, Tabl
 from replay_server.tables.waiting import Line
 
 QUIET_SECONDS = 10.0
-"""If nobody has inserted (or sampled) for so many seconds, the reason of a wait for inserts (or samples) says so."""
+"""If nobody has inserted for this many seconds, the reason why a sample waits says so. Likewise for a waiting insert
+and the last sample."""
 
 
 class Lines:
@@ -83,11 +84,11 @@ def insertable_at_once(batch: InsertBatch, tables: Sequence[Table], items: Items
     """
     n = len(batch)
     nbytes = batch.nbytes
-    if items.bytes + nbytes > items.max_bytes:
+    if items.bytes + nbytes > items.max_bytes:  # the first rows may evict items, and a later row may have to wait
         return 1
-    if len(set(batch.keys)) < n:
+    if len(set(batch.keys)) < n:  # the second row with a key counts as a retry of the first
         return 1
-    if any_insert_waits(tables, lines):
+    if any_insert_waits(tables, lines):  # the first row has to wait behind that insert
         return 1
     for table in tables:
         if lines[table.name].samples:
@@ -97,6 +98,7 @@ def insertable_at_once(batch: InsertBatch, tables: Sequence[Table], items: Items
                 n = min(n, table.config.max_size - table.size)
             else:
                 n = min(n, 1)
+        # Fewer rows have fewer bytes than `nbytes`, so this may only choose a smaller n than necessary.
         while n > 1 and not table.fits_at_once(n, nbytes):
             n //= 2
     return max(1, n)
@@ -106,10 +108,10 @@ def quiet_time(pending: PendingInsert | PendingSample, now: float, extensions: I
     """Says that the other side of a wait does nothing, as in "; nobody sampled for 12 s"; "": the other side is active.
 
     For a waiting insert, the other side are the clients that sample. For a waiting sample, the other side are the
-    clients that insert, and the words also say what generators wait for.
+    clients that insert. If generators wait themselves, for example for permits, the words say so.
     """
     table = pending.tables[0]
-    if not isinstance(pending, PendingSample):
+    if isinstance(pending, PendingInsert):
         seconds = now - table.sampled.last
         return f"; nobody sampled for {seconds:.0f} s" if seconds >= QUIET_SECONDS else ""
     seconds = now - table.inserted.last
@@ -126,13 +128,16 @@ def quiet_time(pending: PendingInsert | PendingSample, now: float, extensions: I
 log = logging.getLogger("replay_server")
 
 MAX_KNOWN_KEYS = 1 << 18
+"""The most keys of inserts that are remembered."""
 MAX_ANSWERS = 1 << 16
+"""The most answers to other calls that are remembered."""
 MAX_ANSWER_BYTES = 64 << 20
+"""The most bytes of these answers."""
 
 
 @lru_cache(1 << 10)
 def _set_of(names: tuple[str, ...]) -> frozenset[str]:
-    """One copy of each set of tables for all keys: 200,000 copies would take 50 MB."""
+    """The set of these names of tables. All keys share one set object, because 200,000 sets would take 50 MB."""
     return frozenset(names)
 
 
@@ -161,32 +166,38 @@ class ReplayBuffer:
         max_payload_bytes: int = 1 << 30,
         rows_per_slice: int = ROWS_PER_SLICE,
     ) -> None:
-        """`rows_per_slice`: the rows that are cleared away at once after a larger removal."""
+        """`max_bytes`: the most bytes of all items; None: no bound. `max_payload_bytes`: the most bytes of one item.
+
+        `rows_per_slice`: the rows that are cleared away at once after a larger removal.
+        """
         self.clock = clock
         self.storage = storage
         self.max_payload_bytes = max_payload_bytes
         self.items = Items(self.storage, max_bytes, rows_per_slice)
         self.tables = {config.name: Table(config, clock, self.left, self.items.labels) for config in tables}
-        copies = {table.config.copy_to for table in self.tables.values()}
-        self.items.copies = {name: table for name, table in self.tables.items() if name in copies}
-        self.trained = [table for name, table in self.tables.items() if name not in copies]
+        names_of_copies = {table.config.copy_to for table in self.tables.values()}
+        self.items.copies = {name: table for name, table in self.tables.items() if name in names_of_copies}
+        self.trained = [table for name, table in self.tables.items() if name not in names_of_copies]
         """The tables that trainers and generators use: all tables except tables of copies."""
         self.lines = {name: Lines(clock) for name in self.tables}
         self.policy = Policy(set_at=clock())
         self.versions = StepTimes()
+        """The times between policy versions."""
         self.on_policy: set[Callable[[], None]] = set()
         """Called after every change of the policy."""
         self.watchers: list[Watcher] = []
+        """Notified of every change. A storage on disk adds its watcher here."""
         self.outstanding = OutstandingBatches(self.items, self.watchers)
         self.batches = self.outstanding.by_id
         self.known_keys: Remembered[frozenset[str]] = Remembered("keys", MAX_KNOWN_KEYS, self.watchers)
-        """By key: the tables for which the item was inserted. A retry is recognized even when the item is gone."""
+        """By key: the tables that the insert of the item named. A retry is recognized even when the item is gone."""
         self.answers: Remembered[tuple[bytes, bytes]] = Remembered(
             "answers", MAX_ANSWERS, self.watchers, most_bytes=MAX_ANSWER_BYTES
         )
-        """By number of a request: the digest of the request, and the answer."""
+        """By the number that a client gave its request: the digest of the request, and the answer."""
         kinds = (self.known_keys, self.outstanding.acknowledged, self.outstanding.requeued, self.answers)
-        self.remembered: dict[str, Remembered[Any]] = {kind.kind: kind for kind in kinds}
+        self.remembered: dict[str, Remembered[Any]] = {remembered.kind: remembered for remembered in kinds}
+        """By kind: all remembered ids."""
         self.damaged = 0
         """The number of items that were lost because their bytes in the storage had changed."""
         self._rules = InsertRules(self.items, self.known_keys, self.outstanding.why_not_closed, max_payload_bytes)
@@ -195,7 +206,11 @@ class ReplayBuffer:
         self._attach(extensions)
 
     def _attach(self, extensions: Sequence[Extension]) -> None:
-        """Finds the hooks of extensions. Hooks about a table are called for the tables that the extension concerns."""
+        """Finds the hooks of the extensions.
+
+        A hook that gets a table is called only for tables that the extension concerns. The hooks that free bytes are
+        called only if the extension concerns a table of trainers or generators.
+        """
         for extension in extensions:
             extension.attach(self)
         self._why_not = hooks(extensions, "why_not")
@@ -206,9 +221,10 @@ class ReplayBuffer:
             concerned = [extension for extension in extensions if extension.concerns(table.config)]
             table.on_acknowledge = hooks(concerned, "on_acknowledge")
             table.on_lease = hooks(concerned, "on_lease")
-        sparing = [
-            extension for extension in extensions if any(extension.concerns(table.config) for table in self.trained)
-        ]
+        sparing = []
+        for extension in extensions:
+            if any(extension.concerns(table.config) for table in self.trained):
+                sparing.append(extension)
         self.items.spares = hooks(sparing, "spares")
         self.items.spare_keys = hooks(sparing, "spare_keys")
         self.items.frees = hooks(sparing, "free")
@@ -228,10 +244,11 @@ class ReplayBuffer:
     # ------------------------------------------------------------------------------------------------ insert
 
     def insert(self, batch: InsertBatch, deadline_at: float = math.inf) -> tuple[int, PendingInsert | None]:
-        """Inserts rows from the first one on. Returns how many are in their tables, and the next row if it has to wait.
+        """Inserts the first rows of `batch`, as many as possible in one step.
 
-        To insert all rows, call it until no row is left. Raises Refused if the first row is refused. Then nothing has
-        changed.
+        Returns the number of rows that are in their tables now. If this is 0, also returns the first row as a pending
+        insert: it has to wait. To insert all rows, call this until no row is left. Raises Refused if the first row is
+        refused. Then nothing has changed.
         """
         self.check_open()
         if not batch.priorities:
@@ -253,12 +270,14 @@ class ReplayBuffer:
             n = 1
             insert = batch[:1]
             verdict = self._rules.verdict(insert, tables)
-        if verdict is not None and not isinstance(verdict, Blocked):
+        if isinstance(verdict, Refused):
             self._count(verdict, tables, insert)
-            if isinstance(verdict, Refused):
-                raise verdict
-            return 1, None
-        if verdict is not None or any_insert_waits(tables, self.lines):
+            raise verdict
+        if isinstance(verdict, Known):
+            self._count(verdict, tables, insert)
+            return 1, None  # the row is a retry: its first insert has put it into its tables
+        is_blocked = verdict is not None
+        if is_blocked or any_insert_waits(tables, self.lines):
             pending = PendingInsert(insert, tables, self.clock(), deadline_at)
             for table in tables:
                 self.lines[table.name].inserts.join(pending)
@@ -267,7 +286,7 @@ class ReplayBuffer:
         return n, None
 
     def _count(self, verdict: Refused | Known, tables: Iterable[Table], insert: InsertBatch) -> None:
-        """Counts an insert that is a retry, or outdated."""
+        """Counts an insert that is a retry, or outdated. Inserts that are refused for other reasons are not counted."""
         if isinstance(verdict, Known):
             for table in tables:
                 table.counters.duplicates += 1
@@ -295,7 +314,7 @@ class ReplayBuffer:
         self.known_keys.remember(insert.keys, _set_of(tuple(insert.priorities)))
         for watcher in self.watchers:
             watcher.changed(insert.keys)
-        self.items.make_room(tables)
+        self.items.make_room(tables)  # after the insert, so that the removers choose among old and new items
         for table, evicted in zip(tables, evicted_before, strict=True):
             if table.counters.evicted > evicted:
                 gone = table.columns.absent(insert.keys)
@@ -311,8 +330,9 @@ class ReplayBuffer:
 
         The item's rows that waited for these columns can be drawn afterwards.
 
-        Returns an empty sequence if the segment was appended. Otherwise nothing has changed: returns the names that the
-        item had already, or None if the item is gone, or raises Refused.
+        Returns an empty sequence if the segment was appended. Otherwise nothing has changed. If the item has some of
+        these columns already, returns their names. If the item is gone, returns None. If the segment is not allowed,
+        raises Refused.
         """
         self.check_open()
         if not names:
@@ -346,7 +366,10 @@ class ReplayBuffer:
     # ------------------------------------------------------------------------------------------------ sample
 
     def sample(self, table_name: str, request: SampleRequest, deadline_at: float = math.inf) -> PendingSample:
-        """Draws a batch, now or as soon as it may be drawn. The result is its id, and the batch."""
+        """Draws a batch, now or as soon as it may be drawn. The value of the returned request is the id and the batch.
+
+        Raises Refused if the request can never be served.
+        """
         self.check_open()
         table = self.table(table_name)
         refusal = why_never(table, request)
@@ -360,9 +383,9 @@ class ReplayBuffer:
     def acknowledge(self, batch_id: int, *, sent: bool = False, lease: float = 0.0) -> bool:
         """The reader acknowledges the batch for good or, with `lease`, gets a lease of it.
 
-        Returns False if a row has become too stale, or its version was undone: then the batch is requeued. `sent`: the
-        reader has all bytes already, so that is not checked any more. `lease`: seconds for which the reader has the
-        batch, unless it acknowledges the batch meanwhile.
+        Returns False if a row has become too stale, or its version was undone: then the batch is requeued. With `sent`,
+        the reader has all bytes already, and the rows are not checked any more. `lease`: the seconds of the lease; 0:
+        no lease.
         """
         if not sent and self.outstanding.is_outdated(batch_id):
             self.requeue(batch_id)
@@ -375,7 +398,10 @@ class ReplayBuffer:
         return True
 
     def requeue(self, batch_id: int, *, by_reader: bool = False) -> None:
-        """The batch returns to its table, as if it was never drawn. A batch that its reader requeues is remembered."""
+        """The batch returns to its table, as if it was never drawn.
+
+        `by_reader`: the reader has asked for it. Then the batch is remembered, because the reader may ask again.
+        """
         self._progress([self.outstanding.requeue(batch_id, by_reader=by_reader)])
 
     def discard(self, keys: Iterable[int]) -> None:
@@ -389,17 +415,17 @@ class ReplayBuffer:
         self._progress(self.tables.values())
 
     def refuse_damaged(self, damage: DamagedPayloads) -> Refused:
-        """Removes the damaged items. Returns the error for a client that has received a part of the response."""
+        """Removes the damaged items. Returns the error for a client that has already received a part of a response."""
         self.discard(damage.keys)
         return try_again(f"{damage}, and removed now: ask again")
 
     def release(self, keys: Sequence[int]) -> None:
-        """As `items.release`, and serves the requests that wait for the bytes."""
+        """Removes a holder from each item, and serves the requests that wait for bytes which this frees."""
         self.items.release(keys)
         self._progress(())
 
     def left(self, columns: Columns, slots: IntArray) -> None:
-        """These rows leave a table. Many rows are cleared away later, in slices."""
+        """Called by a table when these rows leave it. Clears few rows away at once, and many rows later, in slices."""
         items = self.items
         columns.leave(slots)
         for watcher in self.watchers:
@@ -407,7 +433,8 @@ class ReplayBuffer:
         if slots.size > items.leaving.rows_per_slice:
             items.leaving.add(columns, slots)
             items.freed = True  # an insert that waits for these bytes clears as many rows away as it needs
-            # `items.release` calls the hooks only when the rows are cleared away. Marked items are reported now.
+            # `items.release` calls the hooks only when the rows are cleared away. The permits of marked items must not
+            # wait for that, so the hooks are called for these items now.
             for hook in items.on_gone:
                 lost: list[int] = []
                 for extension in self.extensions:
@@ -433,9 +460,10 @@ class ReplayBuffer:
         self._progress(pending.tables)
 
     def _time_out_sample(self, pending: PendingSample) -> None:
+        """Ends `pending` with the rows that are available or, if these are fewer than min_samples, with an error."""
         table = pending.tables[0]
         request = pending.request
-        n = 0
+        n = 0  # rows are for the first request of the line, even if it still waits for more rows
         if self.lines[table.name].samples.head is pending:
             n = table.most_available(request)
         if n >= request.min_samples:
@@ -444,7 +472,7 @@ class ReplayBuffer:
             pending.fail(deadline(self.why_waiting(pending)))
 
     def why_waiting(self, pending: PendingInsert | PendingSample) -> str:
-        """In words: "replay: sampling blocked: items there: 3, wanted: 5 (size 3 < min_size 5)"."""
+        """Why `pending` waits: "replay: sampling blocked: items there: 3, wanted: 5 (size 3 < min_size 5)"."""
         table = pending.tables[0]
         if isinstance(pending, PendingSample):
             what = "sampling"
@@ -461,7 +489,7 @@ class ReplayBuffer:
         return f"{table.name}: {what} blocked: {counted(earlier, 'request')} came first"
 
     def abandon(self, pending: PendingInsert | PendingSample) -> None:
-        """The client of `pending` went away."""
+        """Ends `pending`, whose client went away."""
         if not pending.done:
             pending.abandon()
             self._progress(pending.tables)
@@ -476,7 +504,7 @@ class ReplayBuffer:
                 for name, lines in self.lines.items():
                     if lines.inserts:
                         dirty[name] = None
-                continue
+                continue  # `dirty` may still be empty
             name = next(iter(dirty))
             del dirty[name]
             table = self.tables[name]
@@ -492,17 +520,17 @@ class ReplayBuffer:
                 if not self._serve_insert(insert, dirty):
                     break
                 changed = True
-            if changed:
+            if changed:  # the inserts may have made samples possible, so the table is looked at once more
                 dirty[name] = None
-        for serve in self._serve:
+        for serve in self._serve:  # requests that wait for extensions
             serve()
 
     def _serve_insert(self, pending: PendingInsert, dirty: dict[str, None]) -> bool:
-        """Decides the first insert of a line. Returns False if it goes on waiting.
+        """Decides the first insert of a line. Returns False if this insert still has to wait.
 
         Adds to `dirty` the names of the tables that have changed.
         """
-        for table in pending.tables:
+        for table in pending.tables:  # the row enters all its tables at once, so it must be first in all their lines
             if self.lines[table.name].inserts.head is not pending:
                 return False
         self.items.clear_left(pending.insert.nbytes)
@@ -521,7 +549,7 @@ class ReplayBuffer:
             pending.fail(verdict)
         else:
             pending.finish(None)
-        dirty.update(dict.fromkeys(pending.insert.priorities))
+        dirty.update(dict.fromkeys(pending.insert.priorities))  # the lines of all its tables have a new first insert
         return True
 
     # ------------------------------------------------------------------------------------------------ invariants
@@ -555,9 +583,10 @@ class ReplayBuffer:
             kind.check()
 
     def _check_waits(self, table: Table) -> None:
-        """Asserts that the first requests of the table's lines cannot go on: otherwise they would have been served.
+        """Asserts that the first requests of the table's lines cannot be served: otherwise they would not wait.
 
-        An insert that could only be refused may still wait: when a batch that it closes ends, its tables do not change.
+        A waiting insert that would now be refused is allowed. For example, a batch that the insert closes may have
+        ended. No table of the insert changes by that, so its lines are not served.
         """
         lines = self.lines[table.name]
         sample = lines.samples.head
@@ -565,9 +594,10 @@ class ReplayBuffer:
             assert table.why_no_sample(sample.request, sample.request.num_samples) is not None, sample.request
         insert = lines.inserts.head
         if insert is not None:
-            first = all(self.lines[other.name].inserts.head is insert for other in insert.tables)
-            verdict = self._rules.verdict(insert.insert, insert.tables)
-            assert not first or verdict is not None, (table.name, insert.insert)
+            is_first_everywhere = all(self.lines[other.name].inserts.head is insert for other in insert.tables)
+            if is_first_everywhere:
+                verdict = self._rules.verdict(insert.insert, insert.tables)
+                assert verdict is not None, (table.name, insert.insert)
 
     def check_each_item(self) -> None:
         """Asserts the number of holders of each item, by a loop over items, rows and keys.
@@ -575,6 +605,7 @@ class ReplayBuffer:
         Only tests call it, because it takes as long as the start of a server. Call it while no bytes are sent to a
         reader: the reader would hold the items too.
         """
+        # One holder for each row that is leaving, here, reserved for a batch, or retained.
         holders: Counter[int] = Counter(self.items.leaving.keys())
         for table in self.tables.values():
             table.columns.check_each_key()
@@ -586,7 +617,7 @@ class ReplayBuffer:
         self.storage.check({key: item.nbytes for key, item in self.items.items()})
 
     def close(self) -> None:
-        """Refuses everything from now on and ends every wait."""
+        """Refuses all inserts and samples from now on, and ends every wait."""
         self._closed = True
         refusal = closed("the server is shutting down")
         for lines in self.lines.values():
@@ -616,24 +647,25 @@ class ReplayBuffer:
         return result
 
     def delete(self, table_name: str, keys: Sequence[int]) -> list[int]:
-        """Returns the keys that are not in the table."""
+        """Removes items from a table. Returns the keys that are not in the table."""
         table = self.table(table_name)
         missing = table.delete(keys)
         self._progress([table])
         return missing
 
     def roll_back(self, keys: Iterable[int]) -> set[int]:
-        """Undoes inserts that could not be written. Returns their keys.
+        """Undoes inserts that could not be written to disk. Returns the keys of the undone inserts.
 
-        An item that was drawn meanwhile stays, and so does an item that has closed batches: readers rely on it already.
+        The inserts of two kinds of items are not undone: items that were drawn meanwhile, because readers use them
+        already, and items that have closed batches.
         """
         gone: set[int] = set()
         for key in keys:
             item = self.items.get(key)
             holding = [table for table in self.tables.values() if key in table]
-            if item is None or item.forwarded:
+            if item is None or item.forwarded:  # a forwarded item was drawn
                 continue
-            if item.holders > len(holding) or key in self.items.closing:
+            if item.holders > len(holding) or key in self.items.closing:  # a batch or reader may hold the item, too
                 continue
             if any(table.columns.times_sampled[table.columns.slot(key)] for table in holding):
                 continue
@@ -649,7 +681,7 @@ class ReplayBuffer:
         tables = [self.table(table_name)] if table_name else list(self.tables.values())
         for watcher in self.watchers:
             for table in tables:
-                watcher.changed(list(table.columns.reserved))
+                watcher.changed(list(table.columns.reserved))  # `left` is called for all other rows
                 watcher.scope_changed(table.name, "")
         for table in tables:
             for extension in self.extensions:
@@ -659,7 +691,10 @@ class ReplayBuffer:
         return removed
 
     def update_table(self, table_name: str, changes: dict[str, Any]) -> Table:
-        """Changes the configuration of a table at run time; items and counters stay."""
+        """Changes the configuration of a table while the server runs. Items stay if the new configuration allows them.
+
+        Counters stay, too. `changes`: new values by name of the setting.
+        """
         table = self.table(table_name)
         fixed = changes.keys() & {"name", "forward_to", "copy_to", "seed", "retain_consumed"}
         if fixed:
@@ -683,7 +718,7 @@ class ReplayBuffer:
         return table
 
     def _refuse_hopeless(self, table: Table) -> None:
-        """Ends the waits for a table that can never succeed any more."""
+        """Refuses the requests that wait for a table, and that its new configuration can never serve."""
         for insert in self.lines[table.name].inserts:
             refusal = self._rules.why_invalid(insert.insert, insert.tables)
             if refusal is not None:
@@ -719,9 +754,9 @@ class ReplayBuffer:
             refusal = extension.why_no_policy(change)
             if refusal is not None:
                 raise refusal
-        # A trainer that names a state after the version was set sends that version again. That is no new step.
-        names_state = bool(state) and version == change.before
-        if not names_state:
+        # If the trainer names a state after it has set the version, it sends that version again. This is no new step.
+        only_names_state = bool(state) and version == change.before
+        if not only_names_state:
             self.versions.beat(self.clock())
         self.policy = Policy(version, weights, self.clock())
         for table in self.tables.values():
@@ -730,6 +765,7 @@ class ReplayBuffer:
             table.drop_stale()
         for extension in self.extensions:
             extension.on_policy(change)
+        # Waiting inserts may be outdated by the new version. They are refused even if they are not first in a line.
         for table in self.tables.values():
             for pending in self.lines[table.name].inserts:
                 refusal = self._rules.why_refused(pending.insert, [table])
@@ -737,6 +773,6 @@ class ReplayBuffer:
                     self._count(refusal, [table], pending.insert)
                     pending.fail(refusal)
         self._progress(self.tables.values())
-        for callback in list(self.on_policy):
+        for callback in list(self.on_policy):  # a copy, because a callback may change the set
             callback()
         return self.policy

@@ -7,16 +7,16 @@ A slot is in one state: FREE, LEAVING, RESERVED, WAITING or SELECTABLE.
              │                FREE ◀─────────┘ remove_reserved
              └─leave─▶ LEAVING ─▲ free               SELECTABLE ──▶ WAITING ──▶ SELECTABLE: see WaitingRows
 
-A row is reserved while it may come back, and has an owner. First the owner is the batch that has used up the row and
-may still be requeued. Once that batch is acknowledged, the owner is an extension that retains the row. A reserved row
-counts as gone for size, lookup, listing and removal. It keeps its slot and its facts. So its return changes only its
-state, and nobody has to carry a copy of the row.
+A row is reserved while it may come back. It has an owner: first the batch that has used up the row and may still be
+requeued. If an extension retains the row, the extension becomes the owner when that batch is acknowledged. A reserved
+row counts as gone for size, lookup, listing and removal. It keeps its slot and its facts. Therefore only its state
+changes when it returns, and nobody has to carry a copy of the row.
 
 A row waits while its item lacks a column that the table requires. It counts for size, lookup, listing and removal, but
 no sampler holds it. `lacks` has a bit for each required column that its item lacks.
 
-A row that is leaving counts as gone. `leave` marks a million rows in one pass over an array. `free` does the rest: at
-once or, where that would take long, some slots at a time.
+A row that is leaving counts as gone. `leave` marks even a million rows in one pass over an array. The caller then calls
+`free` for them: for few rows at once, and for many rows in slices.
 
 A tag that the table indexes has a TagColumn: one small number for each slot, and the value that each number stands for.
 """
@@ -84,7 +84,7 @@ class RowFacts:
         """The slots that are free, each once."""
 
     def _claim(self, n: int) -> list[int]:
-        """Takes n free slots, at least 1."""
+        """Removes n slots, at least 1, from the free slots, and returns them."""
         assert n > 0, "the last 0 entries of a list are all of them"
         lacking = n - len(self._free)
         if lacking > 0:
@@ -95,14 +95,14 @@ class RowFacts:
         return chosen
 
     def _grow(self, least: int) -> None:
-        """Adds `least` free slots or more."""
+        """Adds at least `least` free slots, and at least doubles the number of slots."""
         old = self.order.size
         new = max(64, power_of_two(old + max(least, old)))
         self._lengthen(new)
-        self._free.extend(range(new - 1, old - 1, -1))
+        self._free.extend(range(new - 1, old - 1, -1))  # `_claim` begins at the end: with the lowest slot
 
     def _lengthen(self, length: int) -> None:
-        """Gives each array `length` entries; the new ones are 0."""
+        """Gives each array of this object `length` entries. The new entries are 0."""
         for name, column in vars(self).items():
             if isinstance(column, np.ndarray):
                 grown = np.zeros(length, dtype=column.dtype)
@@ -118,7 +118,8 @@ class RowFacts:
 
 
 MAX_BALANCED = 1024
-"""Values of a tag that one table may balance, "" for no value included: each has a selector of its own."""
+"""The most values of a tag that one table may balance. Items without the tag count as one value, "". Each value has a
+selector."""
 
 
 class TagColumn:
@@ -136,6 +137,7 @@ class TagColumn:
         self.values: list[str] = [""]
         """By code."""
         self._codes = {"": 0}
+        """By value: its code."""
         self._rows = np.zeros(16, dtype=np.int64)
         """By code, from 1: the number of slots that have the code."""
         self._unused: list[int] = []
@@ -146,7 +148,7 @@ class TagColumn:
         return self._codes.get(value)
 
     def __len__(self) -> int:
-        """The number of values, "" for no value included."""
+        """The number of values. The value "" of items without the tag always counts."""
         return len(self._codes)
 
     def set(self, slots: IntArray, labels: Sequence[Labels]) -> None:
@@ -156,14 +158,14 @@ class TagColumn:
         code_of = {identity: self._add(of_item.text(self.name)) for identity, of_item in different.items()}
         if not any(code_of.values()):
             return  # a new slot has code 0 already
-        # Only built-in functions, because they run for each of a million rows.
+        # There may be a million rows, so only built-in functions run for each row.
         codes = np.fromiter(map(code_of.__getitem__, map(id, labels)), dtype=np.int32, count=slots.size)
         self.codes[slots] = codes
         counts = np.bincount(codes)
         self._rows[: counts.size] += counts
 
     def _add(self, text: str) -> int:
-        """The code of a value, which may be new."""
+        """The code of a value. A new value gets an unused code."""
         known = self._codes.get(text)
         if known is not None:
             return known
@@ -179,13 +181,13 @@ class TagColumn:
         return code
 
     def forget(self, slots: IntArray) -> None:
-        """These slots (n,), distinct, have no value any more."""
+        """Removes the values of these slots (n,), which are distinct. Forgets the values that no slot has any more."""
         codes = self.codes[slots]
         self.codes[slots] = 0
-        if not codes.any():
+        if not codes.any():  # no item had the tag
             return
         counts = np.bincount(codes, minlength=1)
-        counts[0] = 0
+        counts[0] = 0  # slots without a value are not counted
         self._rows[: counts.size] -= counts
         for code in np.flatnonzero(counts).tolist():
             assert self._rows[code] >= 0, f"more slots lose the value {self.values[code]!r} than have it"
@@ -195,7 +197,7 @@ class TagColumn:
                 self._unused.append(code)
 
     def have(self, slots: IntArray, value: str) -> npt.NDArray[np.bool_]:
-        """A mask (n,) of the `slots` (n,) that have `value`; "" for no value."""
+        """A mask (n,) of the `slots` (n,) that have `value`. Slots without a value have the value ""."""
         code = self.code(value)
         if code is None:
             return np.zeros(slots.size, dtype=np.bool_)
@@ -212,7 +214,7 @@ class TagColumn:
         assert not self.codes[state < RESERVED].any(), "a slot that is free or leaving has a value"
         counts = np.bincount(self.codes, minlength=self._rows.size)
         assert np.array_equal(counts[1:], self._rows[1:]), (counts.tolist(), self._rows.tolist())
-        in_use = [0, *(1 + np.flatnonzero(counts[1:])).tolist()]
+        in_use = [0, *(1 + np.flatnonzero(counts[1:])).tolist()]  # code 0 counts as in use, even if no slot has it
         assert sorted(self._codes.values()) == in_use, "a value that no slot has is not forgotten"
         assert all(self.values[code] == value for value, code in self._codes.items())
         assert sorted([*in_use, *self._unused]) == list(range(len(self.values))), "a code is lost"
@@ -233,7 +235,7 @@ class Columns(RowFacts):
         super().__init__(current_version)
         self.tags = {name: TagColumn(name) for name in indexed}
         self._slots: dict[int, int] = {}
-        """The slot of each item that is here, and of some that are leaving."""
+        """By key: the slot of its row that is here or, if there is none, of its last row that is leaving."""
         self._leaving = 0
         """The number of slots that are leaving."""
         self._size = 0
@@ -243,6 +245,7 @@ class Columns(RowFacts):
         self.retained: dict[int, int] = {}
         """By key: the slot of each row that an extension retains."""
         self.state = np.zeros(0, dtype=np.uint8)
+        """FREE, LEAVING, RESERVED, WAITING or SELECTABLE."""
         self.key = np.zeros(0, dtype=np.uint64)
         self.inserted_at = np.zeros(0)
         """The time of the insert: seconds of the server's clock."""
@@ -251,6 +254,7 @@ class Columns(RowFacts):
         self.cost = np.zeros(0, dtype=np.int64)
         """Bytes that count for bounds: see `costs`."""
         self.times_sampled = np.zeros(0, dtype=np.int64)
+        """The number of draws of the item from this table, without draws that were undone."""
         self.lacks = np.zeros(0, dtype=np.uint16)
         """A bit for each column that a waiting row lacks, in the order in which the table requires them."""
         self._row = np.zeros(0, dtype=np.int64)
@@ -269,7 +273,7 @@ class Columns(RowFacts):
     def slot(self, key: int) -> int | None:
         """The slot of `key`; None if it is not here."""
         slot = self._slots.get(key)
-        if self._leaving and slot is not None and self.state[slot] < WAITING:
+        if self._leaving and slot is not None and self.state[slot] < WAITING:  # the row is leaving
             return None
         return slot
 
@@ -280,7 +284,7 @@ class Columns(RowFacts):
         return [key for key in keys if key not in self._slots]  # takes a quarter of the time
 
     def leaving(self, key: int) -> int | None:
-        """The slot of `key` if it is leaving."""
+        """The slot of `key` if its row is leaving; None: no row is leaving, or the item was inserted again."""
         slot = self._slots.get(key)
         if slot is not None and self.state[slot] == LEAVING:
             return slot
@@ -292,26 +296,27 @@ class Columns(RowFacts):
             return self._look_up(keys)
         slots = self._guess[self._hashes(keys)].astype(np.int64)
         # A guess of -1 means that no key of this hash was ever added, so the key is not here.
-        other = (self.key[slots] != keys) | (self.state[slots] < WAITING)
-        wrong = np.flatnonzero((slots >= 0) & other)
+        is_other = (self.key[slots] != keys) | (self.state[slots] < WAITING)
+        wrong = np.flatnonzero((slots >= 0) & is_other)
         slots[wrong] = self._look_up(keys[wrong])
         return slots
 
     def find_with_reserved(self, keys: KeyArray) -> IntArray:
-        """As `find`, and the slots of rows that batches reserve too."""
+        """As `find`, and also finds the rows that batches reserve."""
         slots = self.find(keys)
         if self.reserved:
             absent = np.flatnonzero(slots < 0)
-            names: list[int] = keys[absent].tolist()
-            slots[absent] = [self.reserved.get(name, -1) for name in names]
+            absent_keys: list[int] = keys[absent].tolist()
+            slots[absent] = [self.reserved.get(key, -1) for key in absent_keys]
         return slots
 
     def _look_up(self, keys: KeyArray) -> IntArray:
         """As `find`, without a guess: one lookup for each key."""
-        names: list[int] = keys.tolist()
+        listed: list[int] = keys.tolist()
         # `map` over built-in functions is faster than a loop.
-        slots = np.fromiter(map(self._slots.get, names, repeat(-1)), dtype=np.int64, count=len(names))
+        slots = np.fromiter(map(self._slots.get, listed, repeat(-1)), dtype=np.int64, count=len(listed))
         if self._leaving:
+            # For a key that was not found, this reads the state of the last slot. The result is -1 in any case.
             slots[self.state[slots] < WAITING] = -1
         return slots
 
@@ -336,7 +341,7 @@ class Columns(RowFacts):
             key = keys[0]
             slot = chosen[0]
             self.key[slot] = key
-            product = key * _HASH & (1 << _BITS) - 1  # of 64 bits, as in `_hashes`
+            product = (key * _HASH) & ((1 << _BITS) - 1)  # modulo 2 ** 64, as the array arithmetic of `_hashes`
             self._guess[product >> self._shift] = slot
         else:
             self.key[slots] = keys
@@ -345,9 +350,9 @@ class Columns(RowFacts):
         return slots
 
     def grow(self, key: int, nbytes: int, cost: int) -> None:
-        """The payload of `key` grew by `nbytes`. Its rows cost `cost` more bytes, with the bytes of its new labels.
+        """Adds `nbytes` to the size of each row of `key`, reserved and retained rows included.
 
-        Reserved and retained rows of the key grow, too.
+        `cost` is added to the cost of each row: `nbytes`, and the bytes of new labels.
         """
         for slots in (self._slots, self.reserved, self.retained):
             slot = slots.get(key)
@@ -367,7 +372,7 @@ class Columns(RowFacts):
     def return_rows(self, keys: Sequence[int]) -> IntArray:
         """Ends the reservation of `keys`: their rows are here again. Returns their slots (n,).
 
-        Either all rows are retained, or batches reserve all of them.
+        The rows must have owners of one kind: batches own all of them, or an extension does.
         """
         if keys and keys[0] in self.retained:
             owned = self.retained
@@ -395,12 +400,12 @@ class Columns(RowFacts):
         self._leaving -= slots.size
         assert self._leaving >= 0, "slots are freed that were not leaving"
         keys: list[int] = self.key[slots].tolist()
-        names: list[int] = slots.tolist()
-        for key, slot in zip(keys, names, strict=True):
+        freed: list[int] = slots.tolist()
+        for key, slot in zip(keys, freed, strict=True):
             if self._slots.get(key) == slot:  # otherwise the item was inserted again, and has another slot
                 del self._slots[key]
         self.state[slots] = FREE
-        self._free.extend(names)
+        self._free.extend(freed)
         return keys
 
     def retain(self, keys: Iterable[int]) -> None:
@@ -426,14 +431,16 @@ class Columns(RowFacts):
         return slots[np.argsort(self.order[slots], kind="stable")]
 
     def _grow(self, least: int) -> None:
-        # `_lengthen` must not copy `_guess`, which is longer than the columns. It is made anew below.
+        """Adds at least `least` free slots, and builds the guesses anew for the new number of slots."""
+        # `_lengthen` must not copy `_guess`, which is longer than the columns. It is built anew below.
         self._guess = np.zeros(0, dtype=np.int32)
         super()._grow(least)
         new = self.key.size
         for tag in self.tags.values():
             tag.lengthen(new)
-        assert new & new - 1 == 0, f"hashes choose among a power of two, not {new}"
-        self._shift = _BITS - 1 - new.bit_length()  # four places for each slot
+        assert new & (new - 1) == 0, f"hashes choose among a power of two, not {new}"
+        # `_guess` has four entries for each slot, so an index has log2(4 * new) = new.bit_length() + 1 bits.
+        self._shift = _BITS - (new.bit_length() + 1)
         self._guess = np.full(4 * new, -1, dtype=np.int32)
         slots = self.occupied()
         self._guess[self._hashes(self.key[slots])] = slots
@@ -447,7 +454,10 @@ class Columns(RowFacts):
         assert len(self._free) == counts[FREE], (len(self._free), counts)
 
     def check(self) -> None:
-        """Asserts that the states of the slots, the counts, the lookups and the tags agree. Some passes over arrays."""
+        """Asserts that the states of the slots, the counts, the lookups and the tags agree.
+
+        It takes some passes over arrays, and no loop over the slots.
+        """
         self.check_counts()
         self.check_free(self.state == FREE)
         for owned in (self.reserved, self.retained):
@@ -462,18 +472,19 @@ class Columns(RowFacts):
             tag.check(self.state)
 
     def check_each_key(self) -> None:
-        """Asserts that the lookup of each key leads to its slot, without a guess. One lookup for each item."""
+        """Asserts that the lookup of each key leads to its slot, without a guess. It takes one lookup for each item."""
         here = self.occupied()
         assert np.array_equal(self._look_up(self.key[here]), here)
 
 
 class WaitingRows:
-    """The rows of a table that wait for columns which it requires. A row that waits lacks at least one of them.
+    """The rows of a table that wait because their items lack columns which the table requires.
 
-    The names of an item's columns come beside its payload, which the server does not open.
+    The labels of an item name its columns, so the server does not have to decode the payload.
     """
 
     def __init__(self, columns: Columns, requires: Sequence[str]) -> None:
+        """`requires`: the names of the required columns. The column at index i has the bit 1 << i of `lacks`."""
         self._columns = columns
         self._requires = requires
         self._bit_numbers = np.arange(len(requires), dtype=np.uint16)
@@ -483,7 +494,7 @@ class WaitingRows:
         """By required column: the number of rows that wait for it."""
 
     def add(self, slots: IntArray, labels: Sequence[Labels] | None) -> IntArray:
-        """Makes those of the rows (n,) wait whose items lack a required column. Returns the slots of the other rows.
+        """Makes each of the rows (n,) wait if its item lacks a required column. Returns the slots of the other rows.
 
         `labels` (n,) are the labels of the items; None: no item has labels.
         """
@@ -500,17 +511,17 @@ class WaitingRows:
         return slots[~waits]
 
     def remove(self, slots: IntArray) -> IntArray:
-        """Notes that these rows (n,) leave. Returns the slots of the rows that did not wait."""
+        """Subtracts rows (n,) that are removed from the counts. Returns the slots of the rows that did not wait."""
         waits = self._columns.state[slots] == WAITING
         self._add(slots[waits], -1)
         return np.asarray(slots[~waits])
 
     def complete(self, slot: int, labels: Labels) -> bool:
-        """Sets the labels of the item of a row that waits. Returns True if the row waits no more."""
+        """The item of a waiting row has new labels. Returns True if it lacks no column any more: then its wait ends."""
         columns = self._columns
         slots = np.array([slot])
         assert columns.state[slot] == WAITING, slot
-        self._add(slots, -1)
+        self._add(slots, -1)  # with the old `lacks` of the row
         lacks = self._lacks(labels)
         if lacks:
             columns.lacks[slot] = lacks
@@ -520,23 +531,23 @@ class WaitingRows:
         return True
 
     def clear(self) -> None:
-        """Ends the wait of all rows, whatever columns they lack."""
+        """Ends the wait of all rows, whatever they lack. The counts stay: this object is replaced afterwards."""
         columns = self._columns
         columns.state[columns.state == WAITING] = SELECTABLE
 
     def lacking(self) -> dict[str, int]:
-        """The columns that rows wait for, and the number of rows that wait for each."""
-        found = {}
+        """By name of each column that rows wait for: the number of these rows."""
+        rows = {}
         for name, count in zip(self._requires, self._lacking.tolist(), strict=True):
             if count:
-                found[name] = count
-        return found
+                rows[name] = count
+        return rows
 
     def lacking_of(self, slots: IntArray) -> list[list[str]]:
         """The columns that the row of each of `slots` (n,) waits for; empty for a row that does not wait."""
         lacks = np.where(self._columns.state[slots] == WAITING, self._columns.lacks[slots], 0)
         names = np.array(self._requires, dtype=object)
-        return [names[row].tolist() for row in self._bits(lacks)]
+        return [names[mask].tolist() for mask in self._bits(lacks)]
 
     def words(self) -> str:
         """The wait in words, such as "14 wait for teacher_logprobs"; "" if no row waits."""
@@ -560,7 +571,8 @@ class WaitingRows:
 
     def _bits(self, lacks: npt.NDArray[np.uint16]) -> npt.NDArray[np.bool_]:
         """The bits of each number (n,), as (n, required columns)."""
-        return np.asarray((lacks[:, None] >> self._bit_numbers) & 1 > 0)
+        shifted = lacks[:, None] >> self._bit_numbers  # (n, required columns), with the bit of the column lowest
+        return np.asarray((shifted & 1) > 0)
 
     def check(self) -> None:
         """Asserts that the counts fit the rows that wait."""

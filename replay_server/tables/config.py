@@ -20,12 +20,13 @@ from replay_server.tables.selectors import Selector
 MAX_PRIORITY = 3.4e38
 """The largest priority, about the largest float32. With MAX_EXPONENT, a sum of 10^9 weights stays finite in float64."""
 MAX_EXPONENT = 7.0
+"""The largest exponent of a priority: see MAX_PRIORITY."""
 MIN_HALF_LIFE = 0.01
 """The shortest half-life, in policy versions. With a shorter one only the newest version would ever be drawn."""
 MAX_COUNT = 2**53
 """The largest count that a limiter's arithmetic in float64 keeps exact."""
 MAX_INDEXED = 4
-"""Tags that one table may index: each costs 4 bytes an item, and some work at each insert."""
+"""The most tags in the `index` of a table: each costs 4 bytes an item, and some work at each insert."""
 ENVIRONMENT = "environment"
 """The tag that names the environment of a group. Every table has a column for it, and counts by it."""
 MAX_TAG_NAME = 64
@@ -34,11 +35,12 @@ name has at least as many bytes as characters."""
 MAX_TAG_TEXT = 256
 """Bytes of the value of a tag. Values in settings may have this many characters, as names may."""
 MAX_RETAINED_STATES = 1024
-"""States of a trainer that a server remembers."""
+"""The most states of a trainer that a server remembers."""
 MOST_REQUIRED = 16
-"""Columns that one table may require: Columns.lacks has a bit for each."""
+"""The most columns that one table may require: Columns.lacks has a bit for each."""
 TABLE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]{0,127}\Z")
 _UNITS = {"": 1, "B": 1}
+"""By the unit of a size, in capitals: its bytes."""
 for _power, _letter in enumerate("KMGT", start=1):
     _UNITS[f"{_letter}B"] = 1000**_power
     _UNITS[f"{_letter}IB"] = 1024**_power
@@ -64,8 +66,8 @@ Bytes = Annotated[int, BeforeValidator(parse_bytes), Field(ge=1, le=2**53)]
 class _OneLine(ModelMetaclass):
     """Makes `TableConfig(...)` in Python fail as a configuration file does: with one line that names the remedy.
 
-    pydantic's own error has several lines. It is caught here and not in `__init__`, because pydantic calls an
-    `__init__` of ours for nested models too, and their errors would lose the place in the configuration.
+    pydantic's own error has several lines. This metaclass catches the error. An `__init__` of our models would not do:
+    pydantic would call it for nested models too, and their errors would lose the place in the configuration.
     """
 
     def __call__(cls, *values: Any, **named: Any) -> Any:
@@ -95,6 +97,7 @@ class _Tagged(Model):
     @model_validator(mode="before")
     @classmethod
     def _short_form(cls, value: Any) -> Any:
+        """Reads the name alone, as in `sampler = "fifo"`."""
         return {"type": value} if isinstance(value, str) else value
 
 
@@ -112,6 +115,7 @@ class SelectorConfig(_Tagged):
 
     @model_validator(mode="after")
     def _only_where_used(self) -> Self:
+        """Refuses settings that the type ignores."""
         if "exponent" in self.model_fields_set and self.type != "prioritized":
             raise ValueError(f"exponent belongs to 'prioritized', not to {self.type!r}")
         if self.half_life is not None and self.type in ("fifo", "lifo", "uniform"):
@@ -149,6 +153,7 @@ class RateLimiterConfig(_Tagged):
 
     @model_validator(mode="after")
     def _checked(self) -> Self:
+        """Refuses settings that the type ignores, lacks or cannot satisfy."""
         allowed = {
             "min_size": {"min_size"},
             "sample_to_insert_ratio": {"min_size", "samples_per_insert", "error_buffer"},
@@ -162,7 +167,7 @@ class RateLimiterConfig(_Tagged):
             raise ValueError(f"{self.type!r} needs max_size, for example {{ type = {self.type!r}, max_size = 512 }}")
         if self.type == "sample_to_insert_ratio" and self.samples_per_insert is None:
             raise ValueError("'sample_to_insert_ratio' needs samples_per_insert")
-        self.build()
+        self.build()  # raises ValueError for bounds that no table could satisfy
         return self
 
     def build(self) -> RateLimiter:
@@ -233,6 +238,7 @@ class TableConfig(Model):
     @model_validator(mode="before")
     @classmethod
     def _queue_defaults(cls, value: Any) -> Any:
+        """Adds the settings that a queue or stack implies, unless they are set. `value`: what pydantic is to parse."""
         if not isinstance(value, dict):
             return value
         limiter = value.get("rate_limiter")
@@ -248,6 +254,7 @@ class TableConfig(Model):
 
     @model_validator(mode="after")
     def _checked(self) -> Self:
+        """Refuses names that are not allowed, and settings that do not fit each other."""
         if not TABLE_NAME.match(self.name):
             raise ValueError(f"table name {self.name!r}: letters, digits, '_', '-' and '.', at most 128 of them")
         for field in ("requires", "index"):
@@ -380,12 +387,12 @@ def _candidates(admission: AdmissionConfig, tables: Sequence[TableConfig]) -> Se
     """The tables of which one may be the table that is trained on.
 
     These are the queues and stacks that forward. If no queue or stack forwards: all queues and stacks. If there is no
-    queue or stack at all: all tables.
+    queue or stack at all: all tables. Permit tables and tables of copies do not count, unless there are no others.
     """
     not_trained_on = {*admission.permit_tables, *(table.copy_to for table in tables)}
-    trained_on = [table for table in tables if table.name not in not_trained_on]
-    if trained_on:
-        tables = trained_on
+    others = [table for table in tables if table.name not in not_trained_on]
+    if others:
+        tables = others
     queues = [table for table in tables if table.rate_limiter.type in ("queue", "stack")]
     forwarding = [table for table in queues if table.forward_to is not None]
     return forwarding or queues or tables

@@ -2,9 +2,10 @@
 
 * A table holds each of its items once. An outstanding batch holds the items of its rows, and a reader holds the items
   whose bytes are being sent to it.
-* Rows that have left a table hold their items until they are cleared away (`Leaving`), or while they are retained.
-* As long as anything holds an item, its payload is in the storage and its bytes count. After that both are gone.
-* An item that only copies hold is gone for trainers.
+* A row that has left a table holds its item until the row is cleared away (`Leaving`). A retained row holds its item.
+* As long as anything holds an item, its payload is in the storage and its bytes count. Then item and payload are
+  deleted.
+* For trainers, an item is gone as soon as only tables of copies hold it.
 """
 
 from __future__ import annotations
@@ -74,7 +75,8 @@ class Storage(Protocol):
     def why_full(self, nbytes: int) -> str | None:
         """Why payloads of `nbytes` cannot be stored; None: they can."""
 
-    def facts(self) -> StorageFacts: ...
+    def facts(self) -> StorageFacts:
+        """The facts about the storage, as of now."""
 
 
 @dataclass(slots=True)
@@ -105,26 +107,31 @@ class Items(dict[int, Item]):
         super().__init__()
         self.storage = storage
         self.max_bytes = math.inf if max_bytes is None else max_bytes
+        """The most bytes of all items together."""
         self.bytes = 0
+        """The bytes of all items: the sum of their costs."""
         self.freed = False
-        """True if bytes became free, or could be freed, since this was last set to False."""
+        """True if bytes became free, or could be freed, since the buffer last set this to False."""
         self.closing: set[int] = set()
         """Keys of items whose inserts have closed batches. Such an insert cannot be undone alone."""
         self.labelled = False
-        """True if some item ever had labels. Otherwise nobody has to look for labels."""
+        """True if some item ever had labels. If False, callers need not look for labels."""
         self.tagged = False
         """True if some item ever had tags."""
         self.copies: Mapping[str, Table] = {}
         """The tables to which other tables copy their items, by name."""
         self.on_gone: tuple[Callable[[Sequence[int]], None], ...] = ()
-        """The hooks `on_item_gone` of extensions. The next three attributes are hooks too: see `extension.py`."""
+        """The hooks `on_item_gone` of extensions (`extension.py`)."""
         self.spares: tuple[Callable[[int], int], ...] = ()
+        """The hooks `spares` of extensions."""
         self.spare_keys: tuple[Callable[[], Iterable[int]], ...] = ()
+        """The hooks `spare_keys` of extensions."""
         self.frees: tuple[Callable[[float], bool], ...] = ()
+        """The hooks `free` of extensions."""
         self.leaving = Leaving(self.release, rows_per_slice)
 
     def insert(self, batch: InsertBatch, now: float, holders: int) -> None:
-        """Adds the items of a batch, which `holders` tables hold, and stores their payloads."""
+        """Adds the items of a batch, each held by this number of tables, and stores their payloads."""
         assert self.keys().isdisjoint(batch.keys), "an item that is there is inserted again"
         sizes = batch.sizes.tolist()
         versions = batch.policy_versions.tolist()
@@ -138,10 +145,10 @@ class Items(dict[int, Item]):
     def label(self, keys: Iterable[int], labels: Iterable[Labels]) -> None:
         """Sets the labels of each of `keys`."""
         self.labelled = True
-        for key, of_item in zip(keys, labels, strict=True):
-            self.bytes += of_item.nbytes - self[key].labels.nbytes
-            self[key].labels = of_item
-            self.tagged = self.tagged or bool(of_item.pairs)
+        for key, new_labels in zip(keys, labels, strict=True):
+            self.bytes += new_labels.nbytes - self[key].labels.nbytes
+            self[key].labels = new_labels
+            self.tagged = self.tagged or bool(new_labels.pairs)
 
     def labels(self, keys: Sequence[int]) -> list[Labels] | None:
         """The labels of each of `keys`; None: no item has labels."""
@@ -172,11 +179,14 @@ class Items(dict[int, Item]):
             self[key].holders += 1
 
     def release(self, keys: Iterable[int]) -> None:
-        """Removes a holder from each of `keys`. Deletes the items that have no holder left."""
+        """Removes a holder from each of `keys`. Deletes the items that have no holder left.
+
+        Calls the hooks with these items, and with the items that only tables of copies hold now.
+        """
         gone = []
         lost = []
         nbytes = 0
-        may_be_lost = bool(self.copies or self.leaving)
+        may_be_lost = bool(self.copies or self.leaving)  # otherwise an item with a holder is never lost
         for key in keys:
             item = self[key]
             item.holders -= 1
@@ -188,7 +198,7 @@ class Items(dict[int, Item]):
                 lost.append(key)
                 self.freed = True  # an insert that waits for these bytes discards the item
             elif self.spares and item.holders == self.spare(key):
-                self.freed = True  # extensions would discard all rows that still hold the item
+                self.freed = True  # extensions can discard all rows that still hold the item
         if gone:
             self.bytes -= nbytes
             assert self.bytes >= 0, self.bytes
@@ -201,7 +211,7 @@ class Items(dict[int, Item]):
                 hook([*gone, *lost])
 
     def lost(self, key: int) -> bool:
-        """True if nobody can train on the item any more, not even after going back to an older state."""
+        """True if nobody can train on the item any more, even if the trainer goes back to an older state."""
         item = self.get(key)
         if item is None:
             return True
@@ -210,14 +220,15 @@ class Items(dict[int, Item]):
         return item.holders == copies + self.leaving.holds_of(key)
 
     def clear_left(self, nbytes: int) -> None:
-        """Clears away rows that have left, until there is room for `nbytes` more, or no such row is left."""
+        """Clears away rows that have left, until the server has room for `nbytes` more, or no such row remains."""
         while self.leaving and self.bytes + nbytes > self.max_bytes:
             self.leaving.clear_slice()
 
     def why_full(self, nbytes: int, tables: Sequence[Table] = ()) -> str | None:
         """Why the server has no room for `nbytes` more; None: it has room, or `free` and `make_room` can make room.
 
-        These two methods discard rows that extensions can spare, and evict items from the `tables` that may evict.
+        These two methods discard rows that extensions can spare, and evict items from those of the `tables` whose
+        setting `when_full` is "evict".
         """
         needed = self.bytes + nbytes - self.max_bytes
         if needed <= 0:
@@ -227,14 +238,16 @@ class Items(dict[int, Item]):
         return f"{self.bytes} bytes + {nbytes} > max_bytes {self.max_bytes}"
 
     def free(self, nbytes: int) -> None:
-        """Frees bytes until there is room for `nbytes` more, or nothing is left to free.
+        """Frees bytes until the server has room for `nbytes` more, or no more bytes can be freed.
 
         Clears away rows that have left, and then discards rows that extensions can spare.
         """
         while (needed := self.bytes + nbytes - self.max_bytes) > 0:
             if self.leaving:
                 self.leaving.clear_slice()
-            elif not any(free(needed) for free in self.frees):
+                continue
+            has_freed = any(free(needed) for free in self.frees)  # stops at the first extension that frees any
+            if not has_freed:
                 break
 
     def make_room(self, tables: Sequence[Table]) -> int:
@@ -247,11 +260,11 @@ class Items(dict[int, Item]):
         while self.bytes > self.max_bytes:
             largest = max(_evicting(tables), key=lambda table: table.bytes)
             largest.evict()
-            self.free(0)
+            self.free(0)  # now only copies, or rows that leave, may hold the evicted item
         return before - len(self)
 
     def spare(self, key: int) -> int:
-        """The number of holders of the item that extensions would discard."""
+        """The number of rows of the item that extensions can discard."""
         spare = 0
         for spares in self.spares:  # for one extension, this loop takes a tenth of the time of sum()
             spare += spares(key)
@@ -265,9 +278,9 @@ class Items(dict[int, Item]):
         self.leaving.check()
 
     def check_each(self, holders: Mapping[int, int]) -> None:
-        """Asserts that `holders` of each item is the real number, and that `bytes` is the sum of costs.
+        """Asserts that each item has the number of holders that `holders` says, and that `bytes` is the sum of costs.
 
-        `holders`: by key, counted by the caller while no reader of bytes holds an item. A loop over all items.
+        `holders`: by key, counted by the caller while no reader of bytes holds an item. This loops over all items.
         """
         assert self.keys() == holders.keys(), self.keys() ^ holders.keys()
         for key, item in self.items():
@@ -277,15 +290,15 @@ class Items(dict[int, Item]):
         assert self.bytes == nbytes, (self.bytes, nbytes)
 
     def _can_free(self, needed: float, tables: Sequence[Table]) -> bool:
-        """True if discarding all rows that extensions can spare, and evicting from `tables`, frees `needed` bytes."""
+        """True if `needed` bytes are free after `free` and `make_room` have discarded and evicted all that they can."""
         evicting = _evicting(tables)
         visited: set[int] = set()
         for key in self._keys_to_free(evicting):
             if key in visited:
                 continue
             visited.add(key)
-            discarded = self.spare(key) + sum(key in table for table in evicting)
-            if self[key].holders == discarded:
+            removable = self.spare(key) + sum(key in table for table in evicting)
+            if self[key].holders == removable:  # otherwise the item, and its bytes, would stay
                 needed -= self[key].cost
                 if needed <= 0:
                     return True
@@ -300,7 +313,7 @@ class Items(dict[int, Item]):
 
 
 def _evicting(tables: Iterable[Table]) -> list[Table]:
-    """The tables that evict items to make room."""
+    """The tables among `tables` that evict items to make room."""
     return [table for table in tables if table.config.when_full == "evict"]
 
 
@@ -308,19 +321,19 @@ class Leaving:
     """Clears away, in slices, the rows that left their table in one large change.
 
     **Why.** `update_table(max_size=1)` can remove a million items, and so can a new policy version, a delete or a
-    reset. To free their objects one by one took up to 3 seconds, in which no client of any table was served.
+    reset. Freeing their objects one by one took up to 3 seconds, in which no client of any table was served.
 
     **How.** The change itself is one operation, whatever its size. It marks its rows as leaving in one pass over an
     array (`columns.py`), removes them from the selectors, and counts them. From then on the rows are gone for draws,
-    lists, `get`, counts, commits and checkpoints. Nobody sees a part of the change, nobody has to wait for it, and a
-    client that goes away leaves nothing half done. Only invisible work is left to do: to free slots, objects and
-    payloads. That is done here, ROWS_PER_SLICE rows at a time, and other requests run between two slices.
+    lists, `get`, counts, commits and checkpoints. Nobody sees a part of the change, and nobody has to wait for it. The
+    change is complete even if its client goes away. Afterwards, this class frees slots, objects and payloads,
+    ROWS_PER_SLICE rows at a time. Other requests run between two slices.
 
     * The queue of slices holds the items, as a table or a batch would. So a payload stays, and its bytes count for the
       server, until its slice is cleared. An insert that lacks these bytes clears the slices that it needs, and is not
       refused.
-    * The next commit writes the whole change. After a kill between two slices, the start deletes payloads without an
-      item.
+    * The next commit writes the whole change. If the server is killed between two slices, its next start deletes the
+      payloads that have no item.
     * A change of at most ROWS_PER_SLICE rows clears its own rows at once. So between two operations, all rows that are
       leaving are in the slices.
     """
@@ -330,9 +343,11 @@ class Leaving:
         self._release = release
         self.rows_per_slice = rows_per_slice
         self._slices: deque[tuple[Columns, IntArray]] = deque()
+        """The slices that wait: slots (n,), and the Columns object that has them. A reset table has a new one."""
         self._columns: Counter[Columns] = Counter()
         """The number of waiting slices of each Columns object."""
         self._more = asyncio.Event()
+        """Set when slices are added."""
 
     def __len__(self) -> int:
         """The number of slices that wait."""
@@ -376,7 +391,7 @@ class Leaving:
             assert np.count_nonzero(columns.state == LEAVING) == count, "a slot is in two slices, or in none"
 
     async def run(self) -> None:
-        """Clears away slice by slice until the task is cancelled. Other tasks run between two slices.
+        """Clears away one slice after the other, until the task is cancelled. Other tasks run between two slices.
 
         No request depends on this task: an insert that needs these bytes clears away the slices itself.
         """

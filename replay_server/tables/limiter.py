@@ -64,7 +64,7 @@ class RateLimiter:
         )
 
     def most_samples(self, waiting: int = 0) -> float:
-        """The number of items that may be sampled now, one after the other."""
+        """The number of items that may be sampled now, one after the other. It may be infinite."""
         if self.size - waiting < self.min_size:
             return 0
         most = self.inserts * self.samples_per_insert - self.samples - self.min_diff
@@ -74,13 +74,16 @@ class RateLimiter:
 
     def largest_batch(self) -> float:
         """The largest batch that can be sampled at once. Inserting stops before a larger batch is complete."""
-        return max(self.max_diff, self.samples_per_insert * self.min_size) - self.min_diff
+        # Inserting stops when inserts * spi - samples reaches this difference. A sample must leave it at min_diff or
+        # above.
+        largest_difference = max(self.max_diff, self.samples_per_insert * self.min_size)
+        return largest_difference - self.min_diff
 
     def why_no_insert(self, n: int) -> str:
         """Why `n` items may not be inserted: in words, then the inequality. Call it if `can_insert(n)` is false."""
         spi = self.samples_per_insert
         difference = (self.inserts + n) * spi - self.samples
-        if spi == 1 and self.min_diff == 0:
+        if spi == 1 and self.min_diff == 0:  # a queue or stack
             words = f"it is full, {difference - n:.12g} of {self.max_diff:.12g} items are not sampled yet"
         else:
             words = "inserts are too far ahead of samples"
@@ -108,10 +111,11 @@ class RateLimiter:
 
 
 def sample_to_insert_ratio(spi: float, min_size: int, error_buffer: float | tuple[float, float] | None) -> RateLimiter:
-    """Keeps samples / inserts near `spi`, which is above 0.
+    """A limiter that keeps samples / inserts near `spi`, which is above 0.
 
     error_buffer: a number e bounds the difference inserts * spi - samples to spi * min_size ± e. A pair is (min_diff,
-    max_diff). Raises ValueError for constants with which inserts and samples block each other for ever.
+    max_diff). None: e is 10 * max(1, spi). Raises ValueError for constants with which inserts and samples would block
+    each other for ever.
     """
     middle = spi * min_size
     if isinstance(error_buffer, tuple):

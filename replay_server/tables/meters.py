@@ -16,7 +16,7 @@ WINDOW = 60
 _PAUSES = 256
 """The most pauses between arrivals that are remembered."""
 _LONGEST = 3
-"""Pauses are compared with the third longest pause. An interval is known from three steps or pauses on."""
+"""Pauses are compared with the third longest pause. An interval is unknown until there are three steps or pauses."""
 _STEPS = 15
 """The most steps from which the usual length of a step is measured."""
 
@@ -50,7 +50,9 @@ class StepTimes:
 
     def __init__(self) -> None:
         self._steps: deque[float] = deque(maxlen=_STEPS)
+        """The seconds of each of the last steps."""
         self._begun: float | None = None
+        """The time at which the current step began; None: no step has begun."""
 
     def beat(self, now: float) -> None:
         """A step ends, and the next one begins."""
@@ -77,7 +79,9 @@ class ArrivalTimes:
         """An arrival less than `apart` seconds after the last counted arrival is not counted itself."""
         self._apart = apart
         self._pauses: deque[float] = deque(maxlen=_PAUSES)
+        """The seconds between the last counted arrivals."""
         self._begun: float | None = None
+        """The time of the last counted arrival; None: nothing has arrived."""
 
     def beat(self, now: float) -> None:
         """Something arrives now."""
@@ -99,9 +103,12 @@ class ArrivalTimes:
         """
         if len(self._pauses) < _LONGEST:
             return 0.0
-        third = sorted(self._pauses)[-_LONGEST]
-        least = min(step or third, third) / 2
-        return median(pause for pause in self._pauses if pause >= least)
+        third_longest = sorted(self._pauses)[-_LONGEST]
+        reference = third_longest
+        if step:
+            reference = min(step, third_longest)
+        shortest_long_pause = reference / 2
+        return median(pause for pause in self._pauses if pause >= shortest_long_pause)
 
 
 class Meter:
@@ -110,12 +117,15 @@ class Meter:
     def __init__(self, now: float) -> None:
         self._started = now
         self._second = int(now)
+        """The second up to which buckets have been emptied."""
         self._buckets = [0.0] * WINDOW
+        """By second, modulo WINDOW: the sum of what was added in the second."""
         self.last = now
         """The time of the last addition, or of the start."""
         self.arrivals = ArrivalTimes(apart=1.0)
 
     def add(self, amount: float, now: float) -> None:
+        """Adds `amount` to the sum of the second `now`."""
         self._advance(now)
         self._buckets[self._second % WINDOW] += amount
         self.last = now
@@ -127,13 +137,13 @@ class Meter:
         return sum(self._buckets) / min(WINDOW, max(1.0, now - self._started))
 
     def _advance(self, now: float) -> None:
-        """Empties the buckets of the seconds since the last call."""
+        """Empties the buckets of the seconds since the last call: they hold sums of a minute ago."""
         second = int(now)
         if second <= self._second:
             return
-        last = min(second, self._second + WINDOW)  # each bucket once
-        for passed in range(self._second + 1, last + 1):
-            self._buckets[passed % WINDOW] = 0.0
+        last = min(second, self._second + WINDOW)  # after a longer time, each bucket is emptied only once
+        for new_second in range(self._second + 1, last + 1):
+            self._buckets[new_second % WINDOW] = 0.0
         self._second = second
 
 
@@ -142,14 +152,17 @@ class BlockedTime:
 
     def __init__(self, now: float) -> None:
         self._meter = Meter(now)
+        """Counts blocked seconds."""
         self.since: float | None = None
         """The time up to which blocked seconds have been counted; None: nothing is blocked."""
 
     def set(self, blocked: bool, now: float) -> None:
+        """Notes that something is blocked from `now` on, or that nothing is."""
         self._settle(now)
         self.since = now if blocked else None
 
     def share(self, now: float) -> float:
+        """The blocked share of the last minute, from 0 to 1."""
         self._settle(now)
         return min(1.0, self._meter.per_second(now))
 
@@ -157,7 +170,7 @@ class BlockedTime:
         """Counts the blocked seconds until now."""
         if self.since is None:
             return
-        start = max(self.since, now - WINDOW)
+        start = max(self.since, now - WINDOW)  # earlier seconds have left the window
         while start < now:  # a second at a time, so that every bucket holds at most a second
             end = min(now, float(int(start) + 1))
             assert start < end <= start + 1.0, (start, end)
@@ -177,12 +190,13 @@ class FlowMeter:
         self._finished: deque[tuple[int, int, int]] = deque(maxlen=versions)
         """For each change of the version: by how many it rose, the items drawn before it, and their total staleness."""
         self._began = False
-        self._drawn = self._staleness = 0
+        """True if the trainer has set a version."""
+        self._drawn = self._staleness = 0  # since the version changed last
 
     def draw(self, staleness: IntArray) -> None:
         """Counts drawn items, with the staleness (n,) of each in versions."""
         self._drawn += staleness.size
-        self._staleness += int(np.maximum(staleness, 0).sum())
+        self._staleness += int(np.maximum(staleness, 0).sum())  # after a rollback, an item may be newer than the policy
 
     def move(self, versions: int) -> None:
         """The policy version rises by `versions`.
@@ -200,7 +214,7 @@ class FlowMeter:
         self._drawn = self._staleness = 0
 
     def measured(self) -> dict[str, Any] | None:
-        """The fields of the message Flow of replay.proto; None while nothing was drawn in a whole version."""
+        """The fields of the message Flow of replay.proto; None: nothing was drawn between two versions yet."""
         versions = 0
         drawn = 0
         staleness = 0

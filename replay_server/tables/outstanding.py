@@ -2,7 +2,8 @@
 
 * An outstanding batch holds each of its rows, so their payloads stay in the storage while they are sent.
 * A table counts the rows of its outstanding batches, and reserves the rows that the batches have used up.
-* Exactly one call of `acknowledge` or `requeue` ends a batch. The server remembers how readers ended the last batches.
+* Exactly one call of `acknowledge` or `requeue` ends a batch. The server remembers the last batches that readers
+  acknowledged, and the last batches that they requeued.
 * A leased batch is in use by its reader. It stays outstanding when the server restarts.
 """
 
@@ -52,7 +53,9 @@ class OutstandingBatches:
         self.on_closed: Callable[[int], object] = lambda _: None
         """Called with the id of each batch that an insert has closed, and not when the reader acknowledges a batch."""
         self.acknowledged: Remembered[None] = Remembered("acknowledged", MAX_ACKNOWLEDGED, watchers)
+        """The ids of the batches that were acknowledged or closed last."""
         self.requeued: Remembered[None] = Remembered("requeued", MAX_REQUEUED, watchers)
+        """The ids of the batches that readers requeued last."""
 
     def draw(self, table: Table, request: SampleRequest, n: int) -> tuple[int, SampleBatch]:
         """Draws n rows, which `table.why_no_sample` allows. Returns the id of the batch, and the batch."""
@@ -60,22 +63,27 @@ class OutstandingBatches:
         return self._begin(table, batch, request.id or new_id()), batch
 
     def draw_keys(self, table: Table, keys: KeyArray, batch_id: int = 0, scope: str = "") -> int:
-        """Draws the rows of the `keys` that are here. Returns the id of the batch; 0: none of the keys is here."""
+        """Draws the rows of the `keys` that the table has. Returns the id of the batch; 0: the table has none of them.
+
+        `batch_id` 0: the batch gets a new id.
+        """
         slots = table.columns.find(keys)
-        found = slots[slots >= 0]
-        if not found.size:
+        slots = slots[slots >= 0]
+        if not slots.size:
             return 0
-        batch = table.draw_slots(found, np.ones(found.size), scope)
+        batch = table.draw_slots(slots, np.ones(slots.size), scope)
         return self._begin(table, batch, batch_id or new_id())
 
     def _begin(self, table: Table, batch: SampleBatch, batch_id: int) -> int:
-        # The table held the item of each row. If the draw has used up a row, the batch takes over the table's hold.
+        """Makes a drawn batch outstanding. Returns its id."""
+        # The table held the item of each row. If the draw has used up a row, the batch becomes that holder.
         self._items.hold(batch.keys[~batch.consumed].tolist())
         assert batch_id not in self.by_id, f"batch {batch_id} is outstanding already"
         self.by_id[batch_id] = (table, batch)
         return batch_id
 
     def _end(self, batch_id: int) -> tuple[Table, SampleBatch]:
+        """Removes an outstanding batch and its lease. Returns its table and the batch, whose rows are still drawn."""
         table, batch = self.by_id.pop(batch_id)
         if self.leased.pop(batch_id, None) is not None:
             for watcher in self._watchers:
@@ -88,7 +96,7 @@ class OutstandingBatches:
         versions: list[int] = batch.policy_versions.tolist()
         if table.too_stale(min(versions)):
             return True
-        if not table.undone:
+        if not table.undone:  # the most frequent case
             return False
         return any(table.is_undone(version) for version in versions)
 
@@ -103,17 +111,18 @@ class OutstandingBatches:
                 watcher.scope_changed(table.name, batch.scope)
         table.count_sampled(batch)
         changed = [table]
-        for hook in table.on_acknowledge:
+        for hook in table.on_acknowledge:  # here the history retains rows, which `table.acknowledge` then spares
             changed += hook(table, batch)
         consumed = table.acknowledge(batch)
         retained = table.columns.retained
         if consumed and retained:
-            keys = [key for key in keys if key not in retained]  # a retained row takes over the hold of the batch
+            # A retained row is a holder in place of the batch. A table that retains rows draws each row only once.
+            keys = [key for key in keys if key not in retained]
         self._items.release(keys)
         return changed
 
     def close(self, batch_ids: Sequence[int]) -> list[Table]:
-        """Acknowledges batches that a new item of their reader closes. Returns the tables that have changed."""
+        """Acknowledges the batches that a new item closes. Returns the tables that have changed."""
         changed = []
         for batch_id in batch_ids:
             changed += self.acknowledge(batch_id)
@@ -121,7 +130,10 @@ class OutstandingBatches:
         return changed
 
     def why_not_closed(self, batch_ids: Sequence[int]) -> Refused | None:
-        """Why an item cannot close these batches, or a segment cannot be based on them; None: it can."""
+        """Why a new item cannot close these batches, or a segment made from them is refused.
+
+        None: all of them are outstanding.
+        """
         for batch_id in batch_ids:
             if batch_id in self.by_id:
                 continue
@@ -136,9 +148,9 @@ class OutstandingBatches:
         return None
 
     def lease(self, batch_id: int, seconds: float) -> list[Table]:
-        """The reader has the batch, under a lease. Returns the tables that have changed."""
+        """Notes that the reader has a lease of the batch. Returns the tables that have changed."""
         table, batch = self.by_id[batch_id]
-        if self.leased.get(batch_id) == seconds:  # renewed: nothing to write
+        if self.leased.get(batch_id) == seconds:  # the lease is renewed, which changes no record on disk
             return []
         self.leased[batch_id] = seconds
         for watcher in self._watchers:
@@ -150,28 +162,32 @@ class OutstandingBatches:
         return changed
 
     def restore_lease(self, batch_id: int, table: Table | None, keys: KeyArray, scope: str, seconds: float) -> None:
-        """Draws a leased batch from before the restart again. Call it when the items are in their tables.
+        """Draws again a batch that was leased before the restart. Call it when the items are in their tables.
 
-        `table` None: the table is not configured any more.
+        `table` None: the table is not configured any more, so the lease ends.
         """
         if table is not None and self.draw_keys(table, keys, batch_id, scope):
             self.leased[batch_id] = seconds
-        for watcher in self._watchers:
+        for watcher in self._watchers:  # also if the lease has ended, so that its record is deleted
             watcher.lease_changed(batch_id)
 
     def requeue(self, batch_id: int, *, by_reader: bool = False) -> Table:
-        """The batch returns to its table, as if it was never drawn. Returns the table."""
+        """The batch returns to its table, as if it was never drawn. Returns the table.
+
+        `by_reader`: the reader has asked for it, and may ask again.
+        """
         table, batch = self._end(batch_id)
         if by_reader:
             self.requeued.remember([batch_id])
-        self._items.hold(table.requeue(batch))
+        self._items.hold(table.requeue(batch))  # the table holds these items again, before the batch releases them
         self._items.release(batch.keys.tolist())
+        # Reserved rows count as gone, so earlier calls of these methods could not drop them.
         table.drop_stale()
         table.drop_undone()
         return table
 
     def check(self, tables: Collection[Table]) -> None:
-        """Asserts the statements of the module, for all tables of the server. A loop over the outstanding rows."""
+        """Asserts the statements of the module, for all tables of the server. This loops over all outstanding rows."""
         assert self.leased.keys() <= self.by_id.keys(), "a batch that has ended is leased"
         assert min(self.leased.values(), default=1.0) > 0, self.leased
         rows: Counter[str] = Counter()
@@ -186,9 +202,9 @@ class OutstandingBatches:
             assert table.columns.reserved.keys() == used_up[table.name], (table.name, used_up[table.name])
 
     def drawn(self, table: Table) -> tuple[KeyArray, IntArray]:
-        """The keys of the outstanding rows of `table`, ascending, and how often each was drawn."""
+        """The keys (n,) of the outstanding rows of `table`, ascending, and the number (n,) of draws of each."""
         drawn = [batch.keys for batch in self._batches_of(table)]
-        if not drawn:  # np.unique of an empty array takes 10 us, and each commit calls this for each table
+        if not drawn:  # np.unique takes 10 us even for no keys, and each commit calls this for each table
             return np.zeros(0, np.uint64), np.zeros(0, np.int64)
         return np.unique(np.concatenate(drawn), return_counts=True)
 
@@ -206,12 +222,12 @@ class OutstandingBatches:
 
 
 def new_id() -> int:
-    """An id for a batch whose reader has chosen no id. It is random, so that no batch from before a restart has it."""
+    """A random id for a batch whose reader has chosen no id. So no batch from before a restart has the same id."""
     return secrets.randbits(63)
 
 
 def why_never(table: Table, request: SampleRequest) -> Refused | None:
-    """Why a request can never be served, whatever the table will hold; None: it can."""
+    """Why a request can never be served, whatever items the table will have; None: it can be served."""
     config = table.config
     if request.num_samples < 1:
         return invalid("a batch has at least 1 sample (num_samples, or batch_size of a sampler), not 0")
@@ -237,7 +253,7 @@ def why_never(table: Table, request: SampleRequest) -> Refused | None:
 
 
 def _why_never_values(table: Table, request: SampleRequest) -> Refused | None:
-    """Why a request that names the rows of each value can never be served; None: it can."""
+    """Why a request that names the rows of each value can never be served; None: it can be served."""
     rows = [value_rows.rows for value_rows in request.values]
     if min(rows) < 1 or sum(rows) != request.num_samples:
         return invalid(

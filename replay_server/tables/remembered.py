@@ -1,13 +1,14 @@
 """Remembered: the answers to the last requests, by the ids that their clients chose. A retry finds its answer here.
 
-A client that loses an answer sends its request again, perhaps to a server that was killed in between. The server then
-must not make the same change twice. So each kind of request that changes something remembers its ids: keys of inserts,
-batches that were acknowledged, and calls with a number of their own. In durable mode the commit that writes a change
-also writes its id and its answer, and deletes the ids that are forgotten here.
+A client that loses an answer sends its request again, perhaps after the server was killed and started again. The server
+must not make the same change twice. For each kind of request that changes something, it therefore remembers the ids of
+the last requests: the keys of inserts, the ids of acknowledged or requeued batches, and the numbers that clients choose
+for other calls. With `data_dir`, the commit that writes a change also writes the id and the answer of the request, and
+deletes the ids that are forgotten here.
 
 The oldest ids are forgotten first. A retry comes within seconds, so bounds of some hundred thousand ids are ample.
 
-Scopes remember in the same way which keys of a table were given out under a name.
+The class `Scopes` remembers which keys of a table were drawn under which scope.
 """
 
 from __future__ import annotations
@@ -22,43 +23,47 @@ from replay_server.tables.columns import KeyArray
 
 
 class Watcher(Protocol):
-    """Hears of every change, for example to record the change on disk."""
+    """Its methods are called at every change of a buffer. `ChangeCollector` uses them to record changes on disk."""
 
     def changed(self, keys: Iterable[int] | KeyArray) -> None:
-        """The records of these items may no longer be true."""
+        """These items changed, so their records on disk may be outdated."""
 
     def remembered(self, kind: str, ids: Iterable[int]) -> None:
-        """These ids were remembered just now."""
+        """The `Remembered` of this kind has just remembered these ids."""
 
     def scope_changed(self, table: str, scope: str) -> None:
-        """Keys were given out under this scope; "": any scope of the table may have changed."""
+        """The keys drawn under this scope of the table changed. "": all scopes of the table were forgotten."""
 
     def lease_changed(self, batch_id: int) -> None:
         """The lease of this batch began, changed or ended."""
 
 
-A = TypeVar("A")
+Answer = TypeVar("Answer")
 
 
-class Remembered(Generic[A]):
+class Remembered(Generic[Answer]):
     """Ids from the oldest to the newest, each with its answer.
 
     Both the number of ids and the bytes of their answers are bounded, except that the newest answer always stays.
     """
 
     def __init__(self, kind: str, most: int, watchers: Sequence[Watcher] = (), *, most_bytes: float = math.inf) -> None:
-        """Remembers at most `most` ids. Beyond that, a 256th of the ids is forgotten at once.
+        """Remembers at most `most` ids. When one more is added, the oldest 256th of the ids is forgotten together.
 
-        With `most_bytes` an answer is a tuple of bytes. All answers together have at most `most_bytes`, and are
-        durable. Without `most_bytes` only the ids are durable, and an answer from before a restart is None.
+        `kind` names these ids in the records on disk. With `most_bytes`, each answer is a tuple of bytes, all answers
+        together have at most `most_bytes`, and ids and answers are stored on disk. Without `most_bytes`, only the ids
+        are stored on disk, so an answer from before a restart is None.
         """
         self.kind = kind
         self.has_bytes = most_bytes < math.inf
+        """True if answers are tuples of bytes, which are bounded and stored on disk."""
         self._most = most
         self._most_bytes = most_bytes
         self._watchers = watchers
-        self._answers: dict[int, A | None] = {}
+        self._answers: dict[int, Answer | None] = {}
+        """The answers by id, from the oldest id to the newest."""
         self._bytes = 0
+        """The bytes of all answers; 0 if answers are not tuples of bytes."""
 
     def __contains__(self, id: int) -> bool:
         return id in self._answers
@@ -72,28 +77,34 @@ class Remembered(Generic[A]):
     def any_of(self, ids: Iterable[int]) -> bool:
         return not self._answers.keys().isdisjoint(ids)
 
-    def get(self, id: int) -> A | None:
+    def get(self, id: int) -> Answer | None:
+        """The answer of this id; None: the id is unknown, or has no answer."""
         return self._answers.get(id)
 
-    def remember(self, ids: Collection[int], answer: A | None = None) -> None:
-        """Remembers `answer` for each of `ids`. Call it in the step of the change, so that one commit writes both."""
+    def remember(self, ids: Collection[int], answer: Answer | None = None) -> None:
+        """Remembers `answer` for each of `ids`.
+
+        Call it in the same step of the event loop as the change, so that one commit writes the change and the ids.
+        """
         self.load(ids, answer)
         for watcher in self._watchers:
             watcher.remembered(self.kind, ids)
 
-    def load(self, ids: Collection[int], answer: A | None = None) -> None:
-        """As `remember`, from a record on disk: watchers are not called."""
+    def load(self, ids: Collection[int], answer: Answer | None = None) -> None:
+        """Remembers ids that a record on disk has already, so watchers are not called."""
         if self.has_bytes:
-            for id in ids:  # a request that came twice at the same time has two answers, of which the last counts
+            for id in ids:  # if two copies of a request were served at the same time, the second answer replaces one
                 self._bytes += _bytes_of(answer) - _bytes_of(self._answers.get(id))
         self._answers.update(dict.fromkeys(ids, answer))
-        # A dict that has lost its first entries takes long to find its first entry. So many ids are forgotten at once.
+        # A dict steps over all entries that were deleted at its front to find its first entry. To do that rarely,
+        # a 256th of the ids is forgotten together.
         while self._has_too_many():
-            some = 1 + (len(self._answers) >> 8)
-            for oldest in list(islice(self._answers, some)):
+            surplus = 1 + (len(self._answers) >> 8)
+            for oldest in list(islice(self._answers, surplus)):
                 self.forget(oldest)
 
     def _has_too_many(self) -> bool:
+        """True if the ids or the bytes of their answers exceed their bound."""
         if len(self._answers) > self._most:
             return True
         # The newest answer stays, however large it is.
@@ -123,17 +134,18 @@ def _bytes_of(answer: Any) -> int:
 
 
 MAX_SCOPES = 1024
-"""Scopes of a table."""
+"""The most scopes of a table."""
 MAX_SCOPE_KEYS = 1 << 20
-"""Keys of all scopes of a table together. The current scope may have more keys."""
+"""The most keys of all scopes of a table together. The current scope alone may have more keys."""
 _NO_KEYS: frozenset[int] = frozenset()
 
 
 class Scopes:
-    """The keys of a table that were given out under each scope. Under one scope no item is given out twice.
+    """The keys of a table that were drawn under each scope. No item is drawn twice under one scope.
 
-    A scope is a name that clients choose, usually of one training step. The scopes used longest ago are forgotten
-    first. The current scope never forgets a key that may still come again.
+    A scope is a name that clients choose, usually of one training step. The current scope is the scope that was used
+    last. The scopes used longest ago are forgotten first. The current scope forgets only keys of items that cannot be
+    drawn again.
     """
 
     def __init__(self, may_come_again: Callable[[int], bool]) -> None:
@@ -148,30 +160,35 @@ class Scopes:
         return iter(self._keys)
 
     def keys_under(self, scope: str) -> Set[int]:
-        """The keys given out under `scope`."""
+        """The keys drawn under `scope`."""
         return self._keys.get(scope, _NO_KEYS)
 
     def give(self, scope: str, keys: Iterable[int]) -> None:
+        """Adds keys that were drawn under `scope`."""
         self._use(scope).update(keys)
 
     def requeue(self, scope: str, keys: Iterable[int]) -> None:
+        """Removes keys whose draw under `scope` was undone."""
         self._use(scope).difference_update(keys)
 
     def of(self, keys: Collection[int]) -> list[str]:
-        """The scopes under which one of `keys` was given out."""
-        return [scope for scope, known in self._keys.items() if not known.isdisjoint(keys)]
+        """The scopes under which at least one of `keys` was drawn."""
+        return [scope for scope, drawn in self._keys.items() if not drawn.isdisjoint(keys)]
 
     def forget(self, keys: Collection[int]) -> None:
-        """Removes these keys from all scopes: their items come back as if they had never been given out."""
-        for known in self._keys.values():
-            known.difference_update(keys)
+        """Removes these keys from all scopes, so that each scope may draw their items again."""
+        for drawn in self._keys.values():
+            drawn.difference_update(keys)
 
     def load(self, scope: str, keys: Iterable[int]) -> None:
-        """Restores a scope. Call it in the order in which the scopes were last used."""
+        """Restores a scope. Call it for the scope used longest ago first, and for the current scope last."""
         self._keys[scope] = set(keys)
 
     def _use(self, scope: str) -> set[int]:
-        """Makes `scope` the current scope, and forgets the oldest scopes. Returns the keys of `scope`."""
+        """Makes `scope` the current scope. Returns its keys.
+
+        Forgets the scope used longest ago if there are too many scopes, and more if there are too many keys.
+        """
         keys = self._keys.setdefault(scope, set())
         self._keys.move_to_end(scope)
         if len(self._keys) > MAX_SCOPES:
@@ -181,9 +198,12 @@ class Scopes:
         return keys
 
     def _trim(self) -> None:
-        """Forgets keys that cannot come again, and then the scopes used longest ago. O(keys)."""
-        for known in self._keys.values():
-            known.intersection_update([key for key in known if self._may_come_again(key)])
+        """Forgets keys whose items cannot be drawn again, and then the scopes used longest ago. O(keys).
+
+        Stops at half of MAX_SCOPE_KEYS, so that many keys can be drawn before the next call.
+        """
+        for drawn in self._keys.values():
+            drawn.intersection_update([key for key in drawn if self._may_come_again(key)])
         total = sum(map(len, self._keys.values()))
         while len(self._keys) > 1 and total > MAX_SCOPE_KEYS // 2:
             _, keys = self._keys.popitem(last=False)
@@ -192,6 +212,6 @@ class Scopes:
         self._trim_at = max(MAX_SCOPE_KEYS, 2 * total)
 
     def check(self) -> None:
-        """Asserts the bound on the number of scopes."""
+        """Asserts the bounds on the number of scopes and on the number of keys at which they are trimmed."""
         assert len(self._keys) <= MAX_SCOPES, len(self._keys)
         assert self._trim_at >= MAX_SCOPE_KEYS, self._trim_at

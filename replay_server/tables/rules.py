@@ -2,8 +2,8 @@
 
 * Each rule is stated once, for several rows together: it looks at the sums and extremes of the rows. The sums and
   extremes of a single row are its own values.
-* If rows break no rule together, no single row breaks a rule. If they break a rule together, perhaps only some of them
-  do. The caller then decides the first row alone.
+* If the rows together break no rule, no single row breaks a rule. If the rows together break a rule, it may be that
+  only some rows break it. The caller then decides the first row alone.
 * Rules change nothing. The caller counts, refuses, waits, or inserts.
 """
 
@@ -37,7 +37,7 @@ class PendingInsert(Pending[None]):
 
 
 class Known:
-    """The item was inserted before. The insert is a retry, and is acknowledged without any effect."""
+    """The item was inserted before. The insert is a retry, and is confirmed without any effect."""
 
 
 class Blocked:
@@ -48,7 +48,7 @@ class Outdated(Refused):
     """An item is too stale for the table, or its policy version was undone."""
 
     def __init__(self, table: Table, counter: str, why: str) -> None:
-        """`counter`: the name of the table's counter of such refusals."""
+        """`counter`: the name of the table's counter of such refusals. `why` begins with the version of the item."""
         super().__init__(Code.FAILED_PRECONDITION, f"item of policy version {why}")
         self.table = table
         self.counter = counter
@@ -56,7 +56,7 @@ class Outdated(Refused):
     def count(self, insert: InsertBatch | None = None) -> None:
         """Counts the refusal at the table.
 
-        `insert`: the row that a client brought; None: the item comes out of another table.
+        `insert`: the row that a client inserts; None: another table forwards the item.
         """
         counters = self.table.counters
         setattr(counters, self.counter, getattr(counters, self.counter) + 1)
@@ -65,7 +65,7 @@ class Outdated(Refused):
 
 
 def why_outdated(table: Table, version: int) -> Outdated | None:
-    """Why the table refuses an item of this version: it is too old, or was undone; None: the table takes it."""
+    """Why the table refuses an item of this version: it is too old, or was undone; None: the version is allowed."""
     current = table.columns.current_version
     if table.too_stale(version):
         why = (
@@ -88,22 +88,24 @@ class InsertRules:
     def __init__(
         self, items: Items, known_keys: Remembered[frozenset[str]], why_not_closed: WhyNot, max_payload_bytes: int
     ) -> None:
-        """`known_keys`: by the key of an earlier insert, the tables that it named.
+        """`known_keys`: by the key of an earlier insert, the tables that this insert named.
 
-        `why_not_closed` tells why an item cannot close these batches, as OutstandingBatches.why_not_closed does.
-        `max_payload_bytes`: the most bytes of one item.
+        `why_not_closed` is the method of OutstandingBatches. `max_payload_bytes`: the most bytes of one item.
         """
         self._items = items
         self._known_keys = known_keys
         self._why_not_closed = why_not_closed
         self._max_bytes = min(max_payload_bytes, items.max_bytes)
+        """The most bytes of one item."""
 
     def verdict(self, batch: InsertBatch, tables: Sequence[Table]) -> Refused | Known | Blocked | None:
         """The decision on all rows of `batch`; None: they may enter `tables` now."""
         refusal = self.why_invalid(batch, tables)
         if refusal is not None:
             return refusal
-        if self._known_keys.any_of(batch.keys) or not self._items.keys().isdisjoint(batch.keys):
+        # The item of a forgotten key may still be here.
+        is_known = self._known_keys.any_of(batch.keys) or not self._items.keys().isdisjoint(batch.keys)
+        if is_known:
             return self._why_no_retry(batch) or Known()
         if batch.closes:
             refusal = self._why_not_closed(batch.closes)
@@ -122,13 +124,13 @@ class InsertRules:
         return None
 
     def _why_no_retry(self, batch: InsertBatch) -> Refused | None:
-        """Why the first row, whose key is known, is refused: it names other tables than the first insert did; None: it
-        is a retry.
+        """Why an insert with a known key is refused: it names other tables than the first insert; None: it is a retry.
 
-        If it were acknowledged as a retry, it would be in none of the tables that it names.
+        If it were confirmed as a retry, the item would be in none of the tables that this insert names. Only the first
+        row of the batch is looked at.
         """
         before = self._known_keys.get(batch.keys[0])
-        if before is None:
+        if before is None:  # nobody knows the tables any more: the key is forgotten, or the server was restarted
             return None
         if before == batch.priorities.keys():
             return None
@@ -164,8 +166,9 @@ class InsertRules:
             if refusal is not None:
                 return refusal
             if len(batch) > 1:
-                # If the newest row is beyond all undone versions, rows before it may still be of an undone version.
-                # Then `undone` is refused in the place of the newest row, and the rows are decided one by one.
+                # A version between those of the oldest and the newest row may be undone, even if neither of them is. In
+                # place of the newest row, this checks the newest undone version, if that is older. It may refuse rows
+                # of which none is undone: then the caller decides the rows one by one.
                 refusal = why_outdated(table, min(batch.newest, table.undone))
                 if refusal is not None:
                     return refusal
@@ -176,7 +179,7 @@ class InsertRules:
         return None
 
     def why_blocked(self, batch: InsertBatch, tables: Sequence[Table]) -> str | None:
-        """Why the rows have to wait; None: no rule holds them back. Inserts that came first do not count here."""
+        """Why the rows have to wait; None: no rule holds them back. Inserts that wait already are not considered."""
         for table in tables:
             why = table.why_no_insert(len(batch), batch.nbytes)
             if why:
@@ -188,9 +191,10 @@ class InsertRules:
         return None
 
     def why_cannot_grow(self, key: int, nbytes: int, tables: Sequence[Table]) -> Refused | None:
-        """Why a segment of `nbytes` cannot be appended to an item, which is in `tables`; None: it can.
+        """Why a segment of `nbytes` cannot be appended to an item; None: it can.
 
-        Nothing is evicted for a segment: that could cost items which other clients wait for.
+        `tables` have the item, or may get it back from a batch. No item is evicted to make room for a segment, because
+        other clients may wait for that item.
         """
         before = self._items[key].cost
         after = before + nbytes
@@ -201,7 +205,7 @@ class InsertRules:
             bound = table.config.max_bytes
             if after > (bound or math.inf):
                 return too_large(f"{what}; table {table.name!r} holds at most {bound} bytes (max_bytes)")
-            if key in table:
+            if key in table:  # a reserved row does not count for the table's bytes
                 why = table.why_full(0, nbytes)
                 if why:
                     remedy = "raise max_bytes, or bound it by max_size"
@@ -216,7 +220,7 @@ class InsertRules:
 
 
 def _why_not_balanced(table: Table, balanced: Balanced, batch: InsertBatch) -> Refused | None:
-    """Why `table`, which balances its draws by `balanced`, refuses the rows; None: it has room for their values."""
+    """Why `table`, which balances its draws by `balanced`, refuses the rows; None: their tag values fit."""
     value = balanced.one_too_many(batch.labels)
     if value is None:
         return None
@@ -230,12 +234,12 @@ def are_priorities(values: FloatArray) -> bool:
     """True if all `values` (n,) are numbers from 0 to MAX_PRIORITY."""
     if values.size == 1:  # 10 times as fast as reducing an array of one element
         return 0 <= values.item() <= MAX_PRIORITY
-    if values.size == 0:
+    if values.size == 0:  # min() and max() of an empty array raise an error
         return True
-    # The minimum and the maximum of values with a NaN are NaN, and fail both comparisons.
+    # If a value is NaN, the minimum is NaN, and the comparison fails.
     return bool(values.min() >= 0 and values.max() <= MAX_PRIORITY)
 
 
 def bad_priority(value: float, what: str) -> Refused:
-    """The error for a priority that is no number, or out of range. `what` says whose it is."""
+    """The error for a priority that is no number, or out of range. `what` names the item with this priority."""
     return invalid(f"priority {float(value)} of {what}: must be a number from 0 to {MAX_PRIORITY:g}")

@@ -27,12 +27,14 @@ import numpy.typing as npt
 from replay_server.tables.columns import FloatArray, IntArray, RowFacts, power_of_two
 
 NONE = np.zeros(0, dtype=np.int64)
+"""No slots."""
 _STRIDE = 50.0
-"""The most half-lives between the newest item and the reference. 2 ** 50 times the largest weight is still finite."""
+"""The most half-lives by which the newest item may be newer than the reference version of the weights. 2 ** 50 times
+the largest weight is still finite."""
 _LEAST_WEIGHT = 1e-300
 """The smallest weight of an item whose priority is above 0."""
 _LOW_TOTAL = 1e-100
-"""If the sum of all weights is below this, the reference may be far newer than all items."""
+"""If the sum of all weights is below this, the reference version may be far newer than all items."""
 _LOG_OF_ZERO = -1e300
 """The rank of priority 0. It is below all other ranks, and finite: infinity marks a free slot of the tree."""
 
@@ -96,14 +98,16 @@ class Placed(Selector):
     def __init__(self, columns: RowFacts) -> None:
         self._columns = columns
         self._slots = np.zeros(64, dtype=np.int64)
+        """The slots that the selector has, and unused entries."""
         self._position = np.zeros(0, dtype=np.int64)
-        """By slot: its index in `_slots`; -1: the slot is not there."""
+        """By slot: its index in `_slots`; -1: the selector does not have the slot."""
         self._count = 0
+        """The number of slots that the selector has."""
 
     def _put(self, slots: IntArray, start: int) -> None:
-        """Writes `slots` (n,) at [start, start + n)."""
+        """Writes `slots` (n,) to [start, start + n) of `_slots`, and notes their positions."""
         lacking = self._columns.order.size - self._position.size
-        if lacking > 0:
+        if lacking > 0:  # the columns have grown
             more = np.full(lacking, -1, dtype=np.int64)
             self._position = np.concatenate([self._position, more])
         self._slots[start : start + slots.size] = slots
@@ -144,14 +148,15 @@ class Fifo(Placed):
             slots = slots[np.argsort(order[slots])]
         if not self._count:
             self._start = self._stop = 0
-        elif order.item(slots[0]) < order.item(self._slots[self._stop - 1]):
+        elif order.item(slots[0]) < order.item(self._slots[self._stop - 1]):  # some slots do not go behind all others
             all_older = order.item(slots[-1]) < order.item(self._slots[self._start])
-            if all_older and self._start >= slots.size:  # the slots go in front of all others, and there is room
+            has_room_in_front = self._start >= slots.size
+            if all_older and has_room_in_front:
                 self._start -= slots.size
                 self._count += slots.size
                 self._put(slots, self._start)
                 return
-            # The slots go between the others: sort all slots, and write them anew.
+            # Sort all slots, old and new. All of them are written anew below.
             held = self._held()
             slots = np.concatenate([held, slots])
             slots = slots[np.argsort(order[slots], kind="stable")]
@@ -169,7 +174,10 @@ class Fifo(Placed):
         return slots[slots >= 0]
 
     def _make_room(self, n: int) -> None:
-        """Moves all slots to the middle of an array with room for n more behind them."""
+        """Moves all slots to a larger array, with room for n more behind them.
+
+        Of the room beyond that, a quarter is in front, for requeued items.
+        """
         held = self._held()
         capacity = max(64, power_of_two(2 * (held.size + n)))
         self._slots = np.full(capacity, -1, dtype=np.int64)
@@ -185,6 +193,7 @@ class Fifo(Placed):
         if not self._count:
             self._start = self._stop = 0
             return
+        # Skip deleted entries at both ends.
         if self._slots.item(self._start) < 0:
             self._start += self._first_held(self._slots[self._start : self._stop])
         if self._slots.item(self._stop - 1) < 0:
@@ -203,30 +212,30 @@ class Fifo(Placed):
     def _first_held(self, slots: IntArray) -> int:
         """The index of the first entry that is a slot, and not -1. There is such an entry.
 
-        Looks at twice as many entries each time.
+        Looks at 16 entries, and then at more than twice as many each time.
         """
         scanned = 0
         while True:
             assert scanned < slots.size, "no slot is held"
             held = slots[scanned : 2 * scanned + 16] >= 0
-            first = int(held.argmax())
+            first = int(held.argmax())  # 0 if all are False
             if held[first]:
                 return scanned + first
             scanned = 2 * scanned + 16
 
     def select(self, n: int, rng: np.random.Generator, excluded: IntArray = NONE) -> tuple[IntArray, FloatArray]:
-        slots = self._slots[self._start : self._stop]
+        entries = self._slots[self._start : self._stop]
         if self._newest_first:
-            slots = slots[::-1]
-        look = n + excluded.size
+            entries = entries[::-1]
+        length = n + excluded.size
         while True:  # looks at twice as many entries each time, until enough of them are slots
-            some = slots[:look]
-            chosen = some[some >= 0]
+            first = entries[:length]
+            chosen = first[first >= 0]
             if excluded.size:
                 chosen = chosen[~np.isin(chosen, excluded)]
-            if chosen.size >= n or look >= slots.size:
+            if chosen.size >= n or length >= entries.size:
                 return _certain(chosen[:n])
-            look *= 2
+            length *= 2
 
 
 class Heap(Selector):
@@ -240,7 +249,9 @@ class Heap(Selector):
         self._columns = columns
         self._half_life = half_life
         self._sign = -1.0 if highest_first else 1.0
+        """The factor of all ranks, so that the lowest rank comes first in the tree."""
         self._tree = MinTree()
+        """By slot: the pair of its rank and its order."""
         self._count = 0
 
     def insert(self, slots: IntArray) -> None:
@@ -288,9 +299,10 @@ class Heap(Selector):
 
 
 class Uniform(Placed):
-    """Selects every item with the same probability. An operation is O(1) for each slot."""
+    """Selects every item with the same probability. An operation is O(1) for each slot.
 
-    # The first `_count` of `_slots` are in use, in no order.
+    The first `_count` entries of `_slots` are in use, in no order.
+    """
 
     def insert(self, slots: IntArray) -> None:
         start = self._count
@@ -304,9 +316,10 @@ class Uniform(Placed):
         assert self._count >= 0, "slots are deleted that were not here"
         gaps = self._position[slots]
         self._position[slots] = -1
+        # The slots that remain move together: those beyond the new count fill the gaps before it.
         last = self._slots[self._count : self._count + slots.size]
         last = last[self._position[last] >= 0]
-        gaps = gaps[gaps < self._count]  # the slots in `last` fill these gaps: there are as many slots as gaps
+        gaps = gaps[gaps < self._count]
         assert gaps.size == last.size, (gaps.size, last.size)
         self._slots[gaps] = last
         self._position[last] = gaps
@@ -324,7 +337,7 @@ class Uniform(Placed):
         if excluded.size:
             slots = slots[~np.isin(slots, excluded)]
         slots = slots[:n]
-        probability = 1.0 / max(1, self._count - excluded.size)
+        probability = 1.0 / max(1, self._count - excluded.size)  # if all slots are excluded, there is no row to fill
         return slots, np.full(slots.size, probability)
 
     def select_repeated(self, n: int, rng: np.random.Generator) -> tuple[IntArray, FloatArray]:
@@ -344,7 +357,11 @@ def half_lives(columns: RowFacts, slots: IntArray, half_life: float) -> FloatArr
 
 
 def recounted(columns: RowFacts, slots: IntArray, before: int) -> IntArray:
-    """The slots, among `slots`, whose items count as another version than when the current version was `before`."""
+    """The slots, among `slots`, whose items count as another version than when the current version was `before`.
+
+    An item counts as its own version or, if that is newer, as the current version. So only items that are newer than
+    the smaller of the two current versions may count as another version.
+    """
     return slots[columns.policy_version[slots] > min(before, columns.current_version)]
 
 
@@ -354,7 +371,7 @@ class Prioritized(Selector):
     An item of priority 0 is never drawn. `select` draws one slot after the other, each from the slots that are left.
 
     With a half-life the tree holds priority ** exponent * 2 ** ((version - reference) / half_life). The reference
-    follows the newest item in large strides. Each stride costs one pass over all items.
+    version follows the newest item in large strides. Each stride costs one pass over all items.
     """
 
     def __init__(self, columns: RowFacts, exponent: float = 1.0, half_life: float | None = None) -> None:
@@ -362,8 +379,9 @@ class Prioritized(Selector):
         self._exponent = exponent
         self._half_life = half_life
         self._reference = 0.0
-        """The version that weights are relative to, in half-lives."""
+        """The version that weights are relative to, divided by the half-life."""
         self._tree = SumTree()
+        """By slot: its weight."""
 
     def insert(self, slots: IntArray) -> None:
         self.update(slots)
@@ -379,7 +397,7 @@ class Prioritized(Selector):
             versions = half_lives(self._columns, slots, self._half_life)
             newest = float(versions.max())
             if newest > self._reference + _STRIDE:
-                self._rebase(newest, slots)
+                self._rebase(newest, slots)  # calls `update` again, for all items
                 return
             weights *= np.exp2(versions - self._reference)
             # A weight that underflows to 0 would count as priority 0, and the item would never be drawn.
@@ -439,8 +457,8 @@ class Prioritized(Selector):
 
     def select(self, n: int, rng: np.random.Generator, excluded: IntArray = NONE) -> tuple[IntArray, FloatArray]:
         # Independent draws, without repetitions, are distributed as successive draws without replacement. So draw
-        # several slots, drop the repetitions, set the weights of the drawn slots to 0, and draw again the number of
-        # slots that are missing, until none is.
+        # independently, drop the repetitions, and set the weights of the drawn slots to 0. Then draw as many slots
+        # again as are missing, until no slot is missing.
         n = min(n, self._tree.positive - excluded.size)
         self._lift()
         tree = self._tree
@@ -453,7 +471,7 @@ class Prioritized(Selector):
         while missing:
             drawn = self._draw(missing, rng)
             _, first = np.unique(drawn, return_index=True)
-            drawn = drawn[np.sort(first)]
+            drawn = drawn[np.sort(first)]  # each slot once, in the order of the draws
             hidden_slots.append(drawn)
             hidden_weights.append(tree.get(drawn))
             missing -= drawn.size
@@ -462,7 +480,7 @@ class Prioritized(Selector):
         weights = np.concatenate(hidden_weights)
         assert slots.size == excluded.size + n, "each slot is drawn once"
         tree.set(slots, weights)
-        return slots[excluded.size :], weights[excluded.size :] / (total or 1.0)
+        return slots[excluded.size :], weights[excluded.size :] / (total or 1.0)  # a total of 0: nothing was drawn
 
     def select_repeated(self, n: int, rng: np.random.Generator) -> tuple[IntArray, FloatArray]:
         if not self._tree.positive:
@@ -472,11 +490,14 @@ class Prioritized(Selector):
         return slots, self._tree.get(slots) / self._tree.total
 
     def _lift(self) -> None:
-        """Moves the reference back to the newest item if only old items are left.
+        """Moves the reference back to the version of the newest item if all items are far older than the reference.
 
-        Relative to a newer reference, their weights would be so small that rounding changes their proportions.
+        Relative to a much newer reference, their weights would be so small that rounding changes their proportions.
         """
-        if self._half_life is None or not 0 < self._tree.total < _LOW_TOTAL:
+        if self._half_life is None:
+            return
+        has_low_total = 0 < self._tree.total < _LOW_TOTAL
+        if not has_low_total:
             return
         newest = float(half_lives(self._columns, self._tree.positions(), self._half_life).max())
         if newest < self._reference:
@@ -495,19 +516,20 @@ def _certain(slots: IntArray) -> tuple[IntArray, FloatArray]:
 
 
 S = TypeVar("S", np.float64, np.complex128)
+"""The type of the nodes of a tree."""
 
 _LOOP_BELOW = 16
 """Below this many leaves, a plain loop over one path after the other is faster than numpy calls for each level."""
 _DENSE = 4
-"""If a level has at most this many nodes for each leaf that is set, the whole level is computed anew: that reads memory
-in order."""
+"""If a level has at most this many nodes for each leaf that is set, all nodes of the level are computed anew. That is
+faster than choosing nodes, because it reads memory in order."""
 
 
 class Tree(Generic[S]):
-    """A complete tree in one array: the leaves at [capacity, 2 * capacity), the children of node i at 2i and 2i + 1.
+    """A complete tree in one array: the root at 1, the children of node i at 2i and 2i + 1, the leaves from `capacity`.
 
-    Each node is computed from its two children, never adjusted by a difference. So rounding errors do not pile up.
-    Setting or finding m leaves is one pass over log2(capacity) levels.
+    The leaf of position p is node capacity + p. Each node is computed from its two children, never adjusted by a
+    difference. So rounding errors do not pile up. Setting or finding m leaves is one pass over log2(capacity) levels.
     """
 
     _combine: ClassVar[np.ufunc]
@@ -519,6 +541,7 @@ class Tree(Generic[S]):
         self._allocate(power_of_two(max(2, capacity)))
 
     def _allocate(self, capacity: int) -> None:
+        """Makes the tree empty, with this many positions."""
         self.capacity = capacity
         self._nodes: npt.NDArray[S] = np.full(2 * capacity, self._nothing)
         # Indexing a memoryview is much cheaper than indexing an array.
@@ -529,6 +552,7 @@ class Tree(Generic[S]):
         return np.flatnonzero(self._nodes[self.capacity :] != self._nothing)
 
     def get(self, positions: IntArray) -> npt.NDArray[S]:
+        """The values (m,) of the leaves at `positions` (m,)."""
         return self._nodes[positions + self.capacity]
 
     def set(self, positions: IntArray, values: npt.NDArray[S]) -> None:
@@ -548,16 +572,16 @@ class Tree(Generic[S]):
         """Sets one leaf after the other, and recomputes the nodes above each."""
 
     def _set_all(self, leaves: IntArray, values: npt.NDArray[S]) -> None:
-        """Sets all leaves at once, and recomputes the nodes above them, level by level."""
+        """Sets the nodes `leaves` (m,) at once, and recomputes the nodes above them, level by level."""
         nodes = self._nodes
-        level = leaves
-        width = self.capacity
+        level = leaves  # (m,): of each leaf, the node above it in the current level. Nodes may repeat.
+        width = self.capacity  # the number of nodes of the current level
         nodes[level] = values
-        siblings = nodes.reshape(-1, 2)
+        children_of = nodes.reshape(-1, 2)  # row i: the children of node i
         while width > _DENSE * leaves.size:
             width >>= 1
             level = level >> 1
-            children = siblings.take(level, axis=0)
+            children = children_of.take(level, axis=0)
             nodes[level] = self._combine(children[:, 0], children[:, 1])
         self._recompute_above(width)
 
@@ -570,12 +594,13 @@ class Tree(Generic[S]):
             self._combine(children[0::2], children[1::2], out=parents)
 
     def check(self) -> None:
-        """Asserts that each node is computed from its children: to the last bit, because no node is ever adjusted."""
-        assert self.capacity & self.capacity - 1 == 0, self.capacity
-        children = self._nodes[2:].reshape(-1, 2)
+        """Asserts that each node equals the combination of its children, to the last bit: no node is ever adjusted."""
+        assert self.capacity & (self.capacity - 1) == 0, self.capacity
+        children = self._nodes[2:].reshape(-1, 2)  # row i: the children of node i + 1
         assert np.array_equal(self._nodes[1 : self.capacity], self._combine(children[:, 0], children[:, 1]))
 
     def _grow(self, needed: int) -> None:
+        """Makes room for at least `needed` positions. The leaves keep their values."""
         old = self._nodes[self.capacity :]
         self._allocate(power_of_two(needed))
         self._nodes[self.capacity : self.capacity + old.size] = old
@@ -616,7 +641,7 @@ class SumTree(Tree[np.float64]):
             if value > 0:
                 positive += 1
             nodes[node] = value
-            while node := node >> 1:
+            while node := node >> 1:  # the parent; 0: the root was the last node
                 nodes[node] = nodes[2 * node] + nodes[2 * node + 1]
         self.positive = positive
 
@@ -626,16 +651,19 @@ class SumTree(Tree[np.float64]):
         super()._set_all(leaves, values)
 
     def find(self, targets: FloatArray) -> IntArray:
-        """The positions whose stretch of the cumulative sum holds each of `targets` (0 <= target < total)."""
-        node = np.ones(targets.size, dtype=np.int64)
-        rest = targets.copy()
+        """The positions (n,) at which the cumulative sum of the leaves passes each of `targets` (n,).
+
+        0 <= target < total. All targets go down the tree together, one level at a time.
+        """
+        node = np.ones(targets.size, dtype=np.int64)  # (n,): of each target, its node in the current level
+        rest = targets.copy()  # (n,): each target, less the sum of all leaves left of its node
         for _ in range(self.capacity.bit_length() - 1):
-            node *= 2
+            node *= 2  # the left child
             left = self._nodes[node]
             # Never step into an empty subtree: with rounding, `rest` can reach the left sum while the right is empty.
-            right = (rest >= left) & (self._nodes[node + 1] > 0)
-            rest -= np.where(right, left, 0.0)
-            node += right
+            goes_right = (rest >= left) & (self._nodes[node + 1] > 0)
+            rest -= np.where(goes_right, left, 0.0)
+            node += goes_right
         return node - self.capacity  # no assert that these leaves are above 0: it took a tenth of the time of a draw
 
 
@@ -665,18 +693,19 @@ class MinTree(Tree[np.complex128]):
         return position < self.capacity and self._scalars[2 * (position + self.capacity)] < math.inf
 
     def first(self, n: int) -> IntArray:
-        """The positions of the n smallest pairs (all, if there are fewer), ascending."""
+        """The positions of the n smallest pairs, or of all pairs if there are fewer. The smallest pair comes first."""
         if n == 1:
             return self._first()
-        # Each node above one of the n smallest leaves is among the n smallest nodes of its level.
+        # Each node above one of the n smallest leaves is among the n smallest nodes of its level. So keep only these
+        # nodes of each level, from the root down to the leaves.
         nodes = np.ones(1, dtype=np.int64)
-        while nodes.size and nodes[0] < self.capacity:
+        while nodes.size and nodes[0] < self.capacity:  # without nodes: n is 0
             nodes = np.concatenate([2 * nodes, 2 * nodes + 1])
             if nodes.size > n:
                 nodes = nodes[np.argpartition(self._nodes[nodes], n - 1)[:n]]
         pairs = self._nodes[nodes]
         nodes = nodes[np.argsort(pairs)]
-        in_use = np.count_nonzero(np.isfinite(pairs.real))
+        in_use = np.count_nonzero(np.isfinite(pairs.real))  # free positions are infinite, so they are the last
         return nodes[:in_use] - self.capacity
 
     def _first(self) -> IntArray:
@@ -699,8 +728,8 @@ class MinTree(Tree[np.complex128]):
             node = position + self.capacity
             nodes[2 * node] = value.real
             nodes[2 * node + 1] = value.imag
-            while node := node >> 1:
-                left = 4 * node
+            while node := node >> 1:  # the parent; 0: the root was the last node
+                left = 4 * node  # where the pair of the left child begins, and the pair of the right child follows
                 rank = nodes[left]
                 order = nodes[left + 1]
                 right_rank = nodes[left + 2]

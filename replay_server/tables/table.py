@@ -4,26 +4,26 @@
                     │                     └──────requeue───────▶ as before the draw
                     └── evicted, deleted, dropped as stale: gone
 
-A table divides its work among four parts, and keeps them in step. Columns hold the facts of the items, one array for
-each fact, so that a draw of a hundred rows is one pass over arrays. The sampler and the remover are selectors over
-the slots of these columns: they know an order or a distribution, and nothing of limits. The rate limiter knows three
-counts, and nothing of items. The scopes know which keys were given out under a name. A change of rows therefore
-always passes `_show` or `_hide`, which tell all selectors about the change. A row waits if its item lacks a column
-that the table requires: the remover holds the row, and the sampler does not.
+A table has four kinds of parts. The columns hold the facts of the items, one array for each fact, so that a draw of a
+hundred rows is one pass over arrays. The sampler and the remover are selectors over the slots of these columns: they
+know an order or a distribution, and no limits. The rate limiter knows three counts, and no items. The scopes know which
+keys were drawn under which scope. The methods `_show` and `_hide` add rows to all selectors and remove rows from them,
+so that all parts have the same rows. A row waits if its item lacks a column that the table requires: the remover holds
+the row, and the sampler does not.
 
 * An outstanding row stays selectable, unless the draw was its last one (max_times_sampled). Then it is reserved: it
   counts as gone (`columns.py`), until its batch is acknowledged, which removes it, or requeued, which returns it. An
   extension may retain it when the batch is acknowledged.
 * After `requeue` everything is as if the batch had not been drawn: items, counters, limiter, scopes.
 * A reset starts a new epoch. Batches of an older epoch change nothing any more.
-* The limiter counts as many items as are here, and `bytes` is the sum of their costs. This holds before and after each
-  change, but not while a change runs.
-* The table does not own payloads. `on_leave` says which rows the table no longer holds.
+* The limiter's size is the number of items here, and `bytes` is the sum of their costs. This holds before and after
+  each change, but not while a change runs.
+* The table does not own payloads. It calls `on_leave` with the rows that it no longer holds.
 
 Extensions (`extensions/`) act within a change of a table, in this order: copying, history, permit tables, admission,
-forwarding. Copying discards items before history does. History retains rows before the other extensions hear that the
-rows are consumed. History also brings rows back, and partial groups end, before admission counts permits. Forwarding
-is last, when everything else about a batch is done.
+forwarding. Copying comes before history: when the server needs room, copies are discarded before retained rows. History
+comes before admission: it notes whether a consumed row used a permit, before admission forgets that. Permit tables come
+before admission, which counts their partial groups. Forwarding comes last, when everything else about a batch is done.
 """
 
 from __future__ import annotations
@@ -63,9 +63,9 @@ the chunk must be most of that message."""
 
 @dataclass(slots=True)  # not frozen: that would make it four times as slow to create
 class InsertBatch:
-    """Items on their way into the same tables, from their message until they enter. They may wait in between.
+    """Items that are inserted into the same tables together, from their message until they enter. They may wait.
 
-    Columns of n rows, with the sums and extremes that the insert rules look at.
+    Each attribute that is a sequence has n rows. The sums and extremes of the rows are for the insert rules.
     """
 
     keys: Sequence[int]
@@ -84,11 +84,11 @@ class InsertBatch:
     moved: bool = False
     """True if another server has granted `permits`."""
     completions: Sequence[int] = ()
-    """Completions of each group; empty: unknown."""
+    """The number of completions of each group; empty: unknown."""
     completion_tokens: Sequence[int] = ()
-    """Tokens of all completions of each group; empty: unknown."""
+    """The number of tokens of all completions of each group; empty: unknown."""
     evicted: list[tuple[int, str]] = field(default_factory=list)
-    """Receives key and table of each row that leaves a table as soon as it is inserted."""
+    """The buffer adds key and table of each row that a table evicts as soon as it is inserted."""
     nbytes: int = field(init=False)
     """Bytes of all rows, with their labels."""
     largest: int = field(init=False)
@@ -114,6 +114,7 @@ class InsertBatch:
         return len(self.keys)
 
     def __getitem__(self, rows: slice) -> InsertBatch:
+        """A batch of these rows. It shares the list `evicted` with this batch."""
         return replace(
             self,
             keys=self.keys[rows],
@@ -132,10 +133,15 @@ class SampleRequest:
     """The properties of the batch that a reader asks for."""
 
     num_samples: int
+    """Rows of the batch."""
     min_samples: int
+    """The fewest rows with which the reader is content at its deadline."""
     distinct: bool = True
+    """False: a row may be drawn several times."""
     scope: str = ""
+    """No row that was drawn under this scope is drawn again; "": no scope."""
     exclude: frozenset[int] = frozenset()
+    """Keys of rows that are not drawn."""
     id: int = 0
     """The id of the batch; 0: the server chooses one."""
     values: tuple[ValueRows, ...] = ()
@@ -144,21 +150,27 @@ class SampleRequest:
 
 @dataclass
 class SampleBatch:
-    """Items drawn together. Columns of n rows, as they were at the draw."""
+    """Items that were drawn together. The arrays (n,) have the facts of the rows at the time of the draw."""
 
     keys: KeyArray
     priorities: FloatArray
     probabilities: FloatArray
+    """The probability of each row to be drawn first."""
     policy_versions: IntArray
     inserted_at: FloatArray
+    """Seconds of the server's clock."""
     times_sampled: IntArray
     """Including this draw."""
     sizes: IntArray
+    """Bytes."""
     consumed: npt.NDArray[np.bool_]
     """True for each row whose last draw this was. The table reserves these rows until the batch ends."""
     table_size: int
+    """Items in the table before the draw."""
     scope: str
+    """The scope of the request; "": no scope."""
     epoch: int
+    """The epoch of the table at the draw."""
 
     def __len__(self) -> int:
         return int(self.keys.size)
@@ -172,8 +184,8 @@ class Table:
     clock: Callable[[], float]
     """The server's clock, in seconds, which never goes back."""
     on_leave: Callable[[Columns, IntArray], None]
-    """Called with the slots of items that leave the table, except rows that are reserved for a batch. The function has
-    to call `leave` of these columns, and `free` at once or later."""
+    """Called with the slots of items that leave the table, but not with the slots of reserved rows. The function has to
+    call `leave` of these columns, and `free` at once or later."""
     labels_of: Callable[[Sequence[int]], Sequence[Labels] | None]
     """Returns the labels of the items with these keys; None: no item has labels."""
     on_acknowledge: Sequence[Callable[[Table, SampleBatch], Iterable[Table]]] = ()
@@ -189,15 +201,19 @@ class Table:
         self.name = self.config.name
         self.rng = np.random.default_rng(self.config.seed)
         self._rng_seen: tuple[Mapping[str, Any], str] = ({}, "")
-        """The state of the generator when it was last recorded, and the same state as JSON."""
+        """The state of the random generator when it was last recorded, and the same state as JSON."""
         self.inserted = Meter(self.clock())
+        """Counts inserted items."""
         self.sampled = Meter(self.clock())
+        """Counts drawn rows."""
         self.flow = FlowMeter()
         """Counts draws of a table whose items are drawn once. Other tables count nothing here."""
         self.waits_since = self.clock()
         """The time since which rows wait and no waiting row was extended. It means nothing while no row waits."""
         self._order = 0
+        """The order of the item that was inserted last: the number of items inserted until now."""
         self.epoch = 0
+        """Rises with each reset. A batch of an older epoch changes nothing any more."""
         self._clear(current_version=0)
 
     def _clear(self, current_version: int) -> None:
@@ -207,12 +223,14 @@ class Table:
         self.limiter = self.config.rate_limiter.build()
         self._build_selectors()
         self.bytes = 0
+        """The sum of the costs of all items here."""
         self.outstanding = 0
         """Rows of batches that are neither acknowledged nor requeued."""
         self.scopes = Scopes(self.has_or_may_return)
         self.epoch += 1
 
     def _build_selectors(self) -> None:
+        """Makes an empty sampler, an empty remover and an empty set of waiting rows, as the configuration says."""
         config = self.config
         columns = self.columns
         self.waiting = WaitingRows(columns, config.requires)
@@ -221,9 +239,11 @@ class Table:
         if config.balance is not None:
             self.balanced = Balanced(columns, config.balance.tag, config.balance.weights, config.sampler.build)
         self.sampler = self.remover = self.balanced or config.sampler.build(columns)
-        # A queue removes in the order in which it samples, so one selector does both. This is not possible if rows may
-        # wait, which only the remover holds, or if the table balances, which only the sampler does.
-        if config.remover != config.sampler or config.requires or self.balanced is not None:
+        # If sampler and remover have the same configuration, one selector serves as both. This is not possible if rows
+        # may wait, because only the remover holds waiting rows, or if the table balances, because only the sampler
+        # balances.
+        needs_own_remover = config.remover != config.sampler or config.requires or self.balanced is not None
+        if needs_own_remover:
             self.remover = config.remover.build(columns)
 
     @property
@@ -248,12 +268,15 @@ class Table:
             why = self.why_full(n, nbytes)
         if why:
             waits = self.waiting.words()
-            if waits:
+            if waits:  # rows that wait for columns fill the table, and may be the cause
                 return f"{why}; {waits}"
         return why
 
     def why_full(self, n: int, nbytes: int) -> str | None:
-        """The bound that n more items, with `nbytes` more bytes together, would break; None: they fit."""
+        """The bound that n more items, with `nbytes` more bytes together, would break; None: they fit.
+
+        n is 0 for a segment.
+        """
         config = self.config
         if n and self.size + n > config.max_size:
             return f"size {self.size} = max_size {config.max_size}"
@@ -271,15 +294,18 @@ class Table:
         return self.columns.current_version < version <= self.undone
 
     def fits_at_once(self, n: int, nbytes: int) -> bool:
-        """True if n items of `nbytes` together may be inserted now with the same outcome as one after the other."""
+        """True if n items of `nbytes` together may be inserted now with the same outcome as one after the other.
+
+        The items must fit without eviction. There is one exception: if a fifo is the remover, items may be evicted for
+        the size of the table. It evicts the oldest items, whatever is inserted. Any other remover would choose anew
+        after each item. And how many items are evicted for their bytes depends on the size of each item.
+        """
         config = self.config
         if n > config.max_size:
             return False
-        # A fifo evicts the oldest items, whatever is inserted. Other removers choose anew for each new item. And how
-        # many items are evicted for their bytes depends on the size of each.
         evicts_in_order = config.when_full == "evict" and config.remover.type == "fifo"
-        more = 0 if evicts_in_order else n
-        if self.why_full(more, nbytes) is not None:
+        items_to_fit = 0 if evicts_in_order else n
+        if self.why_full(items_to_fit, nbytes) is not None:
             return False
         return self.limiter.can_insert(n)
 
@@ -310,13 +336,14 @@ class Table:
         self._evict_excess()
 
     def refuse_stale(self, batch: InsertBatch) -> None:
-        """Counts groups that are too stale on arrival. They were generated all the same."""
+        """Counts groups that are refused as too stale on arrival. They count as generated, too."""
         self._count_generated(batch)
         if batch.labels is not None:
             for counts in self.tag_counts.values():
                 counts.count_labels("stale", batch.labels)
 
     def _count_generated(self, batch: InsertBatch) -> None:
+        """Counts the completions and tokens of the groups, and the groups as generated by each tag."""
         self.counters.completions += sum(batch.completions)
         self.counters.completion_tokens += sum(batch.completion_tokens)
         if batch.labels is not None:
@@ -331,7 +358,9 @@ class Table:
     def evict(self, n: int = 1) -> None:
         """Removes n items that the remover chooses."""
         slots, _ = self.remover.select(n, self.rng)
-        if slots.size < n:  # `prioritized` never chooses an item of priority 0: add the oldest of those items
+        if slots.size < n:
+            # The remover `prioritized` never chooses an item of priority 0. So the oldest of these items are evicted,
+            # too.
             oldest_first = self.columns.used()
             others = oldest_first[~np.isin(oldest_first, slots)]
             slots = np.concatenate([slots, others])[:n]
@@ -345,11 +374,12 @@ class Table:
         self._drop(slots, "evicted")
 
     def _evict_excess(self) -> None:
+        """Evicts items until the table is within its bounds on items and bytes."""
         max_size = self.config.max_size
         max_bytes = self.config.max_bytes or math.inf
         excess = self.size - max_size
         while excess > 0 or self.bytes > max_bytes:
-            self.evict(max(1, excess))
+            self.evict(max(1, excess))  # if only the bytes are too many, one item after the other
             excess = self.size - max_size
 
     def add_rows(
@@ -363,9 +393,9 @@ class Table:
         times_sampled: IntArray | int,
         labels: Sequence[Labels] | None = None,
     ) -> None:
-        """Adds items (n,), at least one, in the order of their insertion. The caller counts the items.
+        """Adds items (n,), at least one, in the order of their insertion. The caller counts them in the limiter.
 
-        `labels` None: no item has labels.
+        `orders` are the numbers of their insertions. `labels` None: no item has labels.
         """
         columns = self.columns
         slots = columns.add(keys)
@@ -383,15 +413,18 @@ class Table:
         self._show(slots, labels)
 
     def _show(self, slots: IntArray, labels: Sequence[Labels] | None) -> None:
-        """Adds rows (n,), at least one, to the bytes and the selectors. The sampler gets no rows that wait."""
+        """Adds rows (n,), at least one, to the bytes and the selectors. `labels`: as in `_offer`."""
         self.bytes += total(self.columns.cost[slots])
         self._offer(slots, labels)
 
     def _offer(self, slots: IntArray, labels: Sequence[Labels] | None) -> None:
-        """Adds rows to the selectors. `labels`: of their items, if the table requires columns."""
+        """Adds rows to the selectors. The sampler gets only rows that do not wait.
+
+        `labels` are the labels of their items, and are used only if the table requires columns.
+        """
         ready = slots
         if self.config.requires:
-            if not self.waiting.count:
+            if not self.waiting.count:  # if one of these rows waits, it is the first row that waits
                 self.waits_since = self.clock()
             ready = self.waiting.add(slots, labels)
         if ready.size:
@@ -416,13 +449,13 @@ class Table:
     def extend(self, key: int, nbytes: int, cost: int, labels: Labels) -> bool:
         """Notes that a segment of `nbytes` was appended to an item, which has these labels now.
 
-        `cost`: `nbytes` and the bytes of the new labels. Returns True if the row has waited and can be drawn now. The
+        `cost`: `nbytes` and the bytes by which the labels have grown. Returns True if this ends the wait of a row. The
         item keeps its place in the order.
         """
         columns = self.columns
         columns.grow(key, nbytes, cost)
         slot = columns.slot(key)
-        if slot is None:
+        if slot is None:  # the item is not in this table, or its row is reserved and not counted
             return False
         self.bytes += cost
         self.counters.extensions += 1
@@ -435,6 +468,7 @@ class Table:
         return True
 
     def _remove(self, slots: IntArray) -> None:
+        """Removes rows (n,) from the table. The caller counts them in the limiter."""
         if slots.size:
             self._hide(slots)
             self.on_leave(self.columns, slots)
@@ -442,7 +476,10 @@ class Table:
     # ------------------------------------------------------------------------------------------------ sample
 
     def available(self, request: SampleRequest) -> int:
-        """The number of rows that a batch for `request` could have if the limiter allowed any number."""
+        """The number of rows that a batch for `request` could have if the limiter allowed any number.
+
+        If rows may repeat, and any row can be drawn, this is num_samples.
+        """
         if request.values and self.balanced is not None:
             excluded = self._excluded_slots(request)
             codes, _ = self.balanced.rows_of(request.values, excluded, distinct=request.distinct)
@@ -468,7 +505,7 @@ class Table:
         return None
 
     def _left_out(self, request: SampleRequest) -> str:
-        """Words for the items that `request` cannot get: ", 14 wait for teacher_logprobs, 3 excluded"."""
+        """The numbers of items that `request` cannot get, in words: ", 14 wait for teacher_logprobs, 3 excluded"."""
         words = ""
         if self.waiting.count:
             words += f", {self.waiting.words()}"
@@ -489,9 +526,9 @@ class Table:
         return int(max(0, most))
 
     def weigh(self, request: SampleRequest) -> dict[str, Any]:
-        """The weight of all items that `request` could draw now. One pass of O(size).
+        """The weight of all items that `request` could draw now, as the fields of the message Weight of replay.proto.
 
-        The fields of the message Weight of replay.proto.
+        It takes one pass over the items.
         """
         excluded = self._excluded_slots(request)
         if self.balanced is None:
@@ -515,7 +552,7 @@ class Table:
         }
 
     def draw(self, request: SampleRequest, n: int) -> SampleBatch:
-        """Draws n rows. The caller has checked that `why_no_sample` has no objection."""
+        """Draws n rows. The caller has checked that `why_no_sample` is None, or that n is `most_available`."""
         if request.values:
             assert self.balanced is not None
             excluded = self._excluded_slots(request)
@@ -536,7 +573,7 @@ class Table:
         """Draws exactly these rows (n,). Reserves the rows whose last draw this is."""
         columns = self.columns
         n = slots.size
-        np.add.at(columns.times_sampled, slots, 1)
+        np.add.at(columns.times_sampled, slots, 1)  # counts a row twice if it was drawn twice
         times_sampled = columns.times_sampled[slots]
         limit = self.config.max_times_sampled
         if limit:
@@ -565,33 +602,37 @@ class Table:
             columns.reserve(used_up)
         self._count_drawn(n, consumed)
         self.sampled.add(n, self.clock())
-        if limit == 1:
+        if limit == 1:  # each item is drawn once
             self.flow.draw(columns.current_version - batch.policy_versions)
         self.outstanding += n
         assert self.limiter.size == self.size, (self.limiter, self.size)
         return batch
 
     def _count_drawn(self, n: int, consumed: int) -> None:
-        """Counts n drawn rows, of which `consumed` were drawn for the last time. Numbers below 0 undo a draw."""
+        """Counts n drawn rows, of which `consumed` were drawn for the last time. Both below 0: a draw is undone."""
         self.limiter.samples += n
         self.limiter.deletes += consumed
         self.counters.samples += n
         self.counters.consumed += consumed
 
     def count_sampled(self, batch: SampleBatch) -> None:
-        """Counts the rows of a batch that its reader acknowledges now, before extensions hear of it."""
+        """Counts the rows of a batch by their tags as sampled.
+
+        Call it before the hooks `on_acknowledge`: a retained row is not found any more.
+        """
         if batch.epoch != self.epoch:
             return
-        if any(len(tag) > 1 for tag in self.columns.tags.values()):  # otherwise no item has a tag
+        has_tags = any(len(tag) > 1 for tag in self.columns.tags.values())  # the value "" always counts
+        if has_tags:
             slots = self.columns.find_with_reserved(batch.keys)
             self._count_tags("sampled", slots[slots >= 0])
 
     def acknowledge(self, batch: SampleBatch) -> list[int]:
         """The reader has the batch for good. Reserved rows of the batch leave, unless an extension retains them.
 
-        Returns the keys of all rows that the batch has used up.
+        Returns the keys of all rows that the batch has used up, retained rows included.
         """
-        if batch.epoch != self.epoch:
+        if batch.epoch != self.epoch:  # a reset has removed the rows
             return []
         assert self.outstanding >= len(batch), (self.outstanding, len(batch))
         self.outstanding -= len(batch)
@@ -608,8 +649,10 @@ class Table:
         self.columns.retain(keys.tolist())
 
     def discard(self, keys: Sequence[int]) -> None:
-        """Removes these rows, which were retained."""
+        """Removes these retained rows for good."""
         if keys:
+            # Only rows that are here can leave, so the rows return first. Selectors, limiter and `bytes` did not count
+            # the retained rows, and stay as they are.
             self.on_leave(self.columns, self.columns.return_rows(keys))
 
     def restore(self, keys: Sequence[int]) -> None:
@@ -624,28 +667,29 @@ class Table:
         assert self.limiter.size == self.size, (self.limiter, self.size)
 
     def _labels_where_required(self, keys: Sequence[int]) -> Sequence[Labels] | None:
-        """The labels of each of `keys`; None if the table requires no columns, because then no caller needs labels."""
+        """The labels of each of `keys`, for `_offer`; None: the table requires no columns, so labels are not used."""
         if not self.config.requires:
             return None
         return self.labels_of(keys)
 
     def requeue(self, batch: SampleBatch) -> list[int]:
-        """Undoes the draw. Returns the keys of its reserved rows, which are selectable again."""
-        if batch.epoch != self.epoch:
+        """Undoes the draw. Returns the keys of the rows that the batch had reserved, and that are here again."""
+        if batch.epoch != self.epoch:  # a reset has removed the rows
             return []
         columns = self.columns
-        back: list[int] = batch.keys[batch.consumed].tolist()
+        returned: list[int] = batch.keys[batch.consumed].tolist()
         assert self.outstanding >= len(batch), (self.outstanding, len(batch))
         self.outstanding -= len(batch)
-        self._count_drawn(-len(batch), -len(back))
+        self._count_drawn(-len(batch), -len(returned))
         if batch.scope:
             self.scopes.requeue(batch.scope, batch.keys.tolist())
-        if back:
-            self._show(columns.return_rows(back), self._labels_where_required(back))
-        slots = columns.find_with_reserved(batch.keys)  # another batch may have reserved a row, or the row is gone
+        if returned:
+            self._show(columns.return_rows(returned), self._labels_where_required(returned))
+        # A row of the batch may be reserved by another batch, or it may be gone: then its slot is -1.
+        slots = columns.find_with_reserved(batch.keys)
         np.subtract.at(columns.times_sampled, slots[slots >= 0], 1)
         assert self.limiter.size == self.size, (self.limiter, self.size)
-        return back
+        return returned
 
     def excluded(self, request: SampleRequest) -> set[int]:
         """The slots that the sampler could choose, but that `request` must not get."""
@@ -662,6 +706,7 @@ class Table:
         return slots
 
     def _excluded_slots(self, request: SampleRequest) -> IntArray:
+        """The slots of `excluded` as an array (n,), ascending."""
         return np.array(sorted(self.excluded(request)), dtype=np.int64)
 
     # ------------------------------------------------------------------------------------- update, delete, stale, reset
@@ -671,13 +716,13 @@ class Table:
 
         Returns how many items were updated, and the keys that are missing.
         """
-        there, slots, missing = self._found(keys)
-        priorities = priorities[there]
-        last = self.columns.last_rows(slots)
-        slots = slots[last]
-        self.columns.priority[slots] = priorities[last]
+        is_here, slots, missing = self._find(keys)
+        priorities = priorities[is_here]
+        is_last = self.columns.last_rows(slots)
+        slots = slots[is_last]
+        self.columns.priority[slots] = priorities[is_last]
         selectable = slots
-        if self.waiting.count:
+        if self.waiting.count:  # the sampler does not hold waiting rows
             selectable = slots[self.columns.state[slots] == SELECTABLE]
         self.sampler.update(selectable)
         if self.remover is not self.sampler:
@@ -699,19 +744,21 @@ class Table:
 
     def delete(self, keys: Sequence[int]) -> list[int]:
         """Removes items. Returns missing keys."""
-        _, slots, missing = self._found(np.array(keys, dtype=np.uint64))
-        self._drop(slots[self.columns.last_rows(slots)], "deleted")
+        _, slots, missing = self._find(np.array(keys, dtype=np.uint64))
+        is_last = self.columns.last_rows(slots)  # if a key is named twice, its item is dropped once
+        self._drop(slots[is_last], "deleted")
         return missing
 
-    def _found(self, keys: KeyArray) -> tuple[npt.NDArray[np.bool_], IntArray, list[int]]:
-        """Splits `keys` (n,) into those that are here and those that are missing.
+    def _find(self, keys: KeyArray) -> tuple[npt.NDArray[np.bool_], IntArray, list[int]]:
+        """Splits `keys` (n,) into keys that are here and keys that are missing.
 
-        Returns a mask (n,) of the keys that are here, their slots (m,) in order, and the missing keys, each once.
+        Returns a mask (n,) of the keys that are here, their slots (m,) in the same order, and the missing keys, each
+        once.
         """
         slots = self.columns.find(keys)
-        there = slots >= 0
-        missing = list(dict.fromkeys(keys[~there].tolist()))
-        return there, slots[there], missing
+        is_here = slots >= 0
+        missing = list(dict.fromkeys(keys[~is_here].tolist()))
+        return is_here, slots[is_here], missing
 
     def set_policy_version(self, current: int) -> None:
         """Sets the current policy version. With a half-life, selectors let priorities age relative to this version."""
@@ -741,7 +788,7 @@ class Table:
         self._drop(slots[undone], "undone")
 
     def _drop(self, slots: IntArray, reason: str) -> None:
-        """Removes items for another reason than an acknowledgement. `reason`: the name of the counter to raise."""
+        """Removes items (n,) for another reason than an acknowledgement. `reason`: the name of the counter to raise."""
         if not slots.size:
             return
         setattr(self.counters, reason, getattr(self.counters, reason) + slots.size)
@@ -749,8 +796,8 @@ class Table:
             never_sampled = slots[self.columns.times_sampled[slots] == 0]
             self._count_tags("stale", never_sampled)
         self.limiter.deletes += slots.size
-        # An item that left can give no more samples. If the limiter did not count the samples that the item still owed,
-        # the difference between inserts and samples would never fall again: a queue would lose a place.
+        # An item that has left can give no more samples. If the limiter did not count the samples that the item still
+        # owed, the difference between inserts and samples would never fall again: a queue would lose a place.
         if self.config.rate_limiter.type in ("queue", "stack") or reason in ("stale", "undone"):
             owed = np.maximum(0.0, self.limiter.samples_per_insert - self.columns.times_sampled[slots])
             self.limiter.samples += float(owed.sum())
@@ -762,14 +809,14 @@ class Table:
         columns = self.columns
         slots = columns.used()
         self.counters = Counters()
-        self._clear(columns.current_version)
+        self._clear(columns.current_version)  # the table has new columns now, and the old rows leave the old ones
         self.on_leave(columns, slots)
         return int(slots.size)
 
     # ------------------------------------------------------------------------------------- configuration and state
 
     def tags_for(self, config: TableConfig) -> dict[str, TagColumn]:
-        """The tag columns for another configuration. A tag without a column until now costs one look at each item."""
+        """By name, the tag columns for another configuration. For a tag that had no column, this reads all labels."""
         columns = self.columns
         tags: dict[str, TagColumn] = {}
         new: list[TagColumn] = []
@@ -786,15 +833,18 @@ class Table:
     def _fill(self, tags: Iterable[TagColumn]) -> None:
         """Fills new tag columns from the labels of all items, including the items of reserved and retained rows."""
         columns = self.columns
-        away = [*columns.reserved.values(), *columns.retained.values()]
-        slots = np.concatenate([columns.occupied(), np.array(away, dtype=np.int64)])
+        may_return = [*columns.reserved.values(), *columns.retained.values()]
+        slots = np.concatenate([columns.occupied(), np.array(may_return, dtype=np.int64)])
         labels = self.labels_of(columns.key[slots].tolist())
         if labels is not None:
             for tag in tags:
                 tag.set(slots, labels)
 
     def configure(self, config: TableConfig, tags: dict[str, TagColumn]) -> None:
-        """Changes the configuration (not the name), and keeps items and counters. `tags` come from `tags_for`."""
+        """Changes the configuration, but not the name. Items stay if they are allowed, and counters stay.
+
+        `tags` is the result of `tags_for(config)`.
+        """
         assert config.name == self.name
         old = self.config
         self.config = config
@@ -806,22 +856,19 @@ class Table:
         )
         self.columns.tags = tags
         self.tag_counts = {name: self.tag_counts.get(name) or TagCounts(name) for name in tags}
-        decisive = ("sampler", "remover", "requires", "balance")
-        if any(getattr(config, name) != getattr(old, name) for name in decisive):
+        selector_settings = ("sampler", "remover", "requires", "balance")
+        if any(getattr(config, name) != getattr(old, name) for name in selector_settings):
             self._replace_selectors()
         self._fit()
 
     def _replace_selectors(self) -> None:
-        """Builds the selectors anew, and gives them all items, oldest first."""
+        """Builds the selectors anew, and adds all items to them, oldest first."""
         self.waiting.clear()
         self._build_selectors()
         slots = self.columns.used()
-        if not slots.size:
-            return
-        labels = None
-        if self.config.requires:
-            labels = self.labels_of(self.columns.key[slots].tolist())
-        self._offer(slots, labels)
+        if slots.size:
+            labels = self._labels_where_required(self.columns.key[slots].tolist())
+            self._offer(slots, labels)
 
     def _fit(self) -> None:
         """Removes the items that the configuration does not allow."""
@@ -867,9 +914,9 @@ class Table:
         return dict(vars(self.counters))
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything but items and scopes, as if outstanding batches had been requeued."""
+        """The state of the table without its items and scopes, as if outstanding batches had been requeued."""
         limiter = self.limiter
-        consumed = len(self.columns.reserved)
+        consumed = len(self.columns.reserved)  # the rows that outstanding batches have used up
         counters = self.counts()
         counters["samples"] -= self.outstanding
         counters["consumed"] -= consumed
@@ -883,18 +930,22 @@ class Table:
         }
 
     def _rng_json(self) -> str:
-        """The state of the generator, whose numbers have 128 bits. Most commits find the state unchanged."""
+        """The state of the random generator as JSON, because msgpack has no numbers of 128 bits.
+
+        Most commits find the state unchanged, so the last JSON text is kept.
+        """
         state = self.rng.bit_generator.state
         if state != self._rng_seen[0]:
             self._rng_seen = (state, json.dumps(state))
         return self._rng_seen[1]
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Loads a result of `state_dict`. Items are loaded separately."""
         self._order = state["order"]
         self.limiter.inserts, self.limiter.samples, self.limiter.deletes = state["limiter"]
         self.counters = Counters(**state["counters"])
         for name, values in state.get("tags", {}).items():
-            if name in self.tag_counts:
+            if name in self.tag_counts:  # otherwise the tag has no column in this configuration
                 self.tag_counts[name].load_state(values)
         self.rng.bit_generator.state = json.loads(state["rng"])
 
@@ -907,7 +958,8 @@ class Table:
         self.limiter.deletes += lost
         if self.config.rate_limiter.type in ("queue", "stack"):
             self.limiter.samples += lost  # as in `_drop`
-        # A table that blocks or rejects may exceed its bounds for a while: items that were outstanding came back.
+        # A table that blocks or rejects never evicts. It may exceed its bounds for a while, because items that were
+        # outstanding have returned.
         if self.config.when_full == "evict":
             self._fit()
         return lost

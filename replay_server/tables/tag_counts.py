@@ -1,14 +1,14 @@
-"""TagCounts: for each value of a tag, the numbers of groups that came to a table, went stale there, and were sampled.
+"""TagCounts: for each value of a tag, how many groups of a table were generated, became stale, and were sampled.
 
 **Why.** A bound on staleness drops slow groups first. If one environment takes ten times as long as another, all its
 groups may be dropped while the totals of the table look harmless. Nobody would notice that this environment is starved.
 
 **How.** A table counts by each tag that has a column: the tags that it indexes, the tag by which it balances, and
-`environment`. The counts outlive the items, so at most MAX_COUNTED values of a tag are counted. A tag with more values,
-such as the name of the prompt, says nothing about an environment, and is not counted any more until a reset.
+`environment`. The counts stay when the items leave, so at most MAX_COUNTED values of a tag are counted. A tag with more
+values, such as the name of the prompt, says nothing about an environment. It is not counted any more until a reset.
 
 * Items without the tag are not counted.
-* Each insert of an item counts as generated, and so does each group that is refused as too stale on arrival.
+* An item counts as generated when it is inserted, and also when its insert is refused as too stale.
 * An item counts as stale if it is refused or dropped as too stale, and was never drawn. So no item of a queue is both
   stale and sampled.
 * An item counts as sampled each time that its reader acknowledges it. In a table where items are drawn once, a sampled
@@ -58,11 +58,11 @@ class TagCounts:
 
     def count_labels(self, event: Event, labels: Sequence[Labels]) -> None:
         """Counts items with these labels."""
-        # Many items share one Labels object. Each such object is looked at only once.
-        different = {id(of_item): of_item for of_item in labels}
-        items_with = Counter(map(id, labels))
-        for identity, items in items_with.items():
-            self._count(event, different[identity].text(self.name), items)
+        # Many items share one Labels object. Each such object is read only once.
+        labels_by_id = {id(of_item): of_item for of_item in labels}
+        items_by_id = Counter(map(id, labels))
+        for identity, items in items_by_id.items():
+            self._count(event, labels_by_id[identity].text(self.name), items)
 
     def count_rows(self, event: Event, column: TagColumn, slots: IntArray, sign: int = 1) -> None:
         """Counts the rows at `slots` (n,) by the tag's column. `sign` -1: undoes an earlier count of these rows."""
@@ -70,13 +70,13 @@ class TagCounts:
             return
         if not slots.size:
             return
-        rows = np.bincount(column.codes[slots])
+        rows = np.bincount(column.codes[slots])  # by code
         for code in np.flatnonzero(rows).tolist():
             self._count(event, column.values[code], sign * int(rows[code]))
 
     def _count(self, event: Event, value: str, items: int) -> None:
-        """Adds `items` to a count. Stops counting if there is one value too many."""
-        if not value or self.too_many:
+        """Adds `items`, which may be below 0, to a count. Stops counting all values if there is one value too many."""
+        if not value or self.too_many:  # items without the tag have the value ""
             return
         counts = self.values.get(value)
         if counts is None:
@@ -104,7 +104,7 @@ class TagCounts:
             self.values = {value: ValueCounts(*counts) for value, counts in state.items()}
 
     def info(self) -> dict[str, Any]:
-        """The fields of the message TagCounts of replay.proto, the values by name."""
+        """The fields of the message TagCounts of replay.proto, with the values sorted by name."""
         values = []
         for value, counts in sorted(self.values.items()):
             values.append({"name": value} | vars(counts))

@@ -14,8 +14,8 @@ from replay_server.tables.meters import BlockedTime
 T = TypeVar("T")
 
 ASKS_AGAIN = 10.0
-"""Seconds after the end of a wait in which a new request of the client continues that wait: usually the client asks
-again."""
+"""If a request has ended without being served, a request that comes within this many seconds continues its wait.
+Usually that is the same client, which asks again."""
 
 
 class Pending(Generic[T]):
@@ -25,11 +25,13 @@ class Pending(Generic[T]):
     """
 
     def __init__(self, since: float, deadline: float = math.inf) -> None:
+        """`since`, `deadline`: the times at which the wait begins and ends at the latest, by the server's clock."""
         self.since = since
         self.deadline = deadline
         self.done = False
+        """True if the request has ended."""
         self.ahead = False
-        """True while the request has its place in the line, but nobody waits for it yet."""
+        """True while the request has its place in the line, but no client waits for it yet: it was sent ahead."""
         self.on_done: Callable[[], None] | None = None
         """Called when the request ends with a value or an error."""
         self.lines: list[Line[Any]] = []
@@ -39,20 +41,23 @@ class Pending(Generic[T]):
         self._error: Refused | None = None
 
     def finish(self, value: T) -> None:
+        """Ends the request with this result."""
         self.value = value
         self._end(served=True)
 
     def fail(self, error: Refused) -> None:
+        """Ends the request with this error."""
         self._error = error
         self._end(served=False)
 
     def abandon(self) -> None:
-        """The client went away, so `on_done` is not called."""
+        """Ends the request without calling `on_done`, because its client went away."""
         assert not self.done
         self.done = True
         self._leave(served=False)
 
     def result(self) -> T:
+        """The result of a request that has ended. Raises its error if it failed."""
         assert self.done
         if self._error is not None:
             raise self._error
@@ -66,6 +71,7 @@ class Pending(Generic[T]):
             self.on_done()
 
     def _leave(self, served: bool) -> None:
+        """Leaves all lines. `served`: the request has its result, so the lines have moved."""
         for line in self.lines:
             line.leave(self)
             if served:
@@ -85,7 +91,10 @@ def deadline_at(now: float, timeout: float | None) -> float:
 async def result_of(
     pending: Pending[T], now: float, time_out: Callable[[Any], None], abandon: Callable[[Any], None]
 ) -> T:
-    """The result of `pending`. Calls `time_out` at its deadline, and `abandon` if the caller is cancelled."""
+    """The result of `pending`. Calls `time_out` at its deadline, and `abandon` if the caller is cancelled.
+
+    `time_out` must end the request.
+    """
     remaining = pending.deadline - now
     if not pending.done and remaining <= 0:
         time_out(pending)
@@ -94,7 +103,7 @@ async def result_of(
         done: asyncio.Future[None] = loop.create_future()
 
         def wake() -> None:
-            if not done.done():
+            if not done.done():  # a cancelled future is done, too
                 done.set_result(None)
 
         pending.on_done = wake
@@ -118,25 +127,27 @@ P = TypeVar("P", bound=Pending[Any])
 class Line(Generic[P]):
     """Pending requests, first come first served. A request that ends leaves its lines.
 
-    A client whose request ends at its deadline usually asks again. `standstill` therefore counts from the first such
-    request, and not from the request that waits now. Requests that are `ahead` do not count as waits.
+    A client whose request ends at its deadline usually asks again. `standstill` therefore counts from the first of such
+    requests that follow each other, and not from the last. Requests that are `ahead` do not count as waits.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._pending: OrderedDict[int, P] = OrderedDict()
+        """The requests by `id` of the object, from the first to the last."""
         self.moved_at = -math.inf
         """The time at which a request was served last."""
         self._still_since = -math.inf
         """The time since which requests wait and no request was served."""
         self._left_at = -math.inf
-        """The time at which the last awaited request left without having been served."""
+        """The time at which the line was left by its last awaited request, which was not served."""
         self.awaited = 0
         """The number of requests that somebody waits for."""
         self.blocked = BlockedTime(clock())
         """The time in which somebody waits for a request."""
 
     def join(self, pending: P) -> None:
+        """Adds a request at the end of the line."""
         self._pending[id(pending)] = pending
         pending.lines.append(self)
         assert not pending.done, "a request that has ended waits again"
@@ -152,17 +163,20 @@ class Line(Generic[P]):
         pending.ahead = ahead
 
     def _await(self, since: float) -> None:
-        """Somebody waits for one more request."""
-        if not self.awaited and since - self._left_at > ASKS_AGAIN:
+        """Counts one more request that somebody waits for, from the time `since`."""
+        continues_wait = self.awaited > 0 or since - self._left_at <= ASKS_AGAIN
+        if not continues_wait:
             self._still_since = since
         self._count(1, since)
 
     def _count(self, more: int, now: float) -> None:
-        """Adds `more` to the awaited requests."""
+        """Adds `more`, which is 1 or -1, to the number of awaited requests."""
         before = self.awaited
         self.awaited += more
         assert 0 <= self.awaited <= len(self._pending), (self.awaited, len(self._pending))
-        if not before or not self.awaited:  # somebody begins to wait, or nobody waits any more
+        first_begins = before == 0
+        last_ended = self.awaited == 0
+        if first_begins or last_ended:
             self.blocked.set(bool(self.awaited), now)
 
     def leave(self, pending: P) -> None:
@@ -175,15 +189,15 @@ class Line(Generic[P]):
                 self._left_at = now
 
     def moved(self) -> None:
-        """A request was served, from the line or past it."""
+        """Notes that a request was served, whether it had waited in the line or not."""
         self._still_since = self.moved_at = self._clock()
-        self._left_at = -math.inf
+        self._left_at = -math.inf  # no request has waited in vain since then
 
     @property
     def still_since(self) -> float | None:
         """The time since which requests wait and no request was served.
 
-        None: no request waits, and no wait has ended in vain within the last ASKS_AGAIN seconds.
+        None: no request waits, and within the last ASKS_AGAIN seconds no request has ended without being served.
         """
         if self.awaited or self._clock() - self._left_at <= ASKS_AGAIN:
             return self._still_since
@@ -200,9 +214,7 @@ class Line(Generic[P]):
     @property
     def head(self) -> P | None:
         """The first request of the line; None: the line is empty."""
-        for pending in self._pending.values():
-            return pending
-        return None
+        return next(iter(self._pending.values()), None)
 
     def check(self) -> None:
         """Asserts that all requests in the line wait, have the line in `lines`, and are counted."""
@@ -218,7 +230,7 @@ class Line(Generic[P]):
         return list(self._pending).index(id(pending))
 
     def __iter__(self) -> Iterator[P]:
-        return iter(list(self._pending.values()))
+        return iter(list(self._pending.values()))  # a copy, because requests may leave the line during a loop
 
     def __len__(self) -> int:
         return len(self._pending)

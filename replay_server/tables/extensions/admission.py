@@ -1,17 +1,18 @@
 """Admission: permits for generating groups, so that work which would be too stale is never started.
 
 Permits are granted while accepted + running + n <= (max_staleness + version + 1) * fresh_groups_per_step, the rule of
-AReaL (arXiv 2505.24298). `running` counts granted permits, and `accepted` the groups that were inserted with a permit.
-A permit ends by the insert (running -> accepted), by release, or by expiry of its grant (both lower running only). A
-grant that has no permit left is forgotten. A request waits only while it asks for more permits than the capacity.
+AReaL (arXiv 2505.24298). `running` counts the permits that are granted and not used, and `accepted` the groups that
+were inserted with a permit. A permit ends in one of three ways. An insert uses it: then `running` falls by 1, and
+`accepted` rises by 1. It is released, or its grant expires: then only `running` falls. A grant that has no permit left
+is forgotten. A request waits only while it asks for more permits than the capacity.
 
-An insert needs no permit, but uses one up if it names a grant. Its group counts as accepted only in the table whose
-groups are trained on. A permit that comes with an insert into other tables goes back, because no step will ever use
-that group.
+An insert needs no permit, but uses one if it names a grant. Its group counts as accepted only if it enters the admitted
+table, whose groups are trained on. If it enters other tables only, its permit counts as released, because no step will
+ever use that group.
 
-Partial groups have permits too (`permit_tables.py`): `running` counts granted permits and partial groups together. If
-an insert into the admitted table closes a partial group, its permit is accepted. If the group ends in any other way,
-its permit goes back.
+Partial groups hold permits too (`permit_tables.py`): `running` counts granted permits and partial groups together. If
+an insert into the admitted table closes a partial group, the new group counts as accepted. If the partial group ends in
+any other way, its permit counts as released.
 
 If there are several servers, each grants its share of fresh_groups_per_step. The share follows from the server's shard
 index, which clients send:
@@ -21,10 +22,10 @@ index, which clients send:
 `earlier` is the sum of the shares over all finished versions. If there is one server, that is version *
 fresh_groups_per_step.
 
-A server that drains takes no groups, so a group with one of its permits goes to another server. The other server
-accepts the group, and its `earlier` grows by 1. Then the client tells the server that drains, whose `earlier` and
-`running` shrink by 1. All servers together grant as many permits as before. If the client dies between the two calls,
-the servers grant one permit more.
+A server that drains refuses groups, so a group with one of its permits moves to another server. The other server
+accepts the group, and its `earlier` rises by 1. Then the client tells the draining server, whose `earlier` and
+`running` fall by 1. All servers together grant as many permits as before. If the client dies between the two calls, the
+servers grant one permit more.
 """
 
 from __future__ import annotations
@@ -62,9 +63,11 @@ class Grant:
 def share_of(groups: int, shard_index: ShardIndex) -> int:
     """The part of `groups` that the server with this index grants. The parts of all servers sum to `groups` exactly."""
     number, servers = shard_index
-    if not servers:
+    if not servers:  # other servers grant the share of this server
         return 0
-    return (number + 1) * groups // servers - number * groups // servers
+    start = number * groups // servers
+    end = (number + 1) * groups // servers
+    return end - start
 
 
 class PendingPermits(Pending[Grant]):
@@ -78,7 +81,7 @@ class PendingPermits(Pending[Grant]):
 
 
 class Admission(Extension):
-    """The permits of this server: what was granted, what is in use, and who waits."""
+    """The permits of this server: the accepted groups, the open grants, and the requests that wait."""
 
     record = b"admission"
     mark = 1
@@ -107,8 +110,11 @@ class Admission(Extension):
         self._earlier = 0
         """The sum of this server's shares over all finished versions, in groups."""
         self.accepted = 0
+        """Groups that were inserted with a permit."""
         self.expired = 0
+        """Permits whose grants have expired."""
         self._grants: dict[int, Grant] = {}
+        """The grants that have permits left, by id."""
         self.line: Line[PendingPermits] = Line(clock)
         self.lines = {"permits": self.line}
 
@@ -122,12 +128,13 @@ class Admission(Extension):
 
     @property
     def capacity(self) -> int:
-        """The permits that could be granted now."""
-        return min(self._earlier + self._most, 1 << 62) - self.accepted - self.running
+        """The permits that could be granted now. Below 0, more are in use than a new configuration allows."""
+        bound = min(self._earlier + self._most, 1 << 62)  # the field of ServerInfo has 64 bits
+        return bound - self.accepted - self.running
 
     @property
     def _share(self) -> int:
-        """Groups of a step that this server grants."""
+        """The fresh groups of one step for which this server grants permits."""
         return share_of(self.config.fresh_groups_per_step, self._shard_index or ShardIndex())
 
     def why_no_permits(self, count: int) -> str:
@@ -145,37 +152,37 @@ class Admission(Extension):
 
     @property
     def _most(self) -> int:
-        """The permits that are free once all accepted groups are trained on."""
+        """The capacity when no permit is in use and all accepted groups were used in finished steps."""
         return (self.config.max_staleness + 1) * self._share
 
     def acquire(
         self, count: int, deadline_at: float, request: int = 0, shard_index: ShardIndex | None = None
     ) -> PendingPermits:
-        """Asks for `count` permits at once; the result is done when they are granted.
+        """Asks for `count` permits together. The result is done when they are granted.
 
-        `request` becomes the id of the grant, so that a retry finds the grant even after a restart. `shard_index` is
-        the index that a generator gives this server. It counts until a trainer sends an index: generators may start
-        before the trainer.
+        `request` becomes the id of the grant, so that a retry finds the grant even after a restart; 0: no id.
+        `shard_index` is the index that a generator sends for this server. It is used until a trainer sends an index,
+        because generators may start before the trainer.
         """
         if count < 1:
             raise invalid(f"count must be at least 1, not {count}")
         self._shard_index = self._shard_index or shard_index
         pending = PendingPermits(count, self._clock(), deadline_at, request)
-        for before in self.line:
-            if request and before.request == request:
-                before.fail(try_again("the client has asked for these permits again"))
+        for earlier in self.line:
+            if request and earlier.request == request:  # a retry replaces it
+                earlier.fail(try_again("the client has asked for these permits again"))
         self.line.join(pending)
         grant = self._grants.get(request)
-        if grant is not None:
+        if grant is not None:  # a retry, whose first attempt was granted
             grant.attempt = pending
             pending.finish(grant)
         self.progress()
         return pending
 
     def release(self, grant_id: int, count: int = 0, moved: bool = False) -> int:
-        """Releases `count` permits (0: all that are left). Returns how many were released.
+        """Releases `count` permits of a grant; 0: all that are left. Returns how many were released.
 
-        `moved`: another server has accepted `count` groups with permits of this one, perhaps after their grant expired.
+        `moved`: another server has accepted `count` groups with permits of this server. Their grant may have expired.
         """
         if moved:
             self.take_over(count)
@@ -192,13 +199,17 @@ class Admission(Extension):
     # ------------------------------------------------------------------------------------------------ what happens
 
     def why_no_policy(self, change: PolicyChange) -> Refused | None:
-        most = _MOST_GROUPS // self.config.fresh_groups_per_step  # permits of the run can be counted until then
+        """Refuses a version at which the groups of the run would be more than _MOST_GROUPS."""
+        most = _MOST_GROUPS // self.config.fresh_groups_per_step
         if change.version > most:
             return invalid(f"policy version {change.version}: must be from 0 to {most}")
         return None
 
     def on_insert(self, insert: InsertBatch) -> Iterable[Table]:
-        """Counts groups as accepted even if their grant has expired in the meantime."""
+        """Ends the permits that the insert uses, and counts its groups as accepted if they enter the admitted table.
+
+        The groups count even if their grant has expired in the meantime.
+        """
         if insert.moved:
             self._earlier += len(insert)
         else:
@@ -217,9 +228,10 @@ class Admission(Extension):
         return ()
 
     def on_item_gone(self, keys: Sequence[int]) -> None:
-        """An accepted group that went unsampled (stale, evicted, deleted) is not accepted: no step will use it.
+        """Groups that leave before a reader has acknowledged them are not accepted any more: no step will use them.
 
-        Otherwise every such group would lower the capacity for good, and enough of them would stop all generation.
+        They were dropped as stale, evicted or deleted. If they stayed accepted, each of them would lower the capacity
+        for good, and enough of them would stop all generation.
         """
         unused = self.marked.intersection(keys)
         self.marked -= unused
@@ -227,25 +239,25 @@ class Admission(Extension):
         assert self.accepted >= len(self.marked), (self.accepted, len(self.marked))
 
     def on_policy(self, change: PolicyChange) -> None:
-        """The trainer has finished `version` updates, or goes back to that version.
+        """The trainer has finished `change.version` updates, or goes back to that version.
 
         A server that starts empty in the middle of a run knows nothing of the groups that were used before. If
         `accepted` did not count these groups, the first version would grant a permit for each of them again.
         """
         self._shard_index = change.shard_index or self._shard_index
-        used = change.version * self._share
+        used = change.version * self._share  # groups of this server that all steps until now have used
         if change.rollback:
             self._earlier = used
             self.accepted = used + len(self.marked)
         elif self._begins_at(change.version):
             self._earlier = used
             self.accepted = max(self.accepted, used + len(self.marked))
-        else:
+        else:  # the share may have changed since the last version, so only the new steps count with this share
             self._earlier += (change.version - (self._version or 0)) * self._share
         self._version = change.version
 
     def _begins_at(self, version: int) -> bool:
-        """True if this is the first version that this server hears of, and not the end of a step that began here."""
+        """True if this server gets its first version, and the run began before the server did."""
         if self._version is not None:
             return False
         if version > 1:
@@ -256,8 +268,9 @@ class Admission(Extension):
     def hand_over(self) -> int | None:
         """Hands over the groups that were accepted here beyond the shares of finished steps. Returns their number.
 
-        From now on these groups count at another server. None: nothing is handed over yet, because permits are in use,
-        or because the trainer still counts on the share of this server.
+        Below 0, fewer groups were accepted than the shares allow. From now on the number counts at another server: the
+        caller passes it to `take_over` there. None: nothing is handed over yet, because permits are in use, or because
+        the trainer has not given the share of this server to other servers yet.
         """
         if self.running:
             return None
@@ -268,7 +281,7 @@ class Admission(Extension):
         return groups
 
     def take_over(self, groups: int) -> None:
-        """Counts groups that another server has accepted."""
+        """Lowers the capacity by groups that another server has accepted; below 0: raises it."""
         self._earlier -= groups
         self.progress()
 
@@ -282,13 +295,13 @@ class Admission(Extension):
         self.progress()
 
     def time_out(self, pending: PendingPermits) -> None:
-        """The deadline of `pending` has passed."""
+        """Ends `pending` at its deadline, with the reason of its wait."""
         if not pending.done:
             pending.fail(deadline(f"permits: {self.why_no_permits(pending.count)}"))
             self.progress()
 
     def abandon(self, pending: PendingPermits) -> None:
-        """The client of `pending` went away. Releases its grant, unless a retry of the client has that grant."""
+        """Ends `pending`, whose client went away. Releases its grant, unless a retry of the client has that grant."""
         if not pending.done:
             pending.abandon()
             self.progress()
@@ -300,7 +313,8 @@ class Admission(Extension):
     def progress(self) -> None:
         """Grants permits, first come first served.
 
-        A request for more than `_most` permits does not hold up the requests behind it.
+        A request that lacks permits holds up the requests behind it. A request for more than `_most` permits does not,
+        because it might wait for ever.
         """
         if not len(self.line):  # the most frequent case
             return
@@ -309,7 +323,7 @@ class Admission(Extension):
                 if pending.count > self._most:
                     continue
                 break
-            grant_id = pending.request or secrets.randbits(63) | 1
+            grant_id = pending.request or secrets.randbits(63) | 1  # not 0, which means no grant
             assert grant_id not in self._grants, f"grant {grant_id} would be forgotten"
             expires = self._clock() + self.config.permit_ttl
             grant = Grant(grant_id, pending.count, expires, attempt=pending)
@@ -336,9 +350,9 @@ class Admission(Extension):
         }
 
     def _held_by_batches_alone(self) -> int:
-        """The number of accepted groups that nobody has sampled, and that are in batches but in no table.
+        """The number of accepted groups that are in outstanding batches only, and in no table any more.
 
-        Such items are not recorded, so nothing would release their permits after a restart.
+        Such items are not recorded on disk, so nothing would release their permits after a restart.
         """
         held: set[int] = set()
         for _, batch in self.kernel.batches.values():
@@ -351,7 +365,7 @@ class Admission(Extension):
         return count
 
     def load_state_dict(self, state: dict[str, Any] | None, offset: float, version: int) -> None:
-        if state is None:
+        if state is None:  # the server ran without [admission]
             if version > 0:
                 self.on_policy(PolicyChange(version, version, rollback=True))
             return

@@ -35,22 +35,28 @@ class ShardIndex(NamedTuple):
 
 @dataclass(frozen=True)
 class PolicyChange:
-    """The trainer sets the version. It may also name its own state, which it has saved or goes back to."""
+    """The trainer sets the policy version. It may also name a state that it has saved or, in a rollback, goes back to.
+
+    A state of the trainer is one of its checkpoints.
+    """
 
     before: int
     """The version until now."""
     version: int
+    """The new version."""
     rollback: bool
+    """True if the trainer goes back to `version`."""
     shard_index: ShardIndex | None = None
     """None: the index stays as it was."""
     state: str = ""
-    """The id of the trainer's state; empty: the trainer names none."""
+    """The id of the state; empty: the trainer names none."""
 
 
 class Kernel(Protocol):
     """The part of the ReplayBuffer that an extension sees."""
 
     tables: dict[str, Table]
+    """By name."""
     items: Items
     batches: dict[int, tuple[Table, SampleBatch]]
     """The outstanding batches, by id."""
@@ -61,20 +67,20 @@ class Kernel(Protocol):
 
 
 class Extension:
-    """The hooks that the kernel calls. Each does nothing, unless an extension overrides it."""
+    """The hooks that the kernel calls. A hook that an extension does not override does nothing."""
 
     record = b""
     """The name of the record of the extension's state; empty: it has no state."""
     mark = 0
     """The mark of items in `marked`; 0: the extension marks no items."""
-    marked: set[int] = set()  # noqa: RUF012  # an extension without marks never changes it
+    marked: set[int] = set()  # noqa: RUF012  # extensions that mark items have a set of their own
     """Keys of the marked items."""
     lines: Mapping[str, Line[Any]] = {}
-    """The lines of requests that wait for the extension itself, by the name of what they wait for."""
+    """By the name of what requests wait for, such as "permits": the line of the requests that the extension serves."""
 
     @classmethod
     def of(cls, kernel: Kernel) -> Self | None:
-        """The extension of this kind; None: the server has none."""
+        """The extension of this class; None: the server has none."""
         for extension in kernel.extensions:
             if isinstance(extension, cls):
                 return extension
@@ -140,7 +146,10 @@ class Extension:
         return ()
 
     def free(self, needed: float) -> bool:
-        """Discards rows to free `needed` bytes. Returns True if that frees any."""
+        """Discards rows until `needed` bytes are free, or no more rows can be discarded.
+
+        Returns True if it has freed any bytes.
+        """
         return False
 
     # ------------------------------------------------------------------------------------------------ state on disk
@@ -156,7 +165,7 @@ class Extension:
         """
 
     def load_marked(self, keys: Sequence[int]) -> None:
-        """These items, which are loaded, had the mark of the extension."""
+        """Marks items that were just loaded, and that had the mark of the extension before the restart."""
         self.marked.update(keys)
 
     def reconcile(self) -> None:
@@ -165,14 +174,15 @@ class Extension:
     # ------------------------------------------------------------------------------------------------ invariants
 
     def check(self) -> None:
-        """Asserts what the extension's texts say must always hold. Called between two operations."""
+        """Asserts the invariants of the extension. Called between two operations."""
         assert self.marked <= self.kernel.items.keys(), self.marked - self.kernel.items.keys()
 
 
 def hooks(extensions: Iterable[Extension], name: str) -> tuple[Callable[..., Any], ...]:
-    """The hooks of this name, of the extensions that override it, in the order of the extensions."""
-    found = []
+    """The bound methods `name` of the extensions that override this method, in the order of the extensions."""
+    overridden = []
     for extension in extensions:
-        if getattr(type(extension), name) is not getattr(Extension, name):
-            found.append(getattr(extension, name))
-    return tuple(found)
+        is_inherited = getattr(type(extension), name) is getattr(Extension, name)
+        if not is_inherited:
+            overridden.append(getattr(extension, name))
+    return tuple(overridden)

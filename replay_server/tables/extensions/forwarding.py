@@ -1,11 +1,13 @@
-"""Forwarding and copying: an item of one table joins another table too, with the same priority. No bytes move.
+"""Forwarding and copying: an item of one table also joins another table, with the same priority.
 
-* A table forwards an item when a reader uses the item for the first time. The limiter of the target counts the item.
-  The target refuses the item for the reasons for which it would refuse an insert. The table that forwards counts these
-  refusals.
+Both tables share the item and its payload, so no bytes are copied.
+
+* A table forwards an item when a reader acknowledges or leases the item for the first time. The target's rate limiter
+  counts the item as an insert. The target refuses the item for the reasons for which it would refuse an insert. A full
+  target that does not evict refuses the item, too. The table that forwards counts these refusals.
 * A table copies an item when the item enters. A copy never waits, and is never refused. A table of copies that exceeds
-  its bounds evicts items, and counts them. An item that only copies hold is gone for everything else: its permit is
-  released, and its bytes are freed first.
+  its bounds evicts items, and counts them. Apart from its copies, an item that only tables of copies hold counts as
+  gone: its permit is released, and when the server needs room, such items are removed first.
 """
 
 from __future__ import annotations
@@ -23,18 +25,19 @@ from replay_server.tables.table import InsertBatch, SampleBatch, Table
 
 
 class Forwarding(Extension):
-    """Puts each item into the `forward_to` of its table when a reader uses it for the first time."""
+    """Adds each item to the table `forward_to` when a reader acknowledges or leases the item for the first time."""
 
     def __init__(self, discard: Callable[[Table, Sequence[int]], None]) -> None:
-        """`discard` removes rows that the target retains: a table has at most one row of an item."""
+        """`discard(target, keys)` removes retained rows of an item that joins, because a table has one row of a key."""
         self._discard = discard
 
     def concerns(self, table: TableConfig) -> bool:
         return table.forward_to is not None
 
     def on_acknowledge(self, table: Table, batch: SampleBatch) -> Iterable[Table]:
+        """Forwards the items of the batch, except items of priority 0 and items that this table has forwarded."""
         assert table.config.forward_to is not None
-        if batch.epoch != table.epoch:
+        if batch.epoch != table.epoch:  # a reset has removed these items
             return ()
         target = self.kernel.tables[table.config.forward_to]
         keys = batch.keys.tolist()
@@ -44,13 +47,15 @@ class Forwarding(Extension):
             if not priority or table.name in item.forwarded:
                 continue
             item.forwarded += (table.name,)
-            if target.has_or_may_return(key) or self._join(target, key, item, priority):
+            is_there = target.has_or_may_return(key)  # another table may have forwarded the item
+            if is_there or self._join(target, key, item, priority):
                 table.counters.forwarded += 1
             else:
                 table.counters.forward_refused += 1
         return (target,)
 
-    # A lease is a first use too. A later acknowledgement finds the table in `item.forwarded`.
+    # A lease forwards the items, too. The acknowledgement of that batch then forwards nothing, because `item.forwarded`
+    # names the table already.
     on_lease = on_acknowledge
 
     def _join(self, target: Table, key: int, item: Item, priority: float) -> bool:
@@ -71,10 +76,10 @@ class Forwarding(Extension):
         items.hold([key])
         joining = InsertBatch(
             keys=[key],
-            priorities={},
+            priorities={},  # `Table.insert` gets the priority as an argument
             policy_versions=np.array([item.policy_version]),
             sizes=np.array([item.nbytes]),
-            payloads=(),
+            payloads=(),  # the payload is stored already
             labels=items.labels([key]),
         )
         target.insert(joining, np.array([priority]))
@@ -84,25 +89,27 @@ class Forwarding(Extension):
 
 
 class Copying(Extension):
-    """Puts each item that enters a table into the `copy_to` of the table, too."""
+    """Adds each item that enters a table to the table `copy_to`, too."""
 
     def attach(self, kernel: Kernel) -> None:
         super().attach(kernel)
         self._copies: dict[str, Table] = {}
-        """By name of the table that is copied: the table of its copies."""
+        """By name of each table that copies its items: the table of the copies."""
         for table in kernel.tables.values():
             if table.config.copy_to is not None:
                 self._copies[table.name] = kernel.items.copies[table.config.copy_to]
         self._alone: dict[int, None] = {}
-        """The keys of items that only copies held when the items were last released, in the order of these releases.
+        """The keys of items that only tables of copies held when the items were last released, oldest release first.
 
-        A dict is a set that has an order: the values mean nothing.
+        Since then, a batch of copies or a reader of bytes may hold such an item, too. A dict is a set that has an
+        order: the values mean nothing.
         """
 
     def why_not(self, insert: InsertBatch) -> Refused | None:
+        """Refuses an insert that names a table of copies: the item might join that table twice."""
         for source, copies in self._copies.items():
             name = copies.name
-            if name in insert.priorities:  # a key has one row in a table
+            if name in insert.priorities:
                 return invalid(f"item {insert.keys[0]} names {name!r}, which items of {source!r} join: leave it out")
         return None
 
@@ -118,7 +125,7 @@ class Copying(Extension):
 
     def on_item_gone(self, keys: Sequence[int]) -> None:
         for key in keys:
-            if key in self.kernel.items:
+            if key in self.kernel.items:  # copies still hold the item
                 self._alone[key] = None
             else:
                 self._alone.pop(key, None)
@@ -136,7 +143,8 @@ class Copying(Extension):
         while self._alone and items.bytes > before - needed:
             key = next(iter(self._alone))
             del self._alone[key]
-            if items[key].holders == self.spares(key):
+            only_rows = items[key].holders == self.spares(key)  # no batch and no reader of bytes holds the item
+            if only_rows:
                 self._evict(key)
         return items.bytes < before
 
@@ -152,6 +160,7 @@ class Copying(Extension):
         assert self._alone.keys() <= self.kernel.items.keys(), self._alone.keys() - self.kernel.items.keys()
 
     def reconcile(self) -> None:
+        """Finds the items that only copies hold after a restart. They are evicted in the order of their insertion."""
         for copies in self._copies.values():
             keys: list[int] = copies.columns.key[copies.columns.used()].tolist()
             self.on_item_gone([key for key in keys if self.kernel.items.lost(key)])

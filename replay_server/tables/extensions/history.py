@@ -52,7 +52,7 @@ class Consumed(NamedTuple):
     number: int
     """The position of the row among all consumed rows."""
     permit: bool
-    """True if the item was inserted with a permit, and this was its first use here."""
+    """True if this consumption used the permit of the item."""
 
 
 class History(Extension):
@@ -61,9 +61,9 @@ class History(Extension):
     record = b"history"
 
     def __init__(self, most: int, permits: Mapping[str, set[int]]) -> None:
-        """`most`: the most states that are known at a time.
+        """`most`: the most states that are known at a time; 0: no table retains rows.
 
-        `permits`: for each table that uses permits, by name, the keys of its items whose permits are not used yet.
+        `permits`: by name of each table that uses permits, the keys of its items whose permits are not used yet.
         """
         self._most = most
         self._permits = permits
@@ -88,7 +88,8 @@ class History(Extension):
     # ------------------------------------------------------------------------------------------------ retaining
 
     def on_acknowledge(self, table: Table, batch: SampleBatch) -> Iterable[Table]:
-        if not self.states or batch.epoch != table.epoch:
+        """Retains the rows that the batch has used up, if there is a state that could bring them back."""
+        if not self.states or batch.epoch != table.epoch:  # another epoch: a reset has removed the rows
             return ()
         consumed: list[int] = batch.keys[batch.consumed].tolist()
         table.columns.retain(consumed)
@@ -116,9 +117,9 @@ class History(Extension):
             if not table.columns.retained:
                 continue
             known = _last(self.states, table.config.retain_consumed)
-            first = known[0].moment if known else self._consumed
+            oldest_moment = known[0].moment if known else self._consumed  # without a state, all rows are discarded
             retained = table.columns.retained
-            self.discard(table, [key for key in retained if self.rows[table.name, key].number <= first])
+            self.discard(table, [key for key in retained if self.rows[table.name, key].number <= oldest_moment])
 
     # ------------------------------------------------------------------------------------------------ room
 
@@ -138,10 +139,11 @@ class History(Extension):
         items = self.kernel.items
         chosen: set[int] = set()
         for _, key in self.rows:
-            if key in chosen:
+            if key in chosen:  # two tables retain a row of the item
                 continue
             item = items[key]
-            if item.holders == items.spare(key):
+            only_spare_rows = item.holders == items.spare(key)
+            if only_spare_rows:
                 chosen.add(key)
                 needed -= item.cost
                 if needed <= 0:
@@ -157,11 +159,15 @@ class History(Extension):
     # ------------------------------------------------------------------------------------------------ states
 
     def why_no_policy(self, change: PolicyChange) -> Refused | None:
+        """Refuses to name a state whose id an older state has, and to go back to an unknown state.
+
+        A rollback must also name the version of its state.
+        """
         id = change.state
         if not id:
             return None
         if not change.rollback:
-            if any(state.id == id for state in self.states[:-1]):
+            if any(state.id == id for state in self.states[:-1]):  # the last state may be named again
                 return invalid(f"state {id!r} was named before, and others since: choose a new id for each state")
             return None
         state = self._state(id)
@@ -193,8 +199,8 @@ class History(Extension):
             self._go_back(change)
         elif change.state:
             self._name(change)
-        elif change.version < change.before:
-            self._undo(0)  # only the version goes back: nothing is undone
+        elif change.version < change.before:  # a rollback without a state: only the version goes back
+            self._undo(0)
 
     def _name(self, change: PolicyChange) -> None:
         """The trainer has saved a state, which contains the training on all rows that were consumed until now.
@@ -215,7 +221,7 @@ class History(Extension):
             after = [key for key in retained if self.rows[table.name, key].number > state.moment]
             if after:
                 self._restore(table, after)
-        self._undo(max(self.undone, change.before))
+        self._undo(max(self.undone, change.before))  # an earlier rollback may have undone even newer versions
         # After `_restore`: a drop releases unused permits, and `_restore` has noted which permits are unused again.
         for table in self.kernel.trained:
             table.drop_stale()
@@ -226,14 +232,14 @@ class History(Extension):
         consumed = {key: self.rows.pop((table.name, key)) for key in keys}
         for watcher in self.kernel.watchers:
             watcher.changed(keys)
-            for scope in table.scopes.of(keys):
+            for scope in table.scopes.of(keys):  # before `table.restore`, which removes the keys from these scopes
                 watcher.scope_changed(table.name, scope)
         table.restore(keys)
         if table.name in self._permits:
             self._permits[table.name].update(key for key, row in consumed.items() if row.permit)
 
     def _undo(self, version: int) -> None:
-        """Notes that the versions after the current one, up to `version`, do not exist any more."""
+        """Notes that the versions after the current one, up to `version`, are undone; 0: no version is undone."""
         self.undone = version
         for table in self.kernel.trained:
             table.undone = version
@@ -241,7 +247,7 @@ class History(Extension):
     # ------------------------------------------------------------------------------------------------ state on disk
 
     def state_dict(self, offset: float) -> dict[str, Any]:
-        """The states and numbers. The rows are in the records of their items."""
+        """The states and the counts. Retained rows are stored in the records of their items."""
         states = [[state.id, state.version, state.moment] for state in self.states]
         return {"states": states, "consumed": self._consumed, "undone": self.undone}
 
@@ -252,11 +258,15 @@ class History(Extension):
             self._undo(state["undone"])
 
     def retain_again(self, table: Table, keys: Sequence[int], numbers: Sequence[int], permits: Sequence[bool]) -> None:
-        """Notes that these rows, which were just added to `table`, were consumed and retained before the restart."""
+        """Notes that these rows, which were just loaded into `table`, were consumed and retained before the restart.
+
+        `numbers` and `permits` are the fields of `Consumed` for each of `keys`.
+        """
         for key, number, permit in zip(keys, numbers, permits, strict=True):
             self.rows[table.name, key] = Consumed(number, permit)
 
     def reconcile(self) -> None:
+        """Sorts the loaded rows by their consumption. Discards rows that this configuration does not retain."""
         in_order = sorted(self.rows.items(), key=lambda entry: entry[1].number)
         self.rows = dict(in_order)
         self._trim()
@@ -281,4 +291,4 @@ class History(Extension):
 
 def _last(states: list[SavedState], n: int) -> list[SavedState]:
     """The last n states, or all if there are fewer."""
-    return states[-n:] if n else []
+    return states[-n:] if n else []  # states[-0:] would be all states

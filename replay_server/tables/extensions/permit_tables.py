@@ -1,11 +1,11 @@
-"""PermitTables: tables of partial groups. Each partial group keeps its permit until it is closed.
+"""PermitTables: the tables whose items hold permits: partial groups, and groups without rewards.
 
-The tables `permit_tables` of [admission] hold partial groups. An item that comes into one of them with a permit is a
-unit from then on. The unit ends when its reader acknowledges the item, or when the item leaves in any other way. The
-reader usually acknowledges the item by inserting the finished group, which closes the batch of the item. If an insert
-into one of these tables closes a unit, the new item is the unit from then on. In this way a group goes from stage to
-stage with its permit. The record of an item says whether the item is a unit, so units outlive a restart and a rollback
-as items do.
+The setting `permit_tables` of [admission] names these tables. An item that is inserted into one of them with a permit
+is marked. A marked item holds its permit until its reader acknowledges the item, or until the item leaves in any other
+way. The reader usually acknowledges the item by inserting the finished group, which closes the batch of the item. If
+the insert that closes a marked item is into one of these tables, too, the new item is marked in its place. In this way
+a group keeps its permit from stage to stage. The mark is a part of the item's record on disk, so it outlives a restart
+and a rollback as the item does.
 """
 
 from __future__ import annotations
@@ -29,12 +29,13 @@ class PermitTables(Extension):
         """`tables`: the names of the tables of partial groups."""
         self.tables = set(tables)
         self.marked = set()
-        """The units, drawn ones included."""
+        """The keys of the items that hold permits, also while a batch of them is outstanding."""
 
     def concerns(self, table: TableConfig) -> bool:
         return table.name in self.tables
 
     def why_not(self, insert: InsertBatch) -> Refused | None:
+        """Refuses an item with a permit that enters one of these tables and another table at the same time."""
         if not insert.permits:
             return None
         if len(insert.priorities) == 1:
@@ -47,7 +48,8 @@ class PermitTables(Extension):
         )
 
     def on_insert(self, insert: InsertBatch) -> Iterable[Table]:
-        if not self.tables.issuperset(insert.priorities):
+        """Marks items that enter these tables with a permit, or in the place of a marked item."""
+        if not self.tables.issuperset(insert.priorities):  # a finished group enters the table of `Admission`
             return ()
         if insert.permits or closes(insert, self.marked, self.kernel):
             self.marked.update(insert.keys)
@@ -62,16 +64,16 @@ class PermitTables(Extension):
 
     def load_marked(self, keys: Sequence[int]) -> None:
         loaded = np.array(keys, dtype=np.uint64)
-        # The configuration may have changed. An item is a unit only if its table is still a table of partial groups.
+        # If the configuration has changed, some of the items may be in tables that are no permit tables any more.
         for table in self.tables:
             there = self.kernel.tables[table].columns.find(loaded) >= 0
             self.marked.update(loaded[there].tolist())
 
 
-def closes(insert: InsertBatch, units: Collection[int], kernel: Kernel) -> bool:
-    """True if an insert closes a batch with one of these units, and so takes the place of the unit."""
+def closes(insert: InsertBatch, marked: Collection[int], kernel: Kernel) -> bool:
+    """True if an insert closes a batch that has one of the `marked` keys. Then it takes the place of that item."""
     for batch_id in insert.closes:
         _, batch = kernel.batches[batch_id]
-        if any(key in units for key in batch.keys.tolist()):
+        if any(key in marked for key in batch.keys.tolist()):
             return True
     return False
