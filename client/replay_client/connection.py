@@ -221,7 +221,7 @@ class OneServer(Connection):
     """
 
     decided = True
-    """Always True. A Fleet sets it once it is known which servers can be reached, and its writers wait for that."""
+    """Always True. A Fleet has True once it has tried to reach each server, and a writer waits for that."""
 
     def __init__(self, access: Access, timeout: float | None) -> None:
         super().__init__(access, timeout)

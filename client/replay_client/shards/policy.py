@@ -340,7 +340,7 @@ class PermitOffice:
                 self._fleet.spawn(self._release_unless_first(task, first))
 
     async def _release_unless_first(self, task: asyncio.Task[PermitGrant], first: PermitGrant | None) -> None:
-        """Waits for a grant, and releases it unless it is `first`, the grant that the caller got."""
+        """Waits for a grant, and releases it unless it is `first`, the grant that `_race` returned."""
         with suppress(ReplayError):
             grant = await task
             if grant is not first:
