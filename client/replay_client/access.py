@@ -61,16 +61,18 @@ def joined_addresses(address: str | Sequence[str]) -> str:
     """One text with all addresses, separated by commas. Raises ValueError unless `address` is a text or texts."""
     if isinstance(address, str):
         return address
-    if not isinstance(address, Iterable) or any(not isinstance(part, str) for part in address):
+    are_texts = isinstance(address, Iterable) and all(isinstance(text, str) for text in address)
+    if not are_texts:
         raise ValueError(f"address must be a text such as 127.0.0.1:7400, or a list of these, not {address!r}")
     return ",".join(address)
 
 
 def split_addresses(address: str) -> dict[str, str]:
-    """host:port by the name of each server, from a text with commas. Empty for a ray:// address, which Ray resolves.
+    """The servers that a text with commas lists: host:port by the server's name.
 
     `NAME=host:port` gives a server its name. The name of any other server is its address, in the spelling of
-    `_name_of_address`. Raises ValueError for a name that cannot be used or comes twice.
+    `_name_of_address`. Empty for a ray:// address, because Ray knows the servers of such an address. Raises ValueError
+    for a name that cannot be used or comes twice.
     """
     if address.startswith(RAY_SCHEME):
         return {}
@@ -102,7 +104,8 @@ class TLS:
     """The certificates with which client and server identify each other. All files are in PEM format."""
 
     ca: PathLike | None = None
-    """Certificates of the authorities that may have signed the server's certificate; None: gRPC's public ones."""
+    """Certificates of the authorities that may have signed the server's certificate. None: the public authorities that
+    gRPC knows."""
     cert: PathLike | None = None
     """The client's own certificate, for a server that asks its clients for certificates."""
     key: PathLike | None = None
@@ -123,8 +126,9 @@ class Access:
     address: str = DEFAULT_ADDRESS
     """host:port or NAME=host:port; several of these, separated by commas; or ray://NAMESPACE/NAME"""
     token: str | None = field(default=None, repr=False)
+    """The secret that the client sends with every call. None: the server asks for no token."""
     tls: TLS | None = None
-    """None: not encrypted."""
+    """None: the connection is not encrypted."""
     allow_insecure_token: bool = False
     """Send the token unencrypted to other machines. Anyone on the network can then read it."""
     shared_memory: bool = True
@@ -132,6 +136,7 @@ class Access:
     name: str | None = None
     """The name by which the server lists this client, if it inserts, samples or publishes. None: host:pid."""
     _credentials: grpc.ChannelCredentials | None = field(init=False, repr=False, compare=False)
+    """The content of the files of `tls`, read when this object is made. None: not encrypted."""
 
     def __post_init__(self) -> None:
         if self.token is not None:
@@ -149,27 +154,28 @@ class Access:
                     "(allow_insecure_token=True, REPLAY_ALLOW_INSECURE_TOKEN=1)",
                 )
         credentials = None if self.tls is None else self.tls.credentials()
-        object.__setattr__(self, "_credentials", credentials)
+        object.__setattr__(self, "_credentials", credentials)  # the class is frozen, so a plain assignment would raise
 
     @classmethod
     def find(cls, *, environment: Mapping[str, str] | None = None, **options: Any) -> Self:
         """Takes each setting from the first of `options`, the environment and the file that has it.
 
-        `options` may have any of SETTINGS, and `client_config`; None counts as not given. Raises ValueError that names
-        the source of a bad setting.
+        `options` may have any of SETTINGS, and `client_config`. An option that is None counts as absent. Raises
+        ValueError that names the source of a bad setting.
         """
         if environment is None:
             environment = os.environ
-        found = _find_settings(options, environment)
-        values: dict[str, Any] = {name: found[name].value for name in SETTINGS if name in found}
+        settings = _find_settings(options, environment)
+        values: dict[str, Any] = {name: settings[name].value for name in SETTINGS if name in settings}
         for name in _SWITCHES:
-            if name in found:
-                values[name] = _flag(found[name].value, found[name].source)
-        if "token_file" in found:
-            values["token"] = read_token(values.pop("token_file"), found["token_file"].source)
-        elif "token" in found:
-            check_token(found["token"].value, found["token"].source)
-        source = found["address"].source if "address" in found else "address"
+            if name in settings:
+                values[name] = _flag(settings[name].value, settings[name].source)
+        # `cls` checks token and address too, but only here is the source known, which the error must name.
+        if "token_file" in settings:
+            values["token"] = read_token(values.pop("token_file"), settings["token_file"].source)
+        elif "token" in settings:
+            check_token(settings["token"].value, settings["token"].source)
+        source = settings["address"].source if "address" in settings else "address"
         for address in split_addresses(values.get("address", DEFAULT_ADDRESS)).values():
             check_address(address, source)
         files = {name: values.pop(f"tls_{name}", None) for name in ("ca", "cert", "key", "server_name")}
@@ -179,15 +185,19 @@ class Access:
         return cls(**values)
 
     def arguments(self) -> dict[str, Any]:
-        """The keyword arguments of a client with these settings, without the address."""
+        """The keyword arguments of `AsyncReplayClient` that give a client these settings, without the address."""
         names = ("token", "allow_insecure_token", "shared_memory", "name")
-        return {name: getattr(self, name) for name in names} | {"tls": self.tls or False}
+        arguments = {name: getattr(self, name) for name in names}
+        # The client has no None for `tls`. It takes False for an unencrypted connection.
+        arguments["tls"] = self.tls or False
+        return arguments
 
     def channel(self, options: list[tuple[str, Any]]) -> grpc.aio.Channel:
         """A channel that sends the name of this client with every call. It belongs to the running event loop."""
         name = own_name() if self.name is None else self.name
         if name:
-            # Every call has a user agent anyway, so that the name costs nothing.
+            # The server reads the name from the user agent. Every call has a user agent anyway, so the name costs
+            # nothing.
             options = [*options, ("grpc.primary_user_agent", f"replay/{name}")]
         hosts = [address.rpartition(":")[0] for address in split_addresses(self.address).values()]
         # No proxy leads to this machine or to a private network, so ignore the proxy variables of the environment.
@@ -201,24 +211,29 @@ class Access:
 
     @property
     def metadata(self) -> tuple[tuple[str, str], ...]:
-        """The metadata of every call: the token."""
-        # The token is not sent as gRPC's call credentials, which need TLS and use a thread for each call, nor by gRPC's
-        # interceptors, which slow streams down.
+        """The metadata of every call: the token as an Authorization header; empty without a token."""
+        # Call credentials of gRPC could send the token, but they need TLS and use a thread for each call. Interceptors
+        # of gRPC could do it too, but they slow streams down.
         if self.token is None:
             return ()
         return (("authorization", f"Bearer {self.token}"),)
 
 
 def check_address(address: str, source: str, least_port: int = 1) -> str:
-    """Returns the host of host:port. `least_port` 0 allows any free port. Raises ValueError that names the source."""
+    """Returns the host of host:port. Raises ValueError that names the source.
+
+    A `least_port` of 0 allows port 0, with which a server listens on any free port.
+    """
     host, _, port = address.rpartition(":")
-    if not host or "/" in address or not port.isdecimal() or not least_port <= int(port) < 1 << 16:
+    is_host = host and "/" not in address  # a / comes from a URL, such as http://host:port
+    is_port = port.isdecimal() and least_port <= int(port) < 1 << 16
+    if not (is_host and is_port):
         raise ValueError(f"{source} must be host:port with a port from {least_port} to 65535, not {address!r}")
     return host
 
 
 def check_token_way(address: str, *, is_encrypted: bool, is_allowed: bool, remedy: str) -> None:
-    """Raises ValueError with the remedy if a token would go unencrypted to another machine.
+    """Raises ValueError with the remedy if the client would send a token unencrypted to another machine.
 
     `address` is host:port. `is_allowed`: the user trusts the network.
     """
@@ -232,28 +247,28 @@ def check_token_way(address: str, *, is_encrypted: bool, is_allowed: bool, remed
 def own_name() -> str:
     """host:pid of this process: the default name of a client."""
     host = "".join(letter for letter in socket.gethostname() if _may_be_in_name(letter))
-    return f"{host[:48]}:{os.getpid()}"
+    return f"{host[:48]}:{os.getpid()}"  # 48 letters of the host leave room for the pid within MOST_NAME
 
 
 def _may_be_in_name(letter: str) -> bool:
-    """True for the printable characters of ASCII, without the space."""
+    """True for a printable character of ASCII other than the space."""
     return "!" <= letter <= "~"
 
 
 def check_name(name: str) -> None:
-    """Raises ValueError for a name that cannot travel in the header of a call."""
+    """Raises ValueError for a name that the header of a call cannot hold."""
     if not isinstance(name, str) or len(name) > MOST_NAME or not all(_may_be_in_name(letter) for letter in name):
         raise ValueError(f"name must have at most {MOST_NAME} printable ASCII characters without spaces, not {name!r}")
 
 
 def check_token(token: str, source: str) -> None:
-    """Raises ValueError that names the source and does not show the token."""
+    """Raises ValueError for a text that cannot be a token. The error names the source and does not show the token."""
     if not token or not token.isascii() or not token.isprintable() or " " in token:
         raise ValueError(f"{source} must hold one token: ASCII characters that can be printed, without spaces")
 
 
 def read_token(path: PathLike, source: str) -> str:
-    """The token in a file. Raises ValueError that names the source and does not show the token."""
+    """The token in the file at `path`. Raises ValueError that names the source and does not show the token."""
     try:
         token = Path(path).read_text().strip()
     except (OSError, UnicodeDecodeError) as error:
@@ -264,10 +279,11 @@ def read_token(path: PathLike, source: str) -> str:
 
 
 class _Found(NamedTuple):
-    """The value of a setting, and the source that had it, for errors."""
+    """The value of a setting, and the source that had it."""
 
     value: Any
     source: str
+    """How errors name the source: an argument, a variable of the environment, or a key and its file."""
 
 
 def _find_settings(options: Mapping[str, Any], environment: Mapping[str, str]) -> dict[str, _Found]:
@@ -284,23 +300,24 @@ def _find_settings(options: Mapping[str, Any], environment: Mapping[str, str]) -
         variable = f"REPLAY_{name.upper()}"
         if environment.get(variable):
             variables[name] = _Found(environment[variable], variable)
-    found: dict[str, _Found] = {}
+    settings: dict[str, _Found] = {}
     config = arguments.get("client_config") or variables.get("client_config")
-    if config is not None and config.value:
-        found = _read_config(config.value)
-    for settings in (variables, arguments):
-        # A token replaces a token file from an earlier source, and a token file replaces a token.
-        if "token" in settings or "token_file" in settings:
-            found.pop("token", None)
-            found.pop("token_file", None)
-        found |= settings
-    if "token" in found and "token_file" in found:
-        raise ValueError(f"both {found['token'].source} and {found['token_file'].source} are set: set one of them")
-    return found
+    if config is not None and config.value:  # client_config="" means: no file, even if the environment names one
+        settings = _read_config(config.value)
+    for stronger in (variables, arguments):
+        # A token replaces a token file from a weaker source, and a token file replaces a token.
+        if "token" in stronger or "token_file" in stronger:
+            settings.pop("token", None)
+            settings.pop("token_file", None)
+        settings |= stronger
+    if "token" in settings and "token_file" in settings:
+        sources = f"{settings['token'].source} and {settings['token_file'].source}"
+        raise ValueError(f"both {sources} are set: set one of them")
+    return settings
 
 
 def _read_config(path: PathLike) -> dict[str, _Found]:
-    """The settings of a file. Raises ValueError that names the file and the setting."""
+    """The settings in a TOML file, by name. Raises ValueError that names the file and the setting."""
     try:
         data = parse_toml(Path(path).read_text())
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
@@ -317,7 +334,7 @@ def _read_config(path: PathLike) -> dict[str, _Found]:
 
 def _flag(value: bool | str, source: str) -> bool:
     """The value of a switch. Raises ValueError that names the source."""
-    if isinstance(value, bool):
+    if isinstance(value, bool):  # an argument or a value of the file; the environment has texts only
         return value
     if value.lower() not in _FLAGS:
         raise ValueError(f"{source} must be 1 or 0, not {value!r}")
@@ -336,26 +353,27 @@ class ListenAddress:
     """
 
     what: str
-    """The name of the part that listens, for errors and warnings."""
+    """The name, in errors and warnings, of the part that listens."""
     address: str
     """host:port"""
     token_file: PathLike | None = None
-    """None: every client that reaches the address is let in."""
+    """The file that holds the token. None: every client that reaches the address is let in."""
     cert: PathLike | None = None
-    """None: connections are not encrypted."""
+    """The file with the certificate for TLS. None: connections are not encrypted."""
     key: PathLike | None = None
     """The private key of `cert`."""
     token_setting: str = "token_file"
-    """The name of the setting that gives `token_file`, for errors."""
+    """The name, in errors, of the user's setting that gives `token_file`."""
 
     def __post_init__(self) -> None:
-        is_near = is_loopback(check_address(self.address, self.what))
+        only_this_machine = is_loopback(check_address(self.address, self.what))
+        # The files are read for their errors only: `tls` and `authorized` read them again at each use.
         PemFiles.read(cert=self.cert, key=self.key, ca=None)
         if self.token_file is not None:
             read_token(self.token_file, self.token_setting)
-        elif not is_near:
+        elif not only_this_machine:
             raise ValueError(f"{self.what} {self.address}: other machines reach it, so it needs a {self.token_setting}")
-        if self.cert is None and not is_near:
+        if self.cert is None and not only_this_machine:
             why = "without TLS: whoever sees the traffic can read it, the token included"
             logger.warning("%s at %s %s", self.what, self.address, why)
 
@@ -363,10 +381,10 @@ class ListenAddress:
     def socket_address(self) -> tuple[str, int]:
         """Host and port, as sockets take them."""
         host, _, port = self.address.rpartition(":")
-        return host.strip("[]"), int(port)
+        return host.strip("[]"), int(port)  # an address writes IPv6 as [::1], and a socket takes ::1
 
     def tls(self) -> ssl.SSLContext | None:
-        """A context with the certificate that is in the file now; None: connections are not encrypted."""
+        """A TLS context with the certificate that is in the file now. None: connections are not encrypted."""
         if self.cert is None:
             return None
         context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
@@ -381,4 +399,6 @@ class ListenAddress:
         if self.token_file is None:
             return True
         token = authorization.removeprefix("Bearer ").encode(errors="surrogatepass")
-        return hmac.compare_digest(token, read_token(self.token_file, self.token_setting).encode())
+        expected = read_token(self.token_file, self.token_setting).encode()
+        # This comparison takes the same time for every wrong token, so its time does not help to guess the token.
+        return hmac.compare_digest(token, expected)

@@ -1,13 +1,13 @@
 """Advantages: loads, checks and calls the user's advantage functions.
 
-The setting `advantages = "package.module:function"` names such a function. It gets the rewards of one group, and
-returns the advantage of each rollout. `advantages_by` calls it and checks what it returns.
+The setting `advantages = "package.module:function"` names such a function. The function takes the rewards of one group,
+and returns the advantage of each rollout. `advantages_by` calls the function and checks the returned advantages.
 
     def leave_one_out(rewards_G):
         others_G = (rewards_G.sum() - rewards_G) / (len(rewards_G) - 1)
         return rewards_G - others_G
 
-A function gets more than the rewards if it has parameters with names in `FACTS`. Axis: G rollouts of the group.
+If the function has parameters with names in `FACTS`, it is called with these facts too. Axis: G rollouts of the group.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from replay_client.settings import load_function, raised_in
 from replay_client.words import counted
 
 AdvantageFunction = Callable[..., npt.ArrayLike]
-"""A function that takes float64 rewards (G,), and as keyword arguments those facts for which it has a parameter (see
+"""A function that takes float64 rewards (G,), and as keyword arguments the facts for which it has parameters (see
 FACTS). It returns (G,) advantages."""
 FloatArray = npt.NDArray[np.float32]
 FACTS = ("row", "lengths_G", "rewards_by_function")
@@ -35,7 +35,7 @@ rewards_by_function: float64 (G,) rewards of each reward function, before its we
 the function abstained."""
 ADVANTAGES_BY = "advantages_by"
 """A key in `RolloutGroup.meta`. Its value is the name of the user's function that computed the group's advantages."""
-_TRIED = 4
+_TRIAL_SIZE = 4
 """The number of rollouts in a made-up group, if the size of the real groups is not known."""
 
 
@@ -54,14 +54,16 @@ def load_advantages(advantages: str | AdvantageFunction) -> AdvantageFunction:
     """
     function = load_function("advantages", advantages, {}) if isinstance(advantages, str) else advantages
     name = name_of(advantages)
-    called = getattr(function, "__call__", None)  # noqa: B004
-    if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(called):
+    # An object of a class with an async `__call__` is async too.
+    call_method = getattr(function, "__call__", None)  # noqa: B004
+    if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(call_method):
         raise ValueError(f"advantages {name!r} is async: write it without async, it runs in a thread")
     try:
         signature = inspect.signature(function)
-    except (TypeError, ValueError):  # some functions written in C have no signature
+    except (TypeError, ValueError):  # some functions written in C have no signature, so nothing can be checked
         return function
     try:
+        # Only the names of the facts matter here: `bind` checks that the parameters fit, and calls nothing.
         signature.bind(np.zeros(1), **facts_for(function, dict.fromkeys(FACTS)))
     except TypeError as error:
         raise ValueError(
@@ -71,44 +73,52 @@ def load_advantages(advantages: str | AdvantageFunction) -> AdvantageFunction:
     return function
 
 
-def check_advantages(advantages: str | AdvantageFunction, group_size: int = _TRIED) -> None:
+def check_advantages(advantages: str | AdvantageFunction, group_size: int = _TRIAL_SIZE) -> None:
     """Calls the function with made-up rewards, so that a mistake ends a run before its first group.
 
-    The rewards of the first made-up group differ. Those of the second are equal, so that a division by their standard
-    deviation gives NaN. A function that asks for rows, or for the rewards of each function, is not called, because such
-    facts cannot be made up. Raises ValueError as `load_advantages` and `advantages_by` do.
+    The rewards of the first made-up group differ. The rewards of the second are equal, so that a function that divides
+    by their standard deviation returns NaN, which is refused. A function with a parameter `row` or
+    `rewards_by_function` is not called, because these facts cannot be made up. Raises ValueError as `load_advantages`
+    and `advantages_by` do.
     """
     function = load_advantages(advantages)
-    facts = {"lengths_G": np.arange(1, group_size + 1)}
-    wanted = facts_for(function, dict.fromkeys(FACTS)).keys()
-    if wanted - facts:
+    made_up_facts = {"lengths_G": np.arange(1, group_size + 1)}
+    wanted_facts = facts_for(function, dict.fromkeys(FACTS)).keys()
+    if not wanted_facts <= made_up_facts.keys():
         return
     different_G = np.array([float(rollout % 2) for rollout in range(group_size)])
-    for rewards_G in (different_G, np.ones(group_size)):
-        with np.errstate(all="ignore"):
-            advantages_by(advantages, rewards_G, facts)
+    equal_G = np.ones(group_size)
+    for rewards_G in (different_G, equal_G):
+        with np.errstate(all="ignore"):  # numpy's warning of a division by 0 adds nothing to the error for NaN
+            advantages_by(advantages, rewards_G, made_up_facts)
 
 
 def advantages_by(
     advantages: str | AdvantageFunction, rewards_G: npt.NDArray[np.float64], facts: Mapping[str, Any]
 ) -> FloatArray:
-    """Float32 (G,) advantages that the function computes from these rewards. `facts` has the FACTS that are known.
+    """Float32 (G,) advantages that the function computes from these rewards.
 
-    Raises ValueError, which names the function, if the function raises an exception, and as `as_advantages` does.
+    `facts` has the value of each known fact by its name in FACTS. Raises ValueError that names the function if the
+    function raises an exception, and in the cases that `as_advantages` lists.
     """
     function = load_advantages(advantages)
     try:
         # A copy of the rewards, because the function may change them.
         result = function(rewards_G.copy(), **facts_for(function, facts))
-    except (Exception, SystemExit) as error:
-        raised = f"{type(error).__name__}: {error}{raised_in(error, skip=1)}"
+    except (Exception, SystemExit) as error:  # SystemExit: a `sys.exit` of the user must not end the generator
+        place = raised_in(error, skip=1)  # the outermost frame is this function
+        raised = f"{type(error).__name__}: {error}{place}"
         raise ValueError(f"the advantage function {name_of(advantages)!r} raised {raised}") from error
     return as_advantages(result, rewards_G, name_of(advantages))
 
 
 def why_scaled_again(scale_rewards: object, advantages: str | AdvantageFunction | None) -> str:
-    """Why a trainer with this `scale_rewards` cannot train on the `advantages` of a generator; empty: it can."""
-    if not isinstance(scale_rewards, str) or not advantages:
+    """Why a trainer with this `scale_rewards` cannot train on the `advantages` of a generator. Empty: it can.
+
+    A text in `scale_rewards` makes the trainer compute advantages itself. With None it trains on those of the group.
+    """
+    recomputes = isinstance(scale_rewards, str)
+    if not recomputes or not advantages:
         return ""
     return (
         f"scale_rewards = {scale_rewards!r} of the trainer would put other advantages in the place of those that "
@@ -125,26 +135,30 @@ def as_advantages(result: Any, rewards_G: npt.NDArray[np.float64], name: str) ->
     wanted = f"one number for each of the {counted(size, 'rollout')}, an array of shape ({size},)"
     failed = f"the advantage function {name!r} returned"
     try:
-        returned = np.asarray(result)
-    except Exception as error:  # a tensor with a gradient, or an object of the user
+        advantages = np.asarray(result)
+    except Exception as error:  # for example a tensor of torch that has a gradient
         raise ValueError(f"{failed} a {type(result).__name__}, which is no array ({error}): return {wanted}") from error
-    if returned.dtype.kind not in "iuf":
+    is_number = advantages.dtype.kind in "iuf"  # signed, unsigned, float
+    if not is_number:
         raise ValueError(f"{failed} {_shown(result)}: return {wanted}")
-    if returned.shape != (size,):
-        raise ValueError(f"{failed} an array of shape {returned.shape}: return {wanted}")
-    # A comparison with NaN is False, so that NaN counts as wrong too.
-    wrong_G = ~(np.abs(returned) <= MAX_VALUE)
+    if advantages.shape != (size,):
+        raise ValueError(f"{failed} an array of shape {advantages.shape}: return {wanted}")
+    # A comparison with NaN is False, so NaN counts as wrong too.
+    wrong_G = ~(np.abs(advantages) <= MAX_VALUE)
     if wrong_G.any():
-        rollout = int(wrong_G.argmax())
+        rollout = int(wrong_G.argmax())  # the first wrong one
         raise ValueError(
-            f"{failed} {returned[rollout]:g} for rollout {rollout} of a group with the rewards {_shown(rewards_G)}: "
+            f"{failed} {advantages[rollout]:g} for rollout {rollout} of a group with the rewards {_shown(rewards_G)}: "
             f"return numbers within ±{MAX_VALUE:g}, such as 0 where all rewards are equal"
         )
-    return returned.astype(np.float32)
+    return advantages.astype(np.float32)
 
 
 def facts_for(function: AdvantageFunction, facts: Mapping[str, Any]) -> dict[str, Any]:
-    """The facts for which the function has a parameter; all facts if it has a parameter like `**facts`."""
+    """The facts for which the function has a parameter, by name; all facts if it has a parameter like `**facts`.
+
+    Empty if Python does not know the parameters.
+    """
     try:
         parameters = inspect.signature(function).parameters
     except (TypeError, ValueError):  # some functions written in C have no signature

@@ -1,7 +1,7 @@
 """AsyncReplayClient: the client for code with asyncio. ReplayClient is derived from it.
 
-Each method makes a request of its arguments. With one server, the request goes straight to it (`OneServer`). With
-several servers, `replay_client.shards` has the rules by which they share the request.
+Each method makes a request of its arguments. With one server, the client sends the request straight to this server
+(`OneServer`). With several servers, `replay_client.shards` has the rules by which the servers share the request.
 """
 
 from __future__ import annotations
@@ -62,7 +62,10 @@ WRITER_BYTES = 256 << 20
 
 
 class Servers(NamedTuple):
-    """The objects to which a client hands its calls. A client of one server has the first class of each pair."""
+    """The objects to which a client hands its calls.
+
+    Each field has two types: the first for a client of one server, the second for a client of several.
+    """
 
     fleet: OneServer | Fleet
     """Holds the connections, and asks all servers."""
@@ -161,6 +164,7 @@ class AsyncReplayClient:
         self._permits = servers.permits
 
     def _seconds(self, timeout: Timeout) -> float | None:
+        """The timeout of a call in seconds, from the argument or else from the client. None: no limit."""
         return seconds_of(timeout, self._timeout)
 
     @classmethod
@@ -175,7 +179,7 @@ class AsyncReplayClient:
 
     @property
     def address(self) -> str:
-        """host:port of the server; several with commas; or the name of the service in Ray."""
+        """host:port of the server; of several servers, separated by commas; or ray://NAMESPACE/NAME."""
         return self._fleet.address
 
     @property
@@ -279,13 +283,14 @@ class AsyncReplayClient:
         while True:
             column_axes = {name: axis for name, axis in (axes or {}).items() if name not in present}
             item = Item.segment(key, columns, column_axes, deadline.seconds)
+            # For a segment, the server checks these leases, and does not end them.
             item.closes = tuple(sample.info.lease_id for sample in held)
-            row = await self._placement.extend(item)
-            if row is None:
+            unchanged = await self._placement.extend(item)
+            if unchanged is None:  # the server has added all columns
                 return ExtendResult(added=tuple(columns), present=tuple(sorted(present)))
-            if row.missing:
+            if unchanged.missing:  # no server holds the item
                 return ExtendResult(missing=True)
-            present.update(row.present)
+            present.update(unchanged.present)
             columns = {name: values for name, values in columns.items() if name not in present}
             if not columns:
                 return ExtendResult(present=tuple(sorted(present)))
@@ -437,9 +442,9 @@ class AsyncReplayClient:
         wanted = list(keys)
         request = message_of(pb.GetRequest, keys=wanted, without_payloads=not payloads)
         items = await self._fleet.ask("Get", request, self._seconds(timeout), lambda answer: stored_items_of(*answer))
-        found = {item.key: item for item in items}
-        keys_once = dict.fromkeys(wanted)
-        return [found[key] for key in keys_once if key in found]
+        items_by_key = {item.key: item for item in items}
+        # In the order of `keys`, each item once.
+        return [items_by_key[key] for key in dict.fromkeys(wanted) if key in items_by_key]
 
     async def list_items(
         self,
@@ -524,11 +529,12 @@ class AsyncReplayClient:
             state=state,
         )
         if rollback and state:
+            # The server must not repeat this rollback when it answers a retry, so the request needs an id.
             once(request)
         return await self._board.publish(request, self._seconds(timeout))
 
     async def policy(self, *, timeout: Timeout = DEFAULT) -> Policy:
-        """The current policy version, and where the trainer saved its weights."""
+        """The current policy: its version, and the location of the weights that the trainer saved."""
         return await self._fleet.ask("GetPolicy", pb.GetPolicyRequest(), self._seconds(timeout), lambda policy: policy)
 
     async def watch_policy(self) -> AsyncGenerator[Policy]:
@@ -541,7 +547,7 @@ class AsyncReplayClient:
                 yield policy
 
     async def acquire_permits(self, count: int = 1, *, timeout: Timeout = DEFAULT) -> PermitGrant:
-        """Acquires permits to generate `count` groups, as soon as the groups will not be too stale.
+        """Acquires permits to generate `count` groups. Waits until groups that start now will not be too stale.
 
         Raises DeadlineExceededError with the reason, and UnsupportedError if the server has no [admission].
         """
@@ -557,9 +563,9 @@ class AsyncReplayClient:
     # ------------------------------------------------------------------------------------------------ the client
 
     async def describe(self, settings: Mapping[str, str], *, timeout: Timeout = 5.0) -> None:
-        """Sends the settings of this client, if a server answers. `server_info` has them beside the client's name.
+        """Sends the settings of this client, if a server answers. `server_info` shows them beside the client's name.
 
-        The settings replace those that this client sent before. A server that restarts has forgotten them. Raises
+        The settings replace those that this client sent before. A restart of the server loses them. Raises
         InvalidRequestError for more than 64 settings, for more than 4096 bytes as JSON, and if another connection of
         the same name is open.
         """

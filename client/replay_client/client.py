@@ -33,7 +33,10 @@ A = TypeVar("A", AsyncWriter, AsyncSampler, AsyncLeaseRenewer)
 def blocking(
     method: Callable[Concatenate[AsyncReplayClient, P], Coroutine[Any, Any, T]],
 ) -> Callable[Concatenate[ReplayClient, P], T]:
-    """The blocking form of a method: its parameters, docstring and errors, and its result instead of a coroutine."""
+    """The blocking form of a method of AsyncReplayClient. It returns the result of the coroutine.
+
+    It has the parameters, the docstring and the errors of `method`.
+    """
 
     @wraps(method)
     def call(self: ReplayClient, /, *args: P.args, **kwargs: P.kwargs) -> T:
@@ -53,12 +56,14 @@ def handing_out(
     @wraps(method)
     def call(self: ReplayClient, /, *args: P.args, **kwargs: P.kwargs) -> W:
         async def make() -> T:
+            """Calls the method on the loop's thread, because the result starts tasks of that loop."""
             return method(self._aio, *args, **kwargs)
 
         return wrapper(self._thread, self._thread.run(make()))
 
     call.__module__ = __name__
     call.__qualname__ = f"ReplayClient.{method.__name__}"
+    # The reference shows the annotations: the result is the wrapper and not the asyncio object.
     call.__annotations__ = {**method.__annotations__, "return": wrapper.__name__}
     return call
 
@@ -103,10 +108,10 @@ class Writer(_Blocking[AsyncWriter]):
         self.refused: Mapping[int, ReplayError] = writer.refused
         """The reason for each item that the server refused, by the key of the item."""
         self.evicted: Mapping[int, tuple[str, ...]] = writer.evicted
-        """The tables that were full and removed an item as soon as it was inserted, by the item's key.
+        """The items that a full table removed as soon as they were inserted: the names of these tables by item key.
 
-        The mapping has the newest 65,536 of these items. This is no error: a pool that keeps the best items does not
-        keep these.
+        The mapping has the newest 65,536 of these items. Such a removal is no error: a pool that keeps the best items
+        does not keep every new item.
         """
 
     def insert(
@@ -123,13 +128,15 @@ class Writer(_Blocking[AsyncWriter]):
 
         Raises the first error of earlier inserts that was not raised yet, and then does not queue this group.
         """
-        # This thread makes and offers the item itself. To hand it over to the loop would cost more than all the rest.
+        # The calling thread makes the item and offers it to the writer. A task on the loop for each insert would cost
+        # more than the whole rest of an insert.
         self._thread.check()
         if key is None:
             key = next(self._aio.keys)
         item = Item.of(key, group, priorities, policy_version, self._aio.timeout, permits, tags)
-        if not self._aio.offer(item):
+        if not self._aio.offer(item):  # too much is in flight
             room = Wake()
+            # The writer calls `room.set` when an item is acknowledged. Then offer the item again.
             while not self._aio.offer(item, room.set):
                 room.wait()
         return item.key
@@ -163,6 +170,7 @@ class LeaseRenewer(_Blocking[AsyncLeaseRenewer]):
         self._thread.run(self._call(self._aio.forget, samples))
 
     async def _call(self, method: Callable[[Iterable[Sample]], None], samples: Iterable[Sample]) -> None:
+        """A coroutine that calls `method`, because `LoopThread.run` runs only coroutines."""
         method(samples)
 
 
@@ -209,9 +217,11 @@ class ReplayClient:
         return client
 
     def _start(self, client: AsyncReplayClient) -> None:
+        """Sets the attributes and starts the thread, for both constructors."""
         self._aio = client
         self._thread = LoopThread()
         self._watches: set[AsyncGenerator[Policy]] = set()
+        """The open iterators of `watch_policy`, which `close` ends."""
 
     @property
     def address(self) -> str:
@@ -253,7 +263,7 @@ class ReplayClient:
                 yield self._thread.run(anext(watch))
         finally:
             self._watches.discard(watch)
-            with suppress(ServerClosedError):  # closed with the client
+            with suppress(ServerClosedError):  # the client is closed already, and its `close` has ended the watch
                 self._thread.run(watch.aclose())
 
     acquire_permits = blocking(AsyncReplayClient.acquire_permits)
@@ -271,7 +281,8 @@ class ReplayClient:
         await self._aio.close()
         # End the watches here: an iterator of `watch_policy` that outlives the client can no longer use this loop.
         for watch in list(self._watches):
-            with suppress(RuntimeError):  # a thread waits in `anext(watch)`; LoopThread.close cancels it
+            # RuntimeError: a thread still waits in `anext(watch)`. LoopThread.close cancels this wait.
+            with suppress(RuntimeError):
                 await watch.aclose()
 
     def __reduce__(self) -> NoReturn:
@@ -286,9 +297,9 @@ class ReplayClient:
 
 # -------------------------------------------------------------------------------------------------------- the thread
 
-# gRPC may still call a loop after the last call on it has ended, and writes an error to stderr if the loop is closed.
-# Therefore the loops of closed clients stay open, and later clients use them again. The number beside a loop is the
-# value of `forks()` when the loop was made: a loop is of no use after a fork.
+# gRPC may still call an event loop after the last RPC on the loop has ended, and writes an error to stderr if the loop
+# is closed. Therefore the loops of closed clients stay open, and later clients use them again. The number beside a loop
+# is the value of `forks()` when the loop was made: a forked process cannot use the loop.
 _idle_loops: deque[tuple[int, asyncio.AbstractEventLoop]] = deque()
 
 
@@ -309,19 +320,21 @@ class Wake:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
+        """Locked while the flag is clear."""
         self._lock.acquire()
 
     def set(self) -> None:
-        with suppress(RuntimeError):  # the flag is set already
+        """Sets the flag, from any thread."""
+        with suppress(RuntimeError):  # the lock is free: the flag is set already
             self._lock.release()
 
     def wait(self) -> None:
-        """Waits until the flag is set.
+        """Waits until the flag is set, and clears it.
 
         An exception of a signal's handler, or of the function of `replay_client.waits.looking`, ends the wait.
         """
-        # The wait has a timeout because of signals. Python runs the handler of a signal that comes right before the
-        # wait only when the wait ends. Without a timeout, Ctrl-C and SIGTERM would do nothing then.
+        # The timeout is for signals that arrive right before the wait. Python runs their handlers only when the wait
+        # ends, so Ctrl-C and SIGTERM would do nothing during a wait without a timeout.
         while not self._lock.acquire(timeout=1.0):
             look_around()
 
@@ -338,8 +351,10 @@ class _Call(Generic[T]):
         self._loop = loop
         self._task: asyncio.Task[None] | None = None
         self._value: T
-        # The error of a task that is cancelled before it begins.
+        """The result of the coroutine, once it has returned."""
         self._error: BaseException | None = asyncio.CancelledError()
+        """The error of the coroutine; None: it has returned. If the task is cancelled before it begins, `_run` never
+        runs and the first value stays."""
         self._ended = Wake()
         loop.call_soon_threadsafe(self._start)
 
@@ -357,6 +372,8 @@ class _Call(Generic[T]):
                 self._error = None  # the error's traceback refers to this frame: a reference cycle
         return self._value
 
+    # The methods below run on the loop's thread.
+
     def _start(self) -> None:
         self._task = self._loop.create_task(self._run())
         self._task.add_done_callback(self._end)
@@ -366,18 +383,20 @@ class _Call(Generic[T]):
         self._task.cancel()
 
     async def _run(self) -> None:
+        """Runs the coroutine, stores its result or error, and wakes the calling thread."""
         try:
             self._value = await self._work
             self._error = None
         except BaseException as error:
             self._error = error
             if isinstance(error, KeyboardInterrupt | SystemExit):
-                raise
+                raise  # asyncio lets these two errors end the loop
         finally:
             self._ended.set()
 
     def _end(self, task: asyncio.Task[None]) -> None:
-        self._work.close()
+        """Wakes the calling thread even if the task was cancelled before it began, and `_run` never ran."""
+        self._work.close()  # else Python warns that the coroutine was never awaited
         self._ended.set()
 
 
@@ -387,6 +406,7 @@ class LoopThread:
     def __init__(self) -> None:
         self.loop = _event_loop()
         self._made_at = forks()
+        """The number of forks when this object was made. After a fork, the thread does not exist in the child."""
         self._thread = threading.Thread(target=self.loop.run_forever, name="replay-client", daemon=True)
         self._thread.start()
         self._closed = False
@@ -405,26 +425,30 @@ class LoopThread:
         try:
             self.check()
         except BaseException:
-            work.close()
+            work.close()  # else Python warns that the coroutine was never awaited
             raise
         return self._run(work)
 
     def _run(self, work: Coroutine[Any, Any, T]) -> T:
+        """As `run`, also on a closed client: `close` uses it for its last coroutine."""
         try:
             return _Call(work, self.loop).result()
         except asyncio.CancelledError:
             raise ServerClosedError("this client was closed while the call waited") from None
 
     def close(self, last: Coroutine[Any, Any, None]) -> None:
-        """Runs `last`, ends the calls of other threads with ServerClosedError, and stops the loop."""
+        """Runs `last`, ends the calls of other threads with ServerClosedError, and stops the loop.
+
+        Does nothing the second time, and after a fork.
+        """
         if self._closed or self._made_at != forks():
-            last.close()
+            last.close()  # else Python warns that the coroutine was never awaited
             return
         self._closed = True
 
         async def finish() -> None:
             await last
-            others = asyncio.all_tasks() - {asyncio.current_task()}
+            others = asyncio.all_tasks() - {asyncio.current_task()}  # the calls of other threads
             for task in others:
                 task.cancel()
             await asyncio.gather(*others, return_exceptions=True)

@@ -6,8 +6,9 @@
     +--------+---------------+----------------------+-----------+----------+--------- ...
 
 H is the end of the header. The header has the name, dtype, shape and offset of every array, its axis if it has one, and
-small fields. Arrays are little-endian, in C order, each aligned to 64 bytes. The total length is a multiple of 64
-bytes, so that appended bytes are aligned too. Decoding makes views of the buffer and checks everything in it.
+small fields (text, numbers). Arrays are little-endian, in C order, each aligned to 64 bytes. The total length is a
+multiple of 64 bytes, so that appended bytes are aligned too. Decoding copies no array: it makes views of the buffer,
+and checks everything in the buffer.
 
 The axis of a column says what its rows belong to. Code that cuts a group into sequences or rollouts cuts each array of
 its extras by the axis, and never by the shape of the array: in a group of 8 completions with 8 tokens in all, arrays of
@@ -18,8 +19,8 @@ Segments are columns that arrive after their group was stored, as bytes that are
     group | segment | segment | ...
 
 Stored bytes never change. A reader gets the group with the columns of all segments that were stored when the group was
-drawn. Of several columns with the same name the first counts. So an append that is repeated after a broken connection
-changes nothing.
+drawn. Of several columns with the same name the first counts. Therefore an append that is repeated after a broken
+connection changes nothing.
 """
 
 from __future__ import annotations
@@ -37,12 +38,14 @@ Buffer = bytes | memoryview
 Array = npt.NDArray[Any]
 Arrays = Mapping[str, Array]
 ALIGNMENT = 64
+"""The offset of each array is a multiple of this number of bytes."""
 MAGIC_BYTES = 8
 """Bytes of a magic number. Its last byte is the version of the format."""
 _PREFIX = MAGIC_BYTES + 8
 """Bytes before the header: the magic number and the length of the header."""
 _FIELDS = 4
-"""The number of values that the header has for each array: name, dtype, shape and offset. The axis may be a fifth."""
+"""The number of values that the header has for an array without an axis: name, dtype, shape and offset. An axis is the
+fifth value."""
 _EXTRAS = "extras/"
 """The beginning of the name of each extra in a header."""
 _MAX_HEADER = 4 * 2**20
@@ -60,7 +63,7 @@ class Decoded(NamedTuple):
     """The decoded bytes of a group or segment."""
 
     fields: dict[str, Any]
-    """The small fields."""
+    """The small fields, by name."""
     arrays: dict[str, Any]
     """The arrays that are no extras, by name, as views of the bytes."""
     extras: dict[str, Array]
@@ -74,7 +77,9 @@ class Decoded(NamedTuple):
 def encode_arrays(
     magic: bytes, fields: dict[str, Any], arrays: Arrays, extras: Arrays, axes: Mapping[str, str]
 ) -> list[Buffer]:
-    """Consecutive buffers: the header, then each array without a copy. `axes` has the axis of an extra, by its name.
+    """The bytes of the arrays, as consecutive buffers: the header, then each array without a copy, and its padding.
+
+    `axes` has the axis of each extra that has one, by its name.
 
     Raises ValueError for fields that msgpack cannot hold, and for a header that is too long.
     """
@@ -84,6 +89,7 @@ def encode_arrays(
     named: list[tuple[str, Array, str | None]] = [(name, array, None) for name, array in arrays.items()]
     named += [(_EXTRAS + name, array, axes.get(name)) for name, array in extras.items()]
     for name, array, axis in named:
+        # `ascontiguousarray` makes an array without dimensions into a vector, so give it its shape again.
         array = np.ascontiguousarray(array, dtype=DTYPES[array.dtype.name]).reshape(array.shape)
         entry = [name, array.dtype.name, list(array.shape), offset]
         if axis:
@@ -114,7 +120,10 @@ def encode_arrays(
 
 
 def check_magic(view: memoryview, magic: bytes, kind: str) -> int:
-    """The length of the header. Raises ValueError that says why `view` cannot begin with a `kind`."""
+    """The length of the header, in bytes. Raises ValueError if `view` cannot begin with a `kind`, for example a group.
+
+    The error says what is wrong: the magic number, the version of the format, or the length.
+    """
     if len(view) < _PREFIX or view[: MAGIC_BYTES - 1] != magic[:-1]:
         raise ValueError(f"not a {kind}: {len(view)} bytes that begin with {bytes(view[:8])!r}")
     if view[MAGIC_BYTES - 1] != magic[-1]:
@@ -126,13 +135,13 @@ def check_magic(view: memoryview, magic: bytes, kind: str) -> int:
 
 
 def decode_arrays(view: memoryview, header_length: int) -> Decoded:
-    """The fields and arrays that `encode_arrays` wrote. Call `check_magic` first.
+    """The fields and arrays that `encode_arrays` wrote. `check_magic` returns the `header_length`.
 
     Raises ValueError, or one of DAMAGE.
     """
     header = msgpack.unpackb(view[_PREFIX : _PREFIX + header_length], strict_map_key=True)
     table = header["arrays"]
-    body = view[min(_aligned(_PREFIX + header_length), len(view)) :]
+    body = view[min(_aligned(_PREFIX + header_length), len(view)) :]  # the arrays; empty if the view ends too early
     arrays: dict[str, Array] = {}
     extras: dict[str, Array] = {}
     axes: dict[str, str] = {}
@@ -149,7 +158,7 @@ def decode_arrays(view: memoryview, header_length: int) -> Decoded:
             arrays[name] = array
         if stop > end:
             end = stop
-    if len(arrays) + len(extras) != len(table):
+    if len(arrays) + len(extras) != len(table):  # of two arrays with one name, the dict has only the last
         raise ValueError("an array is named twice")
     return Decoded(header["fields"], arrays, extras, axes, body[_aligned(end) :])
 
@@ -160,11 +169,16 @@ def _aligned(nbytes: int) -> int:
 
 
 def _view(body: memoryview, name: str, dtype_name: str, shape: list[int], offset: int) -> tuple[Array, int]:
-    """The array as a view of `body`, and the offset of its end."""
+    """The array as a view of `body`, and the offset of its end, in bytes.
+
+    Raises ValueError for values that `encode_arrays` does not write.
+    """
     dtype = DTYPES.get(dtype_name)
     if dtype is None:
         raise ValueError(f"array {name!r} has dtype {dtype_name!r}, not one of {', '.join(DTYPES)}")
-    if not all(type(number) is int and number >= 0 for number in (offset, *shape)) or len(shape) > 32:
+    # `type`, because True is an instance of int. numpy 1 has at most 32 dimensions.
+    are_counts = all(type(number) is int and number >= 0 for number in (offset, *shape))
+    if not are_counts or len(shape) > 32:
         raise ValueError(f"array {name!r} has shape {shape} and offset {offset}")
     count = math.prod(shape)
     stop = offset + count * dtype.itemsize
@@ -178,6 +192,8 @@ def _view(body: memoryview, name: str, dtype_name: str, shape: list[int], offset
 # -------------------------------------------------------------------------------------------------------------- axes
 
 RAGGED = "ragged:token"
+"""The axis of an array with any number of values for each token. A second array, the offsets, says where the values of
+a token begin and end."""
 AXES = {
     "token": "T, the tokens of completion_ids",
     "whole": "P + T, the tokens of prompt_ids and of completion_ids",
@@ -212,10 +228,10 @@ def checked_columns(extras: Mapping[str, npt.ArrayLike]) -> dict[str, Array]:
 def check_axes(extras: Arrays, axes: Mapping[str, str], sizes: Mapping[str, int] | None = None) -> None:
     """Raises ValueError, with the remedy, for an unknown axis, and for an array that does not fit its axis.
 
-    `sizes` has the number of rows of "token", "whole", "sequence" and "rollout". Without it, arrays with the same axis
-    must have the same number of rows.
+    `sizes` has the number of rows of the axes "token", "whole", "sequence" and "rollout". If `sizes` is None, arrays
+    with the same axis must have the same number of rows.
     """
-    known = dict(sizes or {})
+    rows_of_axes = dict(sizes or {})
     for name, axis in axes.items():
         if name not in extras:
             raise ValueError(f"axes names {name!r}, which extras does not have: add the array or leave the name out")
@@ -225,12 +241,14 @@ def check_axes(extras: Arrays, axes: Mapping[str, str], sizes: Mapping[str, int]
             continue
         array = extras[name]
         if axis == RAGGED:
-            _check_ragged(name, array, extras.get(name + OFFSETS), known)
+            _check_ragged(name, array, extras.get(name + OFFSETS), rows_of_axes)
             continue
         rows = array.shape[0] if array.ndim else None
-        if rows is None or rows != known.setdefault(axis, rows):
+        # `setdefault`: without `sizes`, the first array of an axis decides how many rows the others must have.
+        if rows is None or rows != rows_of_axes.setdefault(axis, rows):
+            needed = rows_of_axes.get(axis, "some")
             raise ValueError(
-                f"extras[{name!r}] has the shape {array.shape}, and its axis {axis!r} needs {known.get(axis, 'some')} "
+                f"extras[{name!r}] has the shape {array.shape}, and its axis {axis!r} needs {needed} "
                 f"rows ({AXES[axis]}): give it these rows or another axis"
             )
     for name in extras:
@@ -250,21 +268,23 @@ def check_row_axis(name: str, axis: str) -> None:
         raise ValueError(f"columns has {name!r} with the axis {axis!r}: put it into extras and axes")
 
 
-def _check_ragged(name: str, values: Array, offsets: Array | None, known: dict[str, int]) -> None:
+def _check_ragged(name: str, values: Array, offsets: Array | None, rows_of_axes: dict[str, int]) -> None:
     """Raises ValueError unless `offsets` cut `values` into one set for each token.
 
-    `known` has the number of rows by the axis, as far as it is known. Adds that of "token".
+    `rows_of_axes` has the number of rows of each axis for which the number is known. If the number of tokens is not
+    known, this function adds it, as the number of sets.
     """
     if offsets is None:
         raise ValueError(f"extras[{name!r}] has the axis {RAGGED!r}: put T + 1 offsets into extras[{name + OFFSETS!r}]")
-    tokens = known.setdefault("token", max(offsets.size - 1, 0))
+    tokens = rows_of_axes.setdefault("token", max(offsets.size - 1, 0))
     if offsets.dtype.kind not in "iu" or offsets.shape != (tokens + 1,):
         raise ValueError(
             f"extras[{name + OFFSETS!r}] is {offsets.dtype} of the shape {offsets.shape}, and must be integers of the "
             f"shape ({tokens + 1},): T + 1 offsets into extras[{name!r}]"
         )
     rows = values.shape[0] if values.ndim else 0
-    if offsets[0] != 0 or offsets[-1] != rows or (offsets[1:] < offsets[:-1]).any():
+    falls = (offsets[1:] < offsets[:-1]).any()
+    if offsets[0] != 0 or offsets[-1] != rows or falls:
         ends = f"goes from {offsets[0]} to {offsets[-1]}"
         raise ValueError(f"extras[{name + OFFSETS!r}] {ends}, and must rise from 0 to {rows}, the rows of its values")
 
@@ -279,8 +299,8 @@ def encode_columns(extras: Mapping[str, npt.ArrayLike], axes: Mapping[str, str] 
     """A segment with these columns, as consecutive buffers, whose total length is a multiple of 64 bytes.
 
     `extras` and `axes` are as in RolloutGroup. Raises ValueError if there are no columns. Raises ValueError that names
-    the column for an unknown dtype or axis, and for arrays of one axis that differ in rows. Only a reader of the group
-    can see if the columns fit the group: `RolloutGroup.decode` refuses a group with columns that do not fit.
+    the column for an unknown dtype or axis, and for arrays of one axis that differ in rows. This function does not know
+    the group, so it cannot check that the columns fit. `RolloutGroup.decode` refuses a group with columns that do not.
     """
     columns = checked_columns(extras)
     axes = axes or {}
@@ -291,9 +311,9 @@ def encode_columns(extras: Mapping[str, npt.ArrayLike], axes: Mapping[str, str] 
 
 
 def decode_segments(view: memoryview, extras: dict[str, Array], axes: dict[str, str]) -> None:
-    """Adds the columns of all segments in `view` to `extras` and `axes`. A column whose name they have is left out.
+    """Adds the columns of all segments in `view` to `extras` and `axes`.
 
-    Raises as `check_magic` and `decode_arrays`.
+    Leaves out a column if `extras` already has its name. Raises the errors of `check_magic` and `decode_arrays`.
     """
     number = 0
     while len(view):
@@ -304,7 +324,8 @@ def decode_segments(view: memoryview, extras: dict[str, Array], axes: dict[str, 
         view = decoded.rest
         names_before = set(extras)
         for name, array in decoded.extras.items():
-            # The offsets of a ragged column are left out if its values are left out.
+            # A ragged column has two arrays. Both are left out, or neither, so the name of the values decides for the
+            # offsets too. This loop may have added the values just now, so only `names_before` counts.
             values_name = name.removesuffix(OFFSETS)
             owner = values_name if decoded.axes.get(values_name) == RAGGED else name
             if owner not in names_before:

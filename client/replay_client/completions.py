@@ -1,4 +1,7 @@
-"""Makes groups of completions that share one prompt, or of rows that each have a prompt of their own."""
+"""Completions: makes a group of completions that share one prompt, or of rows that each have a prompt of their own.
+
+Axes: S sequences, G rollouts, P tokens of the prompt, T tokens of all sequences.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ from replay_client.rollout import Int32, RolloutGroup, vector
 from replay_protos.words import counted
 
 Columns = Mapping[str, tuple[str, Sequence[Any]]]
-"""Columns by name: the axis of the column, and its entry for each of S rows."""
+"""Columns by name. The value of a name is the axis of the column, and a sequence with its entry for each of S rows."""
 
 
 def group_from_completions(
@@ -37,7 +40,7 @@ def group_from_completions(
         if tokens.size != row.size:
             sizes = f"{counted(tokens.size, 'token')} and {counted(row.size, 'log-probability')}"
             raise ValueError(f"completion {index} has {sizes}")
-    # NumPy cannot concatenate nothing.
+    # NumPy cannot concatenate an empty list.
     completion_ids = np.concatenate(tokens_S) if tokens_S else np.zeros(0, np.int32)
     rollout_logprobs = np.concatenate(logprobs_S) if logprobs_S else np.zeros(0, np.float32)
     return RolloutGroup(
@@ -68,18 +71,18 @@ def group_from_rows(
     `logprobs`, `loss_masks` and `token_advantages` have an array for each row, with one value for each token of the
     completion.
 
-    The common beginning of the prompts becomes `prompt_ids`, and the rest of each prompt the context of its row.
-    `RolloutGroup.prompts` and `sampled_spans` return the rows again.
+    The common beginning of the prompts becomes `prompt_ids`, and the rest of each prompt becomes the context of its
+    row. `RolloutGroup.prompts` returns the whole prompts again, and `sampled_spans` finds the completions.
 
     `columns` become `extras` with axes. The axis of a column says what its entry for a row is:
 
     "token": an array with one value for each token of the completion. "whole": an array with one value for each token
-    of the prompt and of the completion; prompts are shared only as far as these values agree too. "ragged:token": a
-    pair of values and of offsets into them, with one offset more than the completion has tokens. `row_of` returns the
-    entries again.
+    of the prompt and of the completion; `prompt_ids` ends where these values begin to differ between the rows, even if
+    the prompts agree further. "ragged:token": a pair of arrays, the values and the offsets into them, with one offset
+    more than the completion has tokens. `row_of` returns the entries again.
 
-    `fields` are the other fields of RolloutGroup. An extra in `fields` must have values for the contexts, too. Other
-    arguments and errors: `group_from_completions`.
+    `fields` are the other fields of RolloutGroup. An extra in `fields` must have values for the contexts, too. For the
+    other arguments and the errors, see `group_from_completions`.
     """
     prompts_S = [vector("prompts", np.asarray(ids).reshape(-1), np.int32) for ids in prompts]
     whole_columns = [rows for axis, rows in (columns or {}).values() if axis == "whole"]
@@ -122,23 +125,29 @@ def group_from_rows(
 
 
 def _behind(contexts_S: Sequence[int], rows: Iterable[npt.NDArray[Any]]) -> npt.NDArray[Any]:
-    """(T, ...) the values of all rows, with zeros for contexts. `contexts_S` has the lengths of the contexts."""
-    parts: list[npt.NDArray[Any]] = []
+    """(T, ...) the values of all rows, each behind zeros for the tokens of its context.
+
+    `contexts_S` has the lengths of the contexts.
+    """
+    pieces: list[npt.NDArray[Any]] = []
     for context, row in zip(contexts_S, rows, strict=True):
-        parts.append(np.zeros_like(row, shape=(context, *row.shape[1:])))
-        parts.append(row)
-    return np.concatenate(parts or [np.zeros(0)])
+        pieces.append(np.zeros_like(row, shape=(context, *row.shape[1:])))
+        pieces.append(row)
+    return np.concatenate(pieces or [np.zeros(0)])  # NumPy cannot concatenate an empty list
 
 
 def row_of(group: RolloutGroup, name: str, sequence: int) -> Any:
-    """The entry that `columns` of `group_from_rows` had under this name for the row `sequence`; a view if possible."""
+    """The entry that `columns` of `group_from_rows` had under this name for the row `sequence`.
+
+    The arrays of the entry are views if possible.
+    """
     axis = group.axes.get(name, "group")
     array = group.extra_of(name, sequence)
     context = 0 if group.context_lengths is None else int(group.context_lengths[sequence])
     if axis == "token":
         return array[context:]
     if axis == RAGGED:
-        # Tokens of the context have empty sets.
+        # The tokens of the context have no values, so the values stay whole and only their offsets are left out.
         return array, group.offsets_of(name, sequence)[context:]
     return array
 
@@ -148,21 +157,23 @@ def _column(
 ) -> dict[str, npt.NDArray[Any]]:
     """The array of a column, and its offsets if it is ragged, by their names in `extras`.
 
-    `shared` is the number of tokens of the shared prompt, and `contexts_S` the lengths of the contexts. Tokens of
-    contexts have zeros, or empty sets.
+    `shared` is the number of tokens of the shared prompt, and `contexts_S` has the lengths of the contexts. A token of
+    a context has the value 0, or no values in a ragged column.
     """
     check_row_axis(name, axis)
     if axis == "whole":
         rows_S = [np.asarray(row) for row in rows]
-        of_shared_prompt = [row[:shared] for row in rows_S[:1]]
+        of_shared_prompt = [row[:shared] for row in rows_S[:1]]  # equal in all rows, so the first row has them
         of_rows = [row[shared:] for row in rows_S]
         return {name: np.concatenate([*of_shared_prompt, *of_rows])}
     if axis == "token":
         return {name: _behind(contexts_S, map(np.asarray, rows))}
+    # A ragged column: the values of all rows one after the other, and T + 1 offsets. The offsets of a row count from
+    # its own first value, so add the number of values of the rows before.
     offsets = [np.zeros(1, np.int8)]
     start = 0
     for context, (_, row_offsets) in zip(contexts_S, rows, strict=True):
-        # The sets of the context's tokens are empty: each ends where the row begins.
+        # A token of the context has no values: its offset is 0, the end of what comes before the row.
         ends = np.pad(np.asarray(row_offsets)[1:], (context, 0))
         offsets.append(start + ends)
         start += int(row_offsets[-1])
@@ -171,13 +182,14 @@ def _column(
 
 
 def _common_beginning(rows: list[Int32], columns: Sequence[Sequence[Any]] = ()) -> int:
-    """The number of entries with which all rows begin, and in which the rows of each of `columns` agree too."""
+    """The largest n for which the first n entries of all `rows` are equal, and of all rows in each of `columns` too."""
     shared = min((row.size for row in rows), default=0)
     for column in (rows, *columns):
         for row in column[1:]:
             if not shared:
                 return 0
             differs: npt.NDArray[Any] = np.asarray(row)[:shared] != np.asarray(column[0])[:shared]
+            # An entry of a column may be an array, and differs if any of its values does.
             positions = np.flatnonzero(differs.reshape(len(differs), -1).any(axis=1))
             if positions.size:
                 shared = int(positions[0])
@@ -185,6 +197,9 @@ def _common_beginning(rows: list[Int32], columns: Sequence[Sequence[Any]] = ()) 
 
 
 def _joined(*arrays: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """The arrays one after the other. Empty arrays are left out, because they would make the result floats."""
+    """The arrays one after the other; an empty int32 array if all are empty.
+
+    Empty arrays are left out: NumPy makes an empty list a float64 array, which would turn token ids into floats.
+    """
     filled = [array for array in arrays if array.size]
     return np.concatenate(filled or [np.zeros(0, np.int32)])

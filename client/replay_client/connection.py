@@ -1,4 +1,4 @@
-"""Connection: sends calls to one server. It gives all calls the same deadlines, retries and errors."""
+"""Connection: sends calls to one server, with the same rules for deadlines, retries and errors for all calls."""
 
 from __future__ import annotations
 
@@ -34,15 +34,13 @@ from replay_protos.transport import proxy_remedy
 T = TypeVar("T")
 
 _SHORT_BYTES = 1 << 20
-"""The most bytes of a request that is sent on an idle stream. For a larger one, a call of its own costs no more."""
+"""The most bytes of a request that is sent on an idle stream. For a larger request, a call of its own costs no more."""
 _GRACE = 5.0
-"""Seconds that a call lasts longer than its timeout, so that the server can still answer why the request waited."""
+"""Seconds that an RPC may last after the timeout of its call, so that the server can still answer why it waited."""
 _FIRST_PAUSE = 0.05
 """Seconds between the first two attempts to reach a server that does not answer. Each pause doubles the last one."""
 _LONGEST_PAUSE = 1.0
 """Seconds of the longest of these pauses."""
-
-
 LATE_SECONDS = 0.5
 """Seconds after which the client probes one of several servers that has not answered a call (`Shard.doubt`)."""
 
@@ -66,26 +64,29 @@ class Connection:
     name = ""
     """The name of this server, if the client has several servers; empty: the client has one server."""
     is_up = True
-    """True while the server can be reached. Always True for the only server of a client, which nobody watches."""
+    """True while the server can be reached. Always True for the only server of a client: no code watches whether that
+    server can be reached."""
 
     def __init__(self, access: Access, timeout: float | None) -> None:
         check_grpc()
         self.access = access
         self.timeout = timeout
+        """Seconds; the timeout of a call that has none of its own. None: no limit."""
         self._transport: Transport | None = None
         self._made_at = 0
         """The value of `forks()` when the transport was made."""
-        self._left: list[Transport] = []
+        self._old_transports: list[Transport] = []
         """The transports to earlier addresses, on which calls may still be under way."""
         self._closed = False
 
     @property
     def address(self) -> str:
+        """host:port, or NAME=host:port."""
         return self.access.address
 
     @property
     def carries(self) -> str:
-        """The transport of payloads: "shared memory", or "grpc: " with the reason."""
+        """The transport of payloads: "shared memory", or "grpc: " with the reason why it is not shared memory."""
         return NOT_KNOWN if self._transport is None else self._transport.carries
 
     async def find_transport(self) -> str:
@@ -95,7 +96,10 @@ class Connection:
 
     @property
     def transport(self) -> Transport:
-        """The transport to the server. Its calls are not tried again."""
+        """The transport to the server. It sends each call once, without retries.
+
+        Raises ServerClosedError after `close`, and RuntimeError after a fork.
+        """
         # A transport belongs to the event loop that runs when the transport is made. So make it at the first use.
         if self._transport is None:
             if self._closed:
@@ -113,7 +117,7 @@ class Connection:
         """Sends new calls to `address`. Calls under way stay on the old connection and end with it."""
         self.access = replace(self.access, address=address)
         if self._transport is not None:
-            self._left.append(self._transport)
+            self._old_transports.append(self._transport)
             self._transport = None
 
     async def call(self, attempt: Callable[[float | None], Awaitable[T]], timeout: float | None) -> T:
@@ -124,18 +128,20 @@ class Connection:
         patience = self.patience(timeout)
         deadline = patience.start()
 
-        async def again() -> T:
+        async def attempt_in_time() -> T:
+            """One attempt, within the time that is left."""
             rpc_timeout = deadline.seconds
             if rpc_timeout is not None:
                 rpc_timeout += _GRACE
             return await attempt(rpc_timeout)
 
-        return await patience.result(again)
+        return await patience.result(attempt_in_time)
 
     def patience(self, timeout: float | None) -> Patience:
         """A Patience for calls: it tries again while the server does not answer, and raises other errors at once."""
 
         async def judge(error: Exception, late: bool) -> None:
+            """Raises the error that ends the attempts; returns if another attempt follows. `late`: the time is up."""
             if not isinstance(error, grpc.aio.AioRpcError):
                 raise error
             details = error.details() or ""
@@ -146,14 +152,15 @@ class Connection:
                 raise reported(error, self.address, timeout) from None
             if not late:
                 return
-            if (error.trailing_metadata() or {}).get(REASON_KEY):  # the server answers, and says why it cannot do this
+            has_reason = bool((error.trailing_metadata() or {}).get(REASON_KEY))
+            if has_reason:  # a server answers, and gives the reason why it cannot serve the request now
                 raise reported(error, self.address, timeout) from None
             raise self._no_answer(details, timeout) from None
 
         return Patience(judge, timeout, first=_FIRST_PAUSE, longest=_LONGEST_PAUSE)
 
     def _no_answer(self, details: str, timeout: float | None) -> ServerUnavailableError:
-        """The error of a call that no server has answered in time. `details` are from gRPC's error."""
+        """The error of a call that no server has answered in time. `details` is the text of gRPC's error."""
         waited = f" (tried for {timeout:.3g} s)" if timeout else ""
         host = self.address.rpartition(":")[0]
         return ServerUnavailableError(
@@ -163,7 +170,7 @@ class Connection:
 
     async def unary(self, method: str, request: Message, timeout: float | None) -> Any:
         """The server's answer to one request. Tries again until the server answers or the timeout ends."""
-        data = None
+        data = None  # the bytes of a request that may be sent on an idle stream, which costs half as much as a call
         if method in SHORT_METHODS and request.ByteSize() <= _SHORT_BYTES:
             data = request.SerializeToString()
 
@@ -174,7 +181,7 @@ class Connection:
                 answer = await transport.short_calls.exchange(lambda _: requests, seconds)
                 if answer.code:
                     raise failure(answer.code, answer.message, answer.reason)
-                return pb.MutationResponse.FromString(answer.response)
+                return pb.MutationResponse.FromString(answer.response)  # the response of all SHORT_METHODS
             return await transport.call(method, request, seconds)
 
         return await self.call(attempt, timeout)
@@ -186,16 +193,16 @@ class Connection:
             return await self.transport.inserts.exchange(lambda size: pack_items([item], size), seconds)
 
         answer: pb.InsertResponse = await self.call(attempt, item.timeout)
-        for error in answer.errors:
+        for error in answer.errors:  # at most one, because the request has one item
             raise error_of(error.code, error.message, error.reason)
         return answer
 
     def doubt(self) -> None:
-        """Notes that an answer is late. Does nothing here; a `Shard`, one of several servers, is then probed."""
+        """Called when an answer is late. Does nothing here. `Shard`, one of several servers, then probes its server."""
 
     async def close(self) -> None:
         """Closes the channel. With the last channel of a process, gRPC ends its threads, and a fork is safe."""
-        transports = list(self._left)
+        transports = list(self._old_transports)
         if self._transport is not None:
             transports.append(self._transport)
         self._transport = None
@@ -207,19 +214,21 @@ class Connection:
 class OneServer(Connection):
     """The only server of a client. Each request goes straight to it.
 
-    It has the methods of a Fleet, a Placement, a PolicyBoard and a PermitOffice. A client of several servers has these
-    four in its place; `aio.servers_of` makes the choice when the client is made. Timeouts are in seconds; None waits
-    for ever. Errors are those of `Connection.unary`.
+    It has the methods of the four classes that a client of several servers uses in its place: Fleet, Placement,
+    PolicyBoard and PermitOffice. `aio.servers_of` chooses when the client is made. A method without a docstring does
+    what the docstring in its class of `replay_client.shards` says. Timeouts are in seconds; None waits for ever. Errors
+    are those of `Connection.unary`.
     """
 
     decided = True
-    """Always True: a writer need not wait until it is known which servers can be reached."""
+    """Always True. A Fleet has True once it has tried to reach each server, and a writer waits for that."""
 
     def __init__(self, access: Access, timeout: float | None) -> None:
         super().__init__(access, timeout)
         self.shards = [self]
+        """All servers of the client: this one."""
         self.listeners: list[Callable[[Any], None]] = []
-        """Functions that a Fleet would call. They are never called here, because nobody watches the only server."""
+        """Functions that a Fleet calls when a server becomes reachable or unreachable. They are never called here."""
 
     # ------------------------------------------------------------------------------------------------ as a Fleet
 
@@ -238,7 +247,7 @@ class OneServer(Connection):
         return await self.ask("ListItems", request, timeout, item_page_of)
 
     async def say(self, method: str, request: Message, timeout: float | None) -> None:
-        with suppress(DeadlineExceededError, *GONE):
+        with suppress(DeadlineExceededError, *GONE):  # a message that no server needs: ignore that none answers
             await self.unary(method, request, timeout)
 
     # -------------------------------------------------------------------------------------------- as a Placement
@@ -247,11 +256,11 @@ class OneServer(Connection):
         return self
 
     def forget(self, key: int, shard: Connection) -> bool:
-        """Returns False: the item cannot go to another server, because there is none."""
+        """Returns False: the item cannot be inserted into another server, because there is none."""
         return False
 
     async def settle(self, item: Item) -> None:
-        """Does nothing: this server granted all permits, so that none has to be released elsewhere."""
+        """Does nothing: this server granted all permits, so none has to be released on another server."""
 
     async def extend(self, item: Item) -> pb.UnchangedRow | None:
         return unchanged_row(await self.insert(item))
@@ -283,17 +292,20 @@ def open_transport(access: Access) -> Transport:
 
 
 async def watch_policy(connection: Connection) -> AsyncGenerator[Policy]:
-    """Yields the current policy of one server, then every new one. Connects again by itself."""
+    """Yields the current policy of one server, then every new one. Connects again by itself.
+
+    Raises the error of the connection if it cannot be made again within the timeout of `connection`.
+    """
     patience = connection.patience(connection.timeout)
-    last: tuple[int, str] | None = None
+    last: tuple[int, str] | None = None  # the version and weights that were yielded last
     while True:
         stream = connection.transport.stream("WatchPolicy", pb.GetPolicyRequest())
         try:
             while True:
                 message = await stream.read()
-                patience.renew()
+                patience.renew()  # the server answers: the timeout starts anew
                 policy = (message.version, message.weights)
-                if policy != last:
+                if policy != last:  # a new connection first sends the current policy again
                     last = policy
                     yield message
         except grpc.aio.AioRpcError as error:
@@ -305,19 +317,19 @@ async def watch_policy(connection: Connection) -> AsyncGenerator[Policy]:
 GONE_CODES = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.INTERNAL, grpc.StatusCode.CANCELLED)
 """The status codes that mean that the server does not answer now.
 
-grpc.aio reports INTERNAL, and not the true status, for a write to a stream that has just ended. A server that stops
-without a grace period ends its calls with CANCELLED. A call that this client cancels raises CancelledError, and not
-this code.
+If the client writes to a stream that has just ended, grpc.aio reports INTERNAL and not the true status. A server that
+stops without a grace period ends its calls with CANCELLED. A call that this client cancels has no such code, but raises
+asyncio's CancelledError.
 """
 
 
 def reported(error: grpc.aio.AioRpcError, address: str, timeout: float | None) -> ReplayError:
-    """The error of this package for a failed call."""
+    """The error of this package for a failed call. `timeout` is the timeout of the call, in seconds."""
     if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED and error.details() == "Deadline Exceeded":
-        # This text is gRPC's own: the server did not answer, even within the grace.
+        # This text is gRPC's own and not the server's: the server did not answer, even within _GRACE seconds more.
         return error_of(error.code(), f"{address} did not answer within {timeout} s")
     if error.code() is grpc.StatusCode.UNIMPLEMENTED and error.details() == "Method not found!":
-        # This text is gRPC's own, too: the server lacks the service, or the method of it.
+        # This text is gRPC's own, too: the server lacks the service, or this method of the service.
         other = f"{address} is of another version than this client, which speaks {SERVICE}"
         return error_of(error.code(), f"{other}: install one version of replay-server on both sides")
     reason = (error.trailing_metadata() or {}).get(REASON_KEY, "")
@@ -325,7 +337,7 @@ def reported(error: grpc.aio.AioRpcError, address: str, timeout: float | None) -
 
 
 def _tls_remedy(details: str, tls: TLS | None) -> str | None:
-    """The remedy for a failed TLS handshake, which is recognised by gRPC's text. None for any other failure."""
+    """The remedy for a failed TLS handshake, found by the text of gRPC's error (`details`). None: another failure."""
     if "CERTIFICATE_VERIFY_FAILED" in details:
         reason = details.partition("CERTIFICATE_VERIFY_FAILED: ")[2].removesuffix(": OK")
         trusted = "the authorities that gRPC knows" if tls is None or tls.ca is None else str(tls.ca)
@@ -344,7 +356,10 @@ def _tls_remedy(details: str, tls: TLS | None) -> str | None:
 
 
 def _closed_remedy(details: str, tls: TLS | None) -> str:
-    """The remedy if the server closed the connection at once. gRPC does not report the reason, so this is a guess."""
+    """The remedy if the server closed the connection at once; empty: it did not.
+
+    gRPC does not report the reason, so the remedy is a guess from the TLS settings of the client.
+    """
     if "Socket closed" not in details and "Connection reset by peer" not in details:
         return ""
     if tls is None:
@@ -355,7 +370,7 @@ def _closed_remedy(details: str, tls: TLS | None) -> str:
 
 
 def seconds_of(timeout: Timeout, default: float | None) -> float | None:
-    """The timeout in seconds; None: without limit. Raises InvalidRequestError."""
+    """The timeout in seconds; None: without limit. Raises InvalidRequestError for a timeout that is none."""
     if isinstance(timeout, Unset):
         return default
     check_timeout(timeout)

@@ -10,9 +10,9 @@ import grpc
 class ReplayError(Exception):
     """Base of every error of this package.
 
-    Programs read the `code`. The message is for people; do not parse it. If several errors share a code, the server
-    sends a text with it, the `reason` of the error. An error with an empty `reason` stands for its code with any
-    other text, or without a text.
+    Programs read the `code`. The message is for people; do not parse it. Several classes may share a code. The server
+    then sends a second text, the `reason`, which tells the classes apart. A class with an empty `reason` stands for its
+    code without a reason, or with a reason that this client does not know.
     """
 
     code: ClassVar[grpc.StatusCode] = grpc.StatusCode.UNKNOWN
@@ -20,7 +20,7 @@ class ReplayError(Exception):
 
 
 class TableNotFoundError(ReplayError):
-    """The server has no table of that name. The message lists the tables that it has."""
+    """The server has no table of that name. The message lists the tables of the server."""
 
     code = grpc.StatusCode.NOT_FOUND
 
@@ -81,9 +81,9 @@ class DeadlineExceededError(ReplayError, TimeoutError):
 
 
 class ServerUnavailableError(ReplayError, ConnectionError):
-    """No server at the address answers in time, or the one that answers cannot serve the request now and says why.
+    """No server at the address answers in time, or a server answers that it cannot serve the request now, and why.
 
-    The request may have taken effect, or may do so later.
+    The request may have taken effect, or may take effect later.
     """
 
     code = grpc.StatusCode.UNAVAILABLE
@@ -102,7 +102,7 @@ class ServerClosedError(ReplayError):
 
 
 class ShardDrainingError(ServerClosedError):
-    """The server takes no new items, because it is to become empty and then stop. It does not have this item.
+    """The server takes no new items, because it is to become empty and then stop. It did not store this item.
 
     A client of several servers inserts the item into another one.
     """
@@ -121,15 +121,16 @@ class LeaseEndedError(ReplayError):
 
 
 class UnsupportedError(ReplayError):
-    """The server does not have this operation, as it is configured or at all."""
+    """The server does not have this operation, or its configuration turns the operation off."""
 
     code = grpc.StatusCode.UNIMPLEMENTED
 
 
 _KINDS = [kind for kind in list(vars().values()) if isinstance(kind, type) and issubclass(kind, ReplayError)]
+"""All classes of errors in this module."""
 _CLASSES = {(kind.code, kind.reason): kind for kind in _KINDS}
-_CLASSES[grpc.StatusCode.PERMISSION_DENIED, ""] = AuthenticationError
 """The class of an error, by its code and reason."""
+_CLASSES[grpc.StatusCode.PERMISSION_DENIED, ""] = AuthenticationError  # a second code of this class
 STATUSES = {code.value[0]: code for code in grpc.StatusCode}
 """The status codes by their numbers on the wire."""
 GONE = (ServerUnavailableError, ServerClosedError)

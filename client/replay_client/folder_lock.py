@@ -9,24 +9,26 @@ from pathlib import Path
 from typing import IO
 
 _NAME = ".lock"
+"""The name of the locked file in the folder."""
 
 
 class FolderLock:
-    """Holds a folder for this process, until `release` or the end of the process, however it ends."""
+    """Locks a folder for this process, until `release` or the end of the process. A killed process leaves no lock."""
 
     def __init__(self, folder: Path, holder: str = "training run") -> None:
         """`holder` names the program that works in the folder, for the message that the folder is in use."""
         self.folder = folder
         self._holder = holder
         self._file: IO[str] | None = None
+        """The open file, while this process has the lock. The lock ends when the file is closed."""
 
     def acquire(self) -> str:
         """Makes the folder if it is missing, and locks it. Returns an error text, or "" if it is locked now."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        file = (self.folder / _NAME).open("a+")
+        file = (self.folder / _NAME).open("a+")  # "w" would erase the text of the process that has the lock
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        except BlockingIOError:  # another process has the lock, and has written its name into the file
             file.seek(0)
             process = file.read().strip() or "another process"
             file.close()
@@ -38,7 +40,7 @@ class FolderLock:
         return ""
 
     def release(self) -> None:
-        """Frees the folder, if this process holds it. The file stays: the next process locks it."""
+        """Ends the lock, if this process has it. The file stays, for the next process to lock."""
         if self._file is not None:
             self._file.close()
             self._file = None

@@ -37,7 +37,7 @@ class AsyncLeaseRenewer(AbstractAsyncContextManager["AsyncLeaseRenewer"]):
         self._batches: dict[int, list[SampleInfo]] = {}
         """The `info` of the samples of each lease, by the id of the lease."""
         self._lost_at: dict[int, float] = {}
-        """When the server first called a lease missing, on the loop's clock, by the id of the lease.
+        """The time on the loop's clock at which the server first called a lease missing, by the id of the lease.
 
         These leases are still in `_batches`, so that they are renewed again.
         """
@@ -45,6 +45,7 @@ class AsyncLeaseRenewer(AbstractAsyncContextManager["AsyncLeaseRenewer"]):
         """Set when samples were added."""
         self._log = WaitLog("the renewal of leases", late=True)
         self._task: asyncio.Task[None] | None = None
+        """The task that renews the leases; None before the first `add`."""
 
     def add(self, samples: Iterable[Sample]) -> None:
         """Renews the leases of these samples from now on, the first time at once. Ignores samples without a lease."""
@@ -71,20 +72,21 @@ class AsyncLeaseRenewer(AbstractAsyncContextManager["AsyncLeaseRenewer"]):
         await self.close()
 
     async def _run(self) -> None:
+        """Renews all leases RENEWALS times in the time of a lease, and soon after samples were added."""
         while True:
-            with suppress(TimeoutError):
+            with suppress(TimeoutError):  # no samples were added: it is time for the next renewal
                 async with asyncio.timeout(self._lease / RENEWALS):
                     await self._new.wait()
                     await asyncio.sleep(_TOGETHER)
             self._new.clear()
             if not self._batches:
                 continue
-            # One sample stands for its lease.
+            # `renew` takes samples, and reads only the lease of each. So one sample for each lease is enough.
             samples = [Sample(infos[0], b"") for infos in self._batches.values()]
             try:
                 renewed = await self._renew(samples, self._lease, timeout=self._lease / RENEWALS)
             except ReplayError as error:
-                # That no server answers does not end a lease. A server that answers again says which leases have ended.
+                # This error does not say that a lease has ended. The next answer of the server says which have ended.
                 self._log.wait(f"leases are not renewed: {error}")
                 continue
             self._log.go_on()

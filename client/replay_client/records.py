@@ -17,22 +17,22 @@ from replay_protos.label_columns import labels_of_rows
 from replay_protos.labels import NO_LABELS, Labels
 
 TableInfo = pb.TableInfo
-"""One table: its size, counters and waiting requests, as replay.proto documents them. `config` is the JSON of its
-TableConfig."""
+"""One table: its size, counters and waiting requests, as replay.proto documents them. The field `config` is the JSON of
+the TableConfig."""
 Policy = pb.Policy
-"""The trainer's current version and where its weights are, as replay.proto documents them."""
+"""The current policy version and the location of its weights, as replay.proto documents them."""
 CheckpointInfo = pb.CheckpointInfo
 """One checkpoint: its name, size and time, as replay.proto documents them."""
 AdmissionInfo = pb.AdmissionInfo
 """The state of admission, as replay.proto documents it."""
 ClientInfo = pb.ClientInfo
-"""A client that inserts, samples or publishes: its name, its role and when the server heard of it last, as replay.proto
-documents them."""
+"""A client that inserts, samples or publishes: its name, its role, and the seconds since the server last heard from the
+client, as replay.proto documents them."""
 Waiting = pb.Waiting
 """The requests that wait in one queue of the server: their number, reason and time, as replay.proto documents them."""
 OverdueClient = pb.OverdueClient
-"""A trainer, or generators, that have done nothing for too long: which, how long, and why, as replay.proto documents
-it."""
+"""The trainer, or the generators, if they have done nothing for too long: the role, the seconds and the reason, as
+replay.proto documents them."""
 
 
 class Tagged:
@@ -68,7 +68,8 @@ class SampleInfo(Tagged):
     key: int
     priority: float
     probability: float
-    """The probability that this item is drawn first in its request. It is 1 or 0 if the sampler is not random."""
+    """The probability with which the sampler chose this item as the first of a request; 1 or 0 if the sampler is not
+    random."""
     age: float
     """Seconds since the item was inserted."""
     policy_version: int
@@ -77,12 +78,13 @@ class SampleInfo(Tagged):
     times_sampled: int
     """The number of times that this item was sampled from the table, this time included."""
     table_size: int
+    """The number of items in the table."""
     lease_id: int = 0
     """The id of the lease of the batch, which `acknowledge` uses; 0: no lease."""
     shard: str = ""
-    """The name of the server that gave the sample, if the client has several."""
+    """The name of the server that gave the sample, if the client has several servers."""
     labels: Labels = NO_LABELS
-    """The tags of the item. A sample does not have the names of the item's columns."""
+    """The tags of the item. The labels of a sample leave out the names of the item's columns."""
 
 
 @dataclass
@@ -96,7 +98,7 @@ class Sample(Holding):
 
 @dataclass(frozen=True)
 class Membership:
-    """An item's place in one table."""
+    """The state of an item in one of its tables."""
 
     priority: float
     times_sampled: int
@@ -110,9 +112,11 @@ class StoredItem(Holding, Tagged):
 
     key: int
     age: float
+    """Seconds since the item was inserted."""
     policy_version: int
     staleness: int
     tables: dict[str, Membership]
+    """The item's state in each of its tables, by the name of the table."""
     payload: Buffer
     labels: Labels = NO_LABELS
     """The tags of the item, and the names of its columns."""
@@ -125,10 +129,12 @@ class ItemInfo(Tagged):
     key: int
     priority: float
     age: float
+    """Seconds since the item was inserted."""
     policy_version: int
     staleness: int
     times_sampled: int
     nbytes: int
+    """Bytes of the payload."""
     effective_priority: float
     """The weight in the sampler, as in `Membership`."""
     labels: Labels = NO_LABELS
@@ -171,7 +177,7 @@ class ExtendResult:
     added: tuple[str, ...] = ()
     """Names of the columns that this call added."""
     present: tuple[str, ...] = ()
-    """Names of the columns that the item had before. They have not changed."""
+    """Names of the columns that the item had before. These columns have not changed."""
     missing: bool = False
     """True if the server no longer has the item, so that nothing was added."""
 
@@ -182,10 +188,11 @@ class PermitGrant:
 
     id: int
     count: int
+    """The number of permits."""
     ttl: float
     """Seconds until the server takes unused permits back."""
     shard: str = ""
-    """The name of the server that granted the permits, if the client has several."""
+    """The name of the server that granted the permits, if the client has several servers."""
 
 
 @dataclass(frozen=True)
@@ -201,13 +208,18 @@ class ServerInfo:
     admission: AdmissionInfo | None
     """None if the server has no [admission]."""
     tables: dict[str, TableInfo]
+    """The tables by name."""
     items: int
+    """The number of items; an item in several tables counts once."""
     bytes: int
+    """Bytes of the items' payloads and labels."""
     max_bytes: int
     """The most bytes that all tables together may hold; 0: no bound."""
     storage: str
     insert_streams: int
+    """The number of open streams on which clients insert."""
     sample_streams: int
+    """The number of open streams on which clients draw."""
     time: float
     """The server's clock, in seconds since the epoch."""
     resident_bytes: int
@@ -225,8 +237,8 @@ class ServerInfo:
     damaged: int
     """Items that the server lost since its start because their bytes on disk were damaged."""
     fell_back: str
-    """If the server could not start from the last state of its data: from which older state it did, and why; else
-    empty."""
+    """Empty unless the server could not start from the newest state of its data. Then the text names the older state
+    from which it started, and the reason."""
     long_wait: float
     """Seconds after which a wait counts as long: three usual steps of the run, at least 20 s."""
     overdue: tuple[OverdueClient, ...]
@@ -243,7 +255,10 @@ class ServerInfo:
         return [client for client in self.clients if role in client.role.split(", ")]
 
     def is_connected(self, client: ClientInfo) -> bool:
-        """True while the client has a call open, and `long_wait` seconds longer. False once it said that it ends."""
+        """True while the client has a call open, and for `long_wait` seconds after the server last heard from it.
+
+        False as soon as the client has said that it ends (`leave`).
+        """
         if client.ended:
             return False
         return bool(client.open or client.age < self.long_wait)
@@ -261,20 +276,23 @@ class ServerInfo:
 
 @dataclass(frozen=True)
 class ShardedInfo(ServerInfo):
-    """All shards as one server. Counts, bytes and rates are sums. The policy is the lowest version's.
+    """All shards as one server. Counts, bytes and rates are sums. `policy` is the lowest version of all shards.
 
-    Quantiles of a table: `min`, `max` and `mean` are exact for all items. The other quantiles are means of the shards'
-    quantiles, each weighted by the number of its items.
+    Of the quantiles of a table, `min`, `max` and `mean` are exact for the items of all shards. Any other quantile is
+    the mean of the shards' quantiles, weighted by the shards' numbers of items.
     """
 
     shards: Mapping[str, ServerInfo]
-    """Each shard that answered, by its name."""
+    """The answer of each shard that answered, by the name of the shard."""
     gone: tuple[str, ...]
-    """The names of the shards that did not answer. The sums are without them."""
+    """The names of the shards that did not answer. The sums leave them out."""
 
 
 def shards_of(info: ServerInfo) -> Iterator[tuple[str, ServerInfo | None]]:
-    """The name and the answer of each of several servers; None: it does not answer. Nothing for a single server."""
+    """Yields the name and the answer of each of several servers. The answer is None if the server does not answer.
+
+    Yields nothing for a single server.
+    """
     if isinstance(info, ShardedInfo):
         yield from info.shards.items()
         for name in info.gone:
@@ -291,21 +309,22 @@ def starts_of(info: ServerInfo) -> dict[str, int]:
 
 
 def restarted(last: ServerInfo, info: ServerInfo) -> bool:
-    """True if a server that answers in `info` has started again since `last`."""
+    """True if one of the servers in `info` has restarted since the answer `last`."""
     before = starts_of(last)
     return any(name in before and before[name] != start for name, start in starts_of(info).items())
 
 
 def rates_between(last: ServerInfo | None, info: ServerInfo) -> dict[str, tuple[float, float]]:
-    """Inserts a second and samples a second, by the table, from `last` to `info`. None: there is no earlier answer.
+    """Inserts a second and samples a second between two answers, by the name of the table.
 
-    A table is absent if its counters began anew in between, or if `last` does not have it. All tables are absent if
-    other servers answer than before, because a shard that comes back brings what it counted at other times.
+    `last` is the earlier answer. The result is empty if there is none, and if other servers answered then than now: a
+    shard that answers again brings counts of the time in which it did not answer. A table is absent if `last` does not
+    have it, or if its counters were set to 0 in between.
     """
     if last is None or starts_of(last) != starts_of(info):
         return {}
     seconds = info.uptime - last.uptime
-    if seconds <= 0:
+    if seconds <= 0:  # the same answer twice
         return {}
     rates: dict[str, tuple[float, float]] = {}
     for name, table in info.tables.items():
@@ -314,16 +333,18 @@ def rates_between(last: ServerInfo | None, info: ServerInfo) -> dict[str, tuple[
             continue
         inserts = table.inserts - before.inserts
         samples = table.samples - before.samples
-        if inserts >= 0 and samples >= 0:
+        if inserts >= 0 and samples >= 0:  # below 0: `reset` has set the counters to 0
             rates[name] = (inserts / seconds, samples / seconds)
     return rates
 
 
 @lru_cache(maxsize=2048)  # each answer of a server has hundreds of clients, whose settings are read a dozen times
 def read_described(text: str) -> Mapping[str, Any]:
-    """The settings with which a client described itself, from `settings` of its ClientInfo. The result is read-only.
+    """The settings with which a client described itself (`AsyncReplayClient.describe`), by name.
 
-    A client may send anything. A value that is no JSON is a text. `tables` is absent unless it is a list of names.
+    `text` is the field `settings` of a ClientInfo: a JSON object whose values are texts. Each value is parsed as JSON,
+    or stays a text if it is no JSON. A client may send anything, so `tables` is left out unless it is a list of names.
+    The result is read-only, because the cache returns it again.
     """
     settings = {name: _parsed(value) for name, value in json.loads(text or "{}").items()}
     tables = settings.get("tables")
@@ -356,9 +377,10 @@ def server_info_of(message: pb.ServerInfo) -> ServerInfo:
 
 
 def samples_of(first: pb.SampleResponse, payloads: Sequence[Buffer], leased: bool = False) -> list[Sample]:
-    """The samples of a batch. `first` is the message with the columns of all rows, and `payloads` has one for each row.
+    """The samples of a batch.
 
-    `leased`: the id of the draw becomes the `lease_id` of each sample.
+    `first` is the message with the columns of all rows, and `payloads` has one payload for each row. `leased`: the
+    batch has a lease, so the id of the draw becomes the `lease_id` of each sample.
     """
     lease = first.batch if leased else 0
     labels = _labels((), first.tags, len(first.keys))
@@ -375,7 +397,7 @@ def samples_of(first: pb.SampleResponse, payloads: Sequence[Buffer], leased: boo
     )
     now = first.policy_version
     size = first.table_size
-    # A comprehension with positional arguments, because it runs for each sample.
+    # A comprehension and positional arguments, because they are fast: this code runs for every sample.
     return [
         Sample(
             SampleInfo(key, priority, chance, age, version, max(0, now - version), times, size, lease, "", of_row),
@@ -391,8 +413,8 @@ def _labels(columns: Sequence[pb.Columns], tags: Sequence[pb.Tags], n: int) -> I
 
 
 def stored_items_of(first: pb.GetResponse, payloads: Sequence[Buffer]) -> list[StoredItem]:
-    """The items of a response. `first` is the message with its columns. `payloads` has one entry for each row."""
-    tables: list[dict[str, Membership]] = [{} for _ in first.keys]
+    """The items of a response. `first` is the message with the columns. `payloads` has one entry for each row."""
+    tables: list[dict[str, Membership]] = [{} for _ in first.keys]  # of each row, the item's state by table
     for member in first.memberships:
         rows = zip(member.rows, member.priorities, member.times_sampled, member.effective_priorities, strict=True)
         for row, priority, times, effective_priority in rows:

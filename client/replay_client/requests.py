@@ -1,6 +1,6 @@
 """Requests: checks a caller's values, makes messages of them, and packs items into messages.
 
-replay.proto states the conventions of the protocol. The keys of new items and the ids of requests are made here.
+It also makes the keys of new items and the ids of requests. replay.proto states the conventions of the protocol.
 """
 
 from __future__ import annotations
@@ -37,14 +37,18 @@ _LONGEST = 80
 
 
 class KeySequence:
-    """Keys that no other client chooses: 38 random bits and a counter of 24 bits. A fork would repeat the keys."""
+    """Keys that no other client chooses: 38 random bits and a counter of 24 bits.
+
+    After a fork, both processes would choose the same keys.
+    """
 
     def __init__(self) -> None:
         self._keys: Iterator[int] = iter(())
+        """The remaining keys with the present random bits."""
 
     def __next__(self) -> int:
         key = next(self._keys, None)
-        if key is None:
+        if key is None:  # at the first key, and when the counter has reached its end: draw new random bits
             start = FIRST_KEY | secrets.randbits(38) << 24
             self._keys = iter(range(start, start + (1 << 24)))
             key = next(self._keys)
@@ -54,7 +58,7 @@ class KeySequence:
 def priorities_message(
     table: str, keys: npt.NDArray[np.uint64], priorities: npt.NDArray[np.float64]
 ) -> pb.UpdatePrioritiesRequest:
-    """A request that sets the priorities (K,) of `keys` (K,).
+    """A request that sets the priorities (K,) of the items with these `keys` (K,).
 
     Raises InvalidRequestError for too many keys, and for keys that are no integers.
     """
@@ -76,7 +80,10 @@ def new_id() -> int:
 
 
 def once(request: M) -> M:
-    """Gives the request an id. The server then answers a retry as it answered the first time, and changes nothing."""
+    """Gives `request` an id in place, and returns it. The server answers a retry as the first try, and changes nothing.
+
+    The server recognises a retry by the id.
+    """
     cast("Any", request).request = new_id()
     return request
 
@@ -90,7 +97,7 @@ def tag_filters(tags: Mapping[str, TagValue] | None) -> list[pb.TagFilter]:
 
 
 def message_of(kind: type[M], **fields: Any) -> M:
-    """A message. Raises InvalidRequestError for a value of the wrong type or out of the range of its field."""
+    """A message of this `kind`. Raises InvalidRequestError for a value that its field cannot hold."""
     try:
         return kind(**fields)
     except (TypeError, ValueError) as error:
@@ -98,7 +105,10 @@ def message_of(kind: type[M], **fields: Any) -> M:
 
 
 def _explain(kind: type[Message], fields: Mapping[str, Any], error: Exception) -> str:
-    """The error of the first field that is refused on its own; if there is no such field, `error` as a text."""
+    """An error text that names the first field whose value protobuf refuses; the text of `error` if it refuses none.
+
+    Protobuf's own `error` does not name the field, so this function tries each field alone.
+    """
     for name, value in fields.items():
         try:
             kind(**{name: value})
@@ -121,7 +131,7 @@ def whole_number(name: str, value: SupportsIndex, bits: int) -> int:
     try:
         number = index(value)
     except TypeError:
-        number = -1
+        number = -1  # no integer at all: refused below
     if not 0 <= number < 1 << bits:
         raise InvalidRequestError(f"{name} must be a whole number from 0 to 2**{bits} - 1, not {shortened(value)}")
     return number
@@ -140,8 +150,8 @@ def shortened(value: object) -> str:
 ROWS_PER_MESSAGE = 1024
 """The most items in one message. A message costs both sides as much as many small items."""
 BYTES_TOGETHER = 2 << 20
-"""The most payload bytes of items that share a message. An item that has messages of its own is cut into smaller
-pieces: the server waits at most `stall_timeout` for the next piece, and a slow link must carry a piece in that time."""
+"""The most payload bytes of items that share a message. A larger item has messages of its own, and is cut into smaller
+pieces, because the server waits at most `stall_timeout` for the next piece, in which a slow link must carry a piece."""
 
 
 @dataclass(slots=True)  # not frozen: that would make it four times as slow to create
@@ -150,10 +160,12 @@ class Item:
 
     key: int
     priorities: Mapping[str, float]
+    """The item's priority in each of its tables, by the name of the table. Empty for a segment."""
     policy_version: int
     payload: Sequence[Buffer]
-    """Consecutive buffers."""
+    """The bytes of the item, as consecutive buffers."""
     nbytes: int
+    """The total length of these buffers."""
     timeout: float | None
     """Seconds that the item may wait for its tables; None: for ever."""
     permits: int = 0
@@ -161,20 +173,21 @@ class Item:
     granted_by: str = ""
     """The name of the shard that granted the permit."""
     labels: Labels = NO_LABELS
+    """The tags of the item, and the names of its columns."""
     closes: tuple[int, ...] = ()
     """The leases that the insert of the item acknowledges; for a segment, the leases that must not have ended."""
     closed_on: str = ""
     """The name of the shard that gave the samples of these leases."""
     request: int = 0
     """The id of a segment, by which the server recognises a segment that is sent again. The segment is appended to the
-    stored item that has its `key`. 0: this is a new item and no segment."""
+    stored item that has this `key`. 0: this is a new item and no segment."""
     completions: int = 0
-    """The number of completions in the group; 0: unknown, because the item was given as bytes."""
+    """The number of completions in the group; 0: unknown, because the caller passed bytes."""
     completion_tokens: int = 0
     """The number of tokens of all these completions."""
     moved: bool = False
-    """True if the item goes to another shard than the one that granted the permit. The granting shard is told
-    afterwards."""
+    """True if the item is inserted into another shard than the one that granted the permit. The client then tells the
+    granting shard that the permit is used (`ReleasePermits`)."""
 
     @classmethod
     def segment(
@@ -211,8 +224,8 @@ class Item:
     ) -> Item:
         """An item with this group or these bytes.
 
-        `timeout` is in seconds. `closes` are samples with a lease, which the insert acknowledges. Raises
-        InvalidRequestError for a value that cannot be sent.
+        `policy_version`: None means the group's own version, or 0 for bytes. `timeout` is in seconds. `closes` are
+        samples with a lease, which the insert acknowledges. Raises InvalidRequestError for a value that cannot be sent.
         """
         columns: Iterable[str] = ()
         completions = completion_tokens = 0
@@ -229,7 +242,8 @@ class Item:
             version = policy_version or 0
         else:
             raise InvalidRequestError(f"a group must be a RolloutGroup or its bytes, not a {type(group).__name__}")
-        # Check everything here, in the caller's thread: an error later, in the pipeline, would also fail other items.
+        # Check everything here, before the item joins the pipeline of a writer. Several items share a message there, so
+        # one bad value would make the others fail too.
         key = whole_number("key", key, 64)
         version = whole_number("policy_version", version, 63)
         if not isinstance(priorities, Mapping):
@@ -243,7 +257,7 @@ class Item:
             labels = labels_of(columns, tags)
         except ValueError as error:
             raise InvalidRequestError(str(error)) from None
-        nbytes = len(payload[0]) if len(payload) == 1 else sum(map(len, payload))
+        nbytes = len(payload[0]) if len(payload) == 1 else sum(map(len, payload))  # the first form is faster
         grant = 0
         granted_by = ""
         if permits:
@@ -287,26 +301,27 @@ def _closed(samples: Sequence[Sample]) -> tuple[tuple[int, ...], str]:
 
 
 def check_extension(item: Sample | StoredItem, extras: Mapping[str, npt.ArrayLike], axes: Mapping[str, str]) -> None:
-    """Raises InvalidRequestError if the group of `item` could not be read with these columns."""
+    """Raises InvalidRequestError if nobody could read the group of `item` after it was extended with these columns."""
     try:
         group = item.group
     except ValueError as error:
         raise InvalidRequestError(f"the item is no group that columns could join: {error}") from None
     new_columns = {name: np.asarray(values) for name, values in extras.items() if name not in group.extras}
-    # The axis of a column that the group already has is left out. An axis without any column stays, and is refused
-    # below.
+    # A column that the group already has stays as it is, so leave out its new axis. Keep an axis without a column in
+    # `extras`, which is a mistake of the caller: the check below refuses it.
     new_axes = {name: axis for name, axis in axes.items() if name in new_columns or name not in extras}
     try:
+        # The construction checks the shapes and axes of all columns.
         replace(group, extras=group.extras | new_columns, axes=group.axes | new_axes, validate=False)
     except ValueError as error:
         raise InvalidRequestError(str(error)) from None
 
 
 def pack_items(items: Sequence[Item], bytes_per_message: int = BYTES_PER_MESSAGE) -> Iterator[Frame[pb.InsertRequest]]:
-    """Yields messages that carry `items`: many small items share a message, and a large item spans several.
+    """Yields messages that carry `items` in order: many small items share a message, and a large item spans several.
 
-    All items of a message share its timeout and its permits, because the protocol has one field for each. An item that
-    closes batches has a message of its own.
+    `bytes_per_message` is the most payload bytes of a message of a large item. All items of a message have the same
+    timeout and permits, because a message has one field for each. An item that closes batches has its own message.
     """
     bytes_together = max(bytes_per_message, BYTES_TOGETHER)
     start = 0
@@ -315,6 +330,7 @@ def pack_items(items: Sequence[Item], bytes_per_message: int = BYTES_PER_MESSAGE
         nbytes = first.nbytes
         stop = start + 1
         end = min(len(items), start + ROWS_PER_MESSAGE)
+        # Let items join the message of the first one, up to the first item that does not fit or must not join.
         while stop < end:
             item = items[stop]
             if nbytes + item.nbytes > bytes_together or not _share_a_message(first, item):
@@ -326,7 +342,7 @@ def pack_items(items: Sequence[Item], bytes_per_message: int = BYTES_PER_MESSAGE
 
 
 def _share_a_message(first: Item, item: Item) -> bool:
-    """True if both items have the same values in the fields that a message has only once."""
+    """True if one message may carry both items: they agree in the fields that a message has once, and close nothing."""
     return (
         item.permits == first.permits
         and item.moved == first.moved
@@ -338,12 +354,15 @@ def _share_a_message(first: Item, item: Item) -> bool:
 
 
 def _message(items: Sequence[Item], nbytes: int, bytes_per_message: int) -> Iterator[Frame[pb.InsertRequest]]:
-    """Yields the message with these items, or several messages if there is one large item."""
+    """Yields the message with these items, or several messages if there is one large item.
+
+    `nbytes` is the sum of the items' bytes. All items agree in the fields that are read from the first one.
+    """
     first = items[0]
     keys = [item.key for item in items]
     sizes = [item.nbytes for item in items]
     request = pb.InsertRequest(keys=keys, payload_sizes=sizes, timeout=first.timeout)
-    if first.request:
+    if first.request:  # the items are segments
         request.extend = True
         request.requests.extend(item.request for item in items)
     else:
@@ -371,7 +390,7 @@ def _message(items: Sequence[Item], nbytes: int, bytes_per_message: int) -> Iter
 
 
 def _targets(items: Sequence[Item]) -> list[pb.InsertTarget]:
-    """The tables of these items, each with the rows that go there and their priorities."""
+    """The tables of these items, each with its rows and their priorities in it. A row is the index of an item."""
     rows_of_tables: dict[str, list[int]] = {}
     for row, item in enumerate(items):
         for table in item.priorities:
@@ -391,13 +410,14 @@ def unchanged_row(answer: pb.InsertResponse) -> pb.UnchangedRow | None:
 
 
 class EvictedItems(dict[int, tuple[str, ...]]):
-    """The tables that were full and removed an item as soon as it was inserted, by the item's key.
+    """The items that a full table removed as soon as they were inserted: the names of these tables by item key.
 
     The newest entry is the last one.
     """
 
     MOST = 1 << 16
-    """The most entries. A pool that keeps the best items evicts many new ones, so the oldest entries are forgotten."""
+    """The most entries; the oldest entries are forgotten. The bound is for a pool that keeps the best items: it evicts
+    many new items in a long run."""
 
     def record(self, response: pb.InsertResponse) -> None:
         """Adds the evicted items that an acknowledgement names."""

@@ -1,9 +1,12 @@
 """Rings: sends large payloads through shared memory if the server is on the same host. Messages go over gRPC.
 
-* The client finds out by itself if it can: it asks the server for a ring and tries to map it.
+A ring is a ring buffer in memory that client and server both map. One side writes payloads into it, and the other side
+reads them.
+
+* The client finds out by itself if it can use rings: it asks the server for a ring and tries to map its memory.
 * A stream asks for its ring at its first large payload. Clients with small payloads never have a ring.
 * A ring takes milliseconds to make. So a ring whose call has ended in good order serves the next call of the same kind.
-* If there is no ring, payloads travel in the messages. Other code sees the difference only in `carries`.
+* Without a ring, payloads travel in the messages. Other code sees the difference only in `carries`.
 """
 
 from __future__ import annotations
@@ -29,11 +32,11 @@ SHARED = "shared memory"
 """The value of `carries` if payloads go through rings."""
 _CAPACITY = 16 << 20
 """Bytes of a ring. Many messages fit into it, and it fits into a processor's cache."""
-_MOMENT = 0.1
-"""Seconds that the first large payload of a stream waits for its ring. Without a ring, payloads travel over gRPC."""
-_PAUSE = 10.0
+_RING_WAIT = 0.1
+"""Seconds that the first large payload of a stream waits for its ring. After that, the payload travels over gRPC."""
+_REFUSAL_PAUSE = 10.0
 """Seconds after a refusal in which no stream asks for a ring."""
-_ANSWER = 5.0
+_FIND_OUT_WAIT = 5.0
 """The most seconds that `find_out` waits."""
 _GOODBYE = 1.0
 """Seconds that `SharedMemory.end` waits for requests under way before it cancels them."""
@@ -41,13 +44,19 @@ _MOST_IDLE = 4
 """The most rings of each direction that are kept for later calls."""
 
 Ring = RingReader | FrameWriter
+"""The client's side of a ring: it reads the payloads of draws and gets, or writes the payloads of inserts."""
 R = TypeVar("R", RingReader, FrameWriter)
 
 
 class SharedMemory:
-    """The rings of one transport. The first ring opens a stream of ShareMemory; all rings end with this stream."""
+    """The rings of one transport.
+
+    The first ring opens a stream of ShareMemory, on which the client asks for rings and closes them. All rings end with
+    this stream.
+    """
 
     def __init__(self, open_stream: Callable[[], Stream]) -> None:
+        """`open_stream` is called for each new stream of ShareMemory."""
         self._open_stream = open_stream
         self._closed = False
         self._stream: Stream | None = None
@@ -56,20 +65,21 @@ class SharedMemory:
         self._ask_again_at = 0.0
         """The time on the loop's clock before which no stream asks for a ring."""
         self._tasks: set[asyncio.Task[Any]] = set()
+        """The tasks that run exchanges."""
         self._idle: dict[type[Ring], list[Any]] = {RingReader: [], FrameWriter: []}
         """Rings that later calls may use, by their kind: RingReader for payloads that arrive, FrameWriter for
         inserts."""
         self._requested_kinds: set[type[Ring]] = set()
-        """The kinds of rings for which the server was asked and has not answered yet."""
+        """The kinds of rings that the client has asked for, and that the server has not given or refused yet."""
         self.large_responses = False
-        """True if the last answer to Get was so large that the next one should come through a ring."""
+        """True if the last answer to Get was so large that the next answer should come through a ring."""
         self.carries = ""
         """`SHARED`, or "grpc: " with the reason; "" while nothing is known."""
 
     async def find_out(self) -> None:
         """Waits until `carries` is known, or until the server has had time to answer."""
         with suppress(TimeoutError):
-            async with asyncio.timeout(_ANSWER):
+            async with asyncio.timeout(_FIND_OUT_WAIT):
                 async with self._one_exchange:  # wait for an exchange under way, which may set `carries`
                     pass
                 if self.carries:
@@ -79,7 +89,10 @@ class SharedMemory:
                     await asyncio.wait({request})
 
     def ask(self, capacity: int = _CAPACITY) -> asyncio.Task[Segment | None] | None:
-        """Asks the server for a ring. With capacity 0, asks only if the server has rings. None: do not ask now."""
+        """Starts a task that asks the server for a ring, and returns the task. None: do not ask now.
+
+        With capacity 0, the task only finds out if the server has rings.
+        """
         if self._closed or asyncio.get_running_loop().time() < self._ask_again_at:
             return None
         # The exchange has a task of its own. If the caller stops waiting, the task still reads the response, so that
@@ -87,23 +100,23 @@ class SharedMemory:
         return self._start(self._ask(capacity))
 
     async def ring(self, kind: type[R]) -> R | None:
-        """A ring for one call; None while there is no ring."""
+        """A ring for one call; None: there is no ring now."""
         idle = self._idle[kind]
         if not idle and kind not in self._requested_kinds:
             request = self.ask()
             if request is not None:
                 self._requested_kinds.add(kind)
-                request.add_done_callback(partial(self._came, kind))
-                await asyncio.wait({request}, timeout=_MOMENT)
+                request.add_done_callback(partial(self._on_answer, kind))  # adds the new ring to `idle`
+                await asyncio.wait({request}, timeout=_RING_WAIT)
         if not idle:
             return None
         ring: R = idle.pop()
         return ring
 
-    def _came(self, kind: type[Ring], request: asyncio.Task[Segment | None]) -> None:
+    def _on_answer(self, kind: type[Ring], request: asyncio.Task[Segment | None]) -> None:
         """Makes a ring of the memory that the server gave, if it gave any, and keeps the ring for later calls."""
         self._requested_kinds.discard(kind)
-        if request.cancelled() or request.exception() is not None:
+        if request.cancelled() or request.exception() is not None:  # `_ask` has closed the stream
             return
         segment = request.result()
         if segment is not None:
@@ -124,49 +137,58 @@ class SharedMemory:
             self._start(self._ask_to_close(ring.segment.ring_id))
 
     async def end(self) -> None:
-        """Ends all rings."""
+        """Ends all rings and their stream."""
         self._closed = True
         if self._tasks:
             _, late = await asyncio.wait([*self._tasks], timeout=_GOODBYE)
             for task in late:
-                task.cancel()  # this ends the stream, too
+                task.cancel()  # `_ask` then drops the stream, too
             await asyncio.gather(*late, return_exceptions=True)
         stream = self._forget_stream()
         if stream is not None and not stream.ended:
             await stream.end()
 
     def _start(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
+        """Starts a task, and refers to it until it ends: asyncio alone would not keep the task alive."""
         task: asyncio.Task[Any] = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
 
     async def _ask(self, capacity: int) -> Segment | None:
-        """The memory of a new ring; None if the server gives no memory. Then `carries` has the reason."""
+        """The memory of a new ring; None: the server gives no memory, and `carries` has the reason.
+
+        A refusal, and memory that cannot be mapped, end the requests for `_REFUSAL_PAUSE` seconds.
+        """
         try:
             async with self._one_exchange:
                 return await self._open_ring(capacity)
         except (OSError, ValueError, ReplayError) as error:
-            self._refuse(str(error))
+            self._note_refusal(str(error))
         except grpc.aio.AioRpcError as error:
-            # No refusal: the calls that carry payloads report a broken connection better, and try again.
+            # This is no refusal, so the next call may ask again. The calls that carry payloads notice the broken
+            # connection too: they try again and report the error.
             self.carries = f"grpc: {error.details()}"
-        except BaseException:  # an unread answer may still arrive on the stream
+        except BaseException:  # the task was cancelled: the next exchange would read the answer of this one
             self._drop_stream()
             raise
         return None
 
     async def _open_ring(self, capacity: int) -> Segment | None:
-        """The memory of a new ring; None: the server refuses. Raises OSError if the memory does not arrive."""
+        """The memory of a new ring; None: the server refuses. Raises OSError if the memory does not arrive.
+
+        The server answers the first request with the path of a socket, on which the client then listens (`Mailbox`). At
+        the second request, the server sends the file descriptor of the memory to this socket.
+        """
         opened = await self._exchange(pb.ShareMemoryRequest(open=capacity))
         if opened.refusal:
-            self._refuse(opened.refusal)
+            self._note_refusal(opened.refusal)
             return None
         try:
             mailbox = Mailbox(Path(opened.path))
             try:
                 sent = await self._exchange(pb.ShareMemoryRequest(send=opened.ring))
-            finally:
+            finally:  # `receive` also closes the mailbox, so call it even after an error
                 # In a thread, because this call maps every page of the ring, which takes milliseconds.
                 segment = await asyncio.to_thread(mailbox.receive, opened.ring, capacity)
             if segment is None:
@@ -178,9 +200,10 @@ class SharedMemory:
         return segment
 
     async def _ask_to_close(self, ring_id: int) -> None:
+        """Asks the server to close a ring. Does nothing after the end of the stream, which has closed all rings."""
         async with self._one_exchange:
             if self._stream is not None:
-                with suppress(grpc.aio.AioRpcError):
+                with suppress(grpc.aio.AioRpcError):  # the stream broke, and closed all rings
                     await self._exchange(pb.ShareMemoryRequest(close=ring_id))
 
     async def _exchange(self, request: pb.ShareMemoryRequest) -> Any:
@@ -198,7 +221,9 @@ class SharedMemory:
             raise
 
     def _drop_stream(self) -> None:
-        if (stream := self._forget_stream()) is not None:
+        """Cancels the stream, and forgets it and its rings."""
+        stream = self._forget_stream()
+        if stream is not None:
             stream.cancel()
 
     def _forget_stream(self) -> Stream | None:
@@ -209,17 +234,18 @@ class SharedMemory:
             idle.clear()
         return stream
 
-    def _refuse(self, why: str) -> None:
+    def _note_refusal(self, why: str) -> None:
+        """Notes the reason why there is no ring. For a while, no stream asks for one."""
         self.carries = f"grpc: {why}"
-        self._ask_again_at = asyncio.get_running_loop().time() + _PAUSE
+        self._ask_again_at = asyncio.get_running_loop().time() + _REFUSAL_PAUSE
 
 
 class RingTransport(Transport):
-    """A channel, and the rings of its streams. A server without rings gets everything over gRPC."""
+    """A channel, and the rings of its streams. To and from a server without rings, all payloads travel over gRPC."""
 
     def __init__(self, access: Access) -> None:
         super().__init__(access)
-        self._shared = SharedMemory(lambda: Transport.stream(self, "ShareMemory"))
+        self._shared = SharedMemory(partial(Transport.stream, self, "ShareMemory"))
 
     @property
     def carries(self) -> str:
@@ -231,21 +257,22 @@ class RingTransport(Transport):
     async def call(self, method: str, request: Message, timeout: float | None) -> Any:
         if not isinstance(request, pb.GetRequest):
             return await super().call(method, request, timeout)
-        # The answer comes through a ring if the answer before it was large.
+        # The request names the ring, before the size of the answer is known. So ask for a ring if the last answer was
+        # large.
         shared = self._shared
         ring = None
         if shared.large_responses:
             ring = await shared.ring(RingReader)
         request.ring = 0 if ring is None else ring.ring_id
-        complete = False
+        is_complete = False
         try:
             answer = await RingAnswer(self._open("Get", request, timeout), ring).read()
-            complete = True
+            is_complete = True
         finally:
             if ring is not None:
-                if complete:
+                if is_complete:
                     shared.keep(ring)
-                else:  # the answer was not read to its end: the server may still write to its ring
+                else:  # the server may still write to the ring, so no other call may use it
                     shared.close(ring)
         shared.large_responses = is_large(answer.payloads)
         return answer
@@ -264,9 +291,10 @@ class RingTransport(Transport):
 
 
 class RingAnswer(BatchStream):
-    """A call with one answer, which comes through `ring` unless that is None."""
+    """A call with one answer. Its payloads may come through `ring`."""
 
     def __init__(self, call: Any, ring: RingReader | None) -> None:
+        """`ring` is None if the request names no ring."""
         super().__init__(call)
         self._ring = ring
 
@@ -277,16 +305,18 @@ class RingAnswer(BatchStream):
 
 
 class RingDraws(RingAnswer):
-    """A call of Draw. After the first large payload, the later ones come through a ring.
+    """A call of Draw. After the first large payload, later payloads come through a ring.
 
-    The call takes an idle ring of the client, and names it in its next message. A stream may end before the ring that
-    it asked for is made, for example if a sampler has a short timeout. The ring then waits for the next stream.
+    The call takes an idle ring of the client, and its next message names this ring to the server. A stream may end
+    before the ring that it asked for is made, for example if a sampler has a short timeout. The next stream then uses
+    the ring.
     """
 
     def __init__(self, call: Any, shared: SharedMemory) -> None:
         super().__init__(call, None)
         self._shared = shared
         self._is_named = False
+        """True once a message has named the ring to the server."""
 
     async def write(self, request: pb.DrawRequest) -> None:
         if self._ring is not None and not self._is_named:
@@ -302,14 +332,14 @@ class RingDraws(RingAnswer):
             self._ring = await self._shared.ring(RingReader)
 
     def cancel(self) -> None:
-        if self._ring is not None:  # the server may still write to it
+        if self._ring is not None:  # the server may still write to the ring, so no other call may use it
             self._shared.close(self._ring)
             self._ring = None
         super().cancel()
 
 
 class RingInserts(Stream):
-    """A call of InsertStream. Large payloads go through its ring, from the first one on."""
+    """A call of InsertStream. From the first large payload on, payloads go through the ring of the call."""
 
     def __init__(self, call: Any, shared: SharedMemory) -> None:
         super().__init__(call)
@@ -320,8 +350,7 @@ class RingInserts(Stream):
     def bytes_per_message(self) -> int:
         if self._writer is None or self._writer.stalled:
             return super().bytes_per_message
-        # A message carries more if the payloads travel in a ring.
-        return BYTES_PER_FRAME
+        return BYTES_PER_FRAME  # a message carries more if its payloads travel in a ring
 
     async def write(self, frame: Frame[pb.InsertRequest]) -> None:
         if self._writer is None and is_large(frame.payloads):
@@ -332,7 +361,10 @@ class RingInserts(Stream):
             await super().write(await self._writer.place(frame))
 
     async def end(self, reader: asyncio.Task[None] | None = None) -> bool:
-        """As `Stream.end`. The server must have acknowledged all items, because the ring serves later streams."""
+        """As `Stream.end`. If the server ends the stream in good order too, a later stream uses the ring.
+
+        The server must have acknowledged all items: it may still read the payload of any other item from the ring.
+        """
         ended = await super().end(reader)
         if ended and self._writer is not None:
             self._shared.keep(self._writer)

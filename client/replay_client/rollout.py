@@ -27,7 +27,7 @@ from replay_protos.words import counted
 MAGIC = b"RPLYGRP\x01"
 """The first bytes of an encoded group. The last of them is the version of the format."""
 MAX_LOGPROB = 1e-4
-"""Largest log-probability in nats. It is above 0 because engines round."""
+"""Largest log-probability in nats. The bound is above 0 because the rounding of an engine may give a value above 0."""
 MAX_VALUE = 1e9
 """Largest |reward| and |advantage|. A gradient is the advantage times thousands of numbers, and the square of its norm
 must fit into float32, which ends at 3e38."""
@@ -57,7 +57,8 @@ without an axis is free."""
 _OPTIONAL = ("context_lengths", "sequence_counts", "loss_mask", "token_advantages")
 """The arrays that may be None."""
 _CONVERTIBLE_KINDS = {"i": "iu", "b": "b", "f": "fiu"}
-"""The kinds of dtypes that `vector` converts, by the kind of its result."""
+"""The kinds of dtypes that `vector` converts, by the kind of its result. NumPy's kinds are one letter each: i signed, u
+unsigned, f float, b bool."""
 
 
 @dataclass(eq=False)
@@ -82,16 +83,16 @@ class RolloutGroup:
     rollout_logprobs: Float32
     """(T,) log-probability of each token when it was sampled, in nats; NaN: unknown, or a token of a context.
 
-    A trained token (`trained_mask`) whose log-probability is unknown counts as on-policy. With `sequence_counts`, such
-    a token is refused if other trained tokens of its sequence have a log-probability: a tool must have written the
-    token, and `loss_mask` should have False for it."""
+    A trained token (`trained_mask`) whose log-probability is unknown counts as on-policy. With `sequence_counts`, the
+    constructor refuses such a token if other trained tokens of its sequence have a log-probability: then a tool has
+    written the token, and `loss_mask` should have False for it."""
     rewards: Float32
     """(G,) the reward of each rollout."""
     advantages: Float32
     """(G,) the advantage of each rollout, in units of rewards or of their standard deviation. The loss uses them for
     all tokens of the rollout, unless the trainer computes advantages from the rewards, or `token_advantages` is set."""
     policy_version: int = 0
-    """Version of the policy that the generation started from. Tables count staleness from it."""
+    """Version of the policy at the start of the generation. The staleness of the group counts from this version."""
     policy_version_end: int | None = None
     """Version of the policy at the end of the generation. None: the version is `policy_version`."""
     prompt_id: str = ""
@@ -100,17 +101,17 @@ class RolloutGroup:
     """(T,) False for tokens that the policy did not write, such as the output of a tool: no trainer trains on them.
     None: the policy wrote all tokens after the contexts."""
     context_lengths: Int32 | None = None
-    """(S,) tokens at the head of each sequence that are its own context, after the shared `prompt_ids`. No trainer
-    trains on them. The log-probability of these tokens is NaN, but does not count as unknown. None: no sequence has a
-    context."""
+    """(S,) the number of tokens at the head of each sequence, after the shared `prompt_ids`, that are its own context.
+    No trainer trains on these tokens. Their log-probability is NaN, which does not count as unknown here. None: no
+    sequence has a context."""
     sequence_counts: Int32 | None = None
-    """(G,) sequences of each rollout, at least 1, in their order. Generators write it for agents of several sequences:
-    sub-agents, contexts that were compacted. A rollout counts once, however many sequences it has. None: each rollout
-    is one sequence, and S = G."""
+    """(G,) the number of sequences of each rollout, at least 1. The sequences of a rollout follow each other. Set for
+    agents whose rollouts have several sequences: sub-agents, contexts that were compacted. A rollout counts once,
+    however many sequences it has. None: each rollout is one sequence, and S = G."""
     token_advantages: Float32 | None = None
-    """(T,) the advantage of each token, in the place of `advantages` in the loss. Critics and rewards for each turn
-    write it. Tokens that are not trained on may have any number within ±MAX_VALUE, such as 0. None: `advantages`
-    count."""
+    """(T,) the advantage of each token, in the place of `advantages` in the loss. Programs with a critic, or with a
+    reward for each turn, set this field. Tokens that are not trained on may have any number within ±MAX_VALUE, such as
+    0. None: the loss uses `advantages`."""
     finish_reasons: tuple[str, ...] | None = None
     """(G,) why each rollout ended, for example "stop" or "length". None: unknown."""
     sampling: dict[str, Any] = field(default_factory=dict)
@@ -120,9 +121,9 @@ class RolloutGroup:
     """Any other arrays by name: log-probabilities of a reference model, images, expert routing. Any program may write
     and read them. bfloat16 is the dtype of the package ml_dtypes."""
     axes: dict[str, str] = field(default_factory=dict)
-    """The axis of an array of `extras`, by the name of the array. It says what the rows of the array belong to. The
-    program that writes the array writes its axis, too. A program that cuts the group into rollouts or sequences cuts
-    the array by its axis (`extra_of`).
+    """The axis of an array of `extras`, by the name of the array. The axis says what the rows of the array belong to.
+    The program that writes the array writes its axis, too. A program that cuts the group into rollouts or sequences
+    cuts the array by its axis (`extra_of`).
 
     "token": T rows. "whole": P + T rows, of the shared prompt and of the tokens after it, such as the routing of
     experts. "sequence": S rows. "rollout": G rows. "group": any shape; nobody cuts it. "ragged:token": a set of any
@@ -132,13 +133,14 @@ class RolloutGroup:
     meta: dict[str, Any] = field(default_factory=dict)
     """Small facts that msgpack can hold. Any program may write and read them."""
     validate: InitVar[bool] = True
-    """Refuse values that no trainer can use. `decode` accepts them, because tools must be able to show what is
+    """Refuse values that no trainer can use. `decode` accepts such values, because tools must be able to show what is
     stored."""
 
     def __post_init__(self, validate: bool) -> None:
         for name, (dtype, _) in _ARRAYS.items():
             value = getattr(self, name)
-            if value is not None or name not in _OPTIONAL:
+            is_left_out = value is None and name in _OPTIONAL
+            if not is_left_out:
                 setattr(self, name, vector(name, value, dtype))
         self._check_lengths()
         self._check_contexts()
@@ -167,14 +169,18 @@ class RolloutGroup:
             self._check_values()
 
     def _check_lengths(self) -> None:
-        """Checks the sizes of all arrays, and that lengths and counts sum to the tokens and sequences."""
+        """Raises ValueError unless the sizes of all arrays agree, and lengths and counts sum to tokens and sequences.
+
+        The sums are int64: hostile lengths could make an int32 sum overflow to the right number.
+        """
         tokens = self.num_tokens
         sequences = self.num_sequences
         group_size = self.group_size
         lengths_S = self.completion_lengths
         if sequences == 0:
             raise ValueError("completion_lengths is empty: a group has at least one completion")
-        if (lengths_S < 0).any() or int(lengths_S.sum(dtype=np.int64)) != tokens:
+        length_sum = int(lengths_S.sum(dtype=np.int64))
+        if (lengths_S < 0).any() or length_sum != tokens:
             what = counted(tokens, "token")
             raise ValueError(f"completion_lengths {lengths_S.tolist()} must be non-negative and sum to the {what}")
         if self.sequence_counts is None and group_size != sequences:
@@ -186,12 +192,15 @@ class RolloutGroup:
             if axis and array is not None and array.size != sizes[axis]:
                 raise ValueError(f"{name} has {array.size} entries, not {axis} = {sizes[axis]}")
         counts_G = self.sequence_counts
-        if counts_G is not None and ((counts_G < 1).any() or int(counts_G.sum(dtype=np.int64)) != sequences):
+        if counts_G is None:
+            return
+        count_sum = int(counts_G.sum(dtype=np.int64))
+        if (counts_G < 1).any() or count_sum != sequences:
             what = counted(sequences, "sequence")
             raise ValueError(f"sequence_counts {counts_G.tolist()} must be > 0 and sum to the {what}")
 
     def _check_contexts(self) -> None:
-        """Checks that each context lies within its sequence."""
+        """Raises ValueError unless each context lies within its sequence."""
         if self.context_lengths is None:
             return
         outside_S = (self.context_lengths < 0) | (self.context_lengths > self.completion_lengths)
@@ -204,16 +213,18 @@ class RolloutGroup:
             )
 
     def _check_texts(self) -> None:
+        """Raises ValueError unless `prompt_id` and `finish_reasons` are texts."""
         if not isinstance(self.prompt_id, str):
             raise ValueError(f"prompt_id must be a string, not {self.prompt_id!r}")
         reasons = self.finish_reasons
         if reasons is None:
             return
-        if not isinstance(reasons, list | tuple) or not all(isinstance(reason, str) for reason in reasons):
+        are_texts = isinstance(reasons, list | tuple) and all(isinstance(reason, str) for reason in reasons)
+        if not are_texts:
             raise ValueError(f"finish_reasons must be a string for each rollout, or None, not {reasons!r:.200}")
 
     def _check_values(self) -> None:
-        """Refuses values that no trainer can use."""
+        """Raises ValueError for values that no trainer can use."""
         check_tokens(self.prompt_lengths, self.prompt_ids, self.completion_ids)
         _check_numbers("rewards", self.rewards)
         _check_numbers("advantages", self.advantages)
@@ -221,9 +232,10 @@ class RolloutGroup:
         self._check_temperature()
         check_logprobs(self.rollout_logprobs)
         if self.context_lengths is not None:
-            known_T = ~self._sampled_mask() & ~np.isnan(self.rollout_logprobs)
-            if known_T.any():
-                token = int(known_T.argmax())
+            context_T = ~self._sampled_mask()
+            wrong_T = context_T & ~np.isnan(self.rollout_logprobs)
+            if wrong_T.any():
+                token = int(wrong_T.argmax())  # the first wrong one
                 raise ValueError(
                     f"rollout_logprobs holds {self.rollout_logprobs[token]:.3g} at token {token}, which "
                     f"context_lengths says is context: write NaN there"
@@ -232,10 +244,11 @@ class RolloutGroup:
             self._check_known_logprobs()
 
     def _check_token_advantages(self) -> None:
+        """Raises ValueError unless all token advantages are numbers within ±MAX_VALUE."""
         advantages_T = self.token_advantages
         if advantages_T is None:
             return
-        # A comparison with NaN is False.
+        # A comparison with NaN is False, so NaN counts as wrong too.
         wrong_T = ~(np.abs(advantages_T) <= MAX_VALUE)
         if wrong_T.any():
             token = int(wrong_T.argmax())
@@ -245,8 +258,9 @@ class RolloutGroup:
             )
 
     def _check_temperature(self) -> None:
+        """Raises ValueError for a temperature at which no trainer can compute log-probabilities."""
         temperature = self.sampling.get("temperature", 1.0)
-        if not isinstance(temperature, int | float):
+        if not isinstance(temperature, int | float):  # `sampling` may hold anything that msgpack can
             return
         if temperature == 0:  # greedy decoding: no trainer can use it, but an evaluation can
             return
@@ -255,18 +269,20 @@ class RolloutGroup:
             raise ValueError(f"sampling has the temperature {temperature:g}, not one {valid}")
 
     def _check_known_logprobs(self) -> None:
-        """Refuses a trained token without log-probability in a sequence whose other trained tokens have one.
+        """Raises ValueError for a trained token without log-probability if others of its sequence have one.
 
         The code of an agent puts sequences together from turns of the policy and outputs of tools. An engine knows the
-        log-probabilities of all tokens that it sampled. So a tool wrote the token, and training on it would teach the
-        policy to write the output of tools.
+        log-probabilities of all tokens that it sampled. So a tool wrote such a token, and training on it would teach
+        the policy to write the output of tools.
         """
         trained_T = self.trained_mask
         unknown_T = trained_T & np.isnan(self.rollout_logprobs)
         if not unknown_T.any():
             return
         for sequence, span in enumerate(self.sequence_spans()):
-            if unknown_T[span].any() and not unknown_T[span][trained_T[span]].all():
+            unknown = int(unknown_T[span].sum())
+            trained = int(trained_T[span].sum())
+            if 0 < unknown < trained:
                 token = span.start + int(unknown_T[span].argmax())
                 raise ValueError(
                     f"rollout_logprobs is NaN at token {token}, and other trained tokens of sequence {sequence} have a "
@@ -312,6 +328,7 @@ class RolloutGroup:
         if self.sequence_counts is None:
             return self.sampled_lengths
         first_sequences_G = np.cumsum(self.sequence_counts) - self.sequence_counts
+        # `reduceat` sums the sequences from each rollout's first one up to the first one of the next rollout.
         return np.add.reduceat(self.sampled_lengths, first_sequences_G)
 
     @property
@@ -328,7 +345,7 @@ class RolloutGroup:
         return sum(array.nbytes for array in (*self._arrays().values(), *self.extras.values()))
 
     def prompts(self) -> list[Int32]:
-        """The tokens before the first sampled token of each of the S sequences."""
+        """Of each of the S sequences, the tokens before its first sampled token: the shared prompt and its context."""
         prompts: list[Int32] = []
         for ids, context in zip(self.completions(), self._contexts(), strict=True):
             prompts.append(np.concatenate((self.prompt_ids, ids[:context])))
@@ -347,7 +364,7 @@ class RolloutGroup:
         return _spans(ends_S[last_sequences_G])
 
     def sampled_spans(self) -> list[slice]:
-        """The span of each of the S sequences in the arrays of length T, without its context."""
+        """The span of each of the S sequences in the arrays of length T, from the end of its context on."""
         ends_S = np.cumsum(self.completion_lengths)
         starts_S = ends_S - self.sampled_lengths
         return [slice(start, end) for start, end in zip(starts_S.tolist(), ends_S.tolist(), strict=True)]
@@ -377,12 +394,13 @@ class RolloutGroup:
         if axis == "rollout":
             rollout = self.sequence_rollouts[sequence]
             return np.asarray(array[rollout])
-        span = self.sequence_spans()[sequence]
+        span = self.sequence_spans()[sequence]  # the tokens of the sequence, from 0 to T
         if axis == RAGGED:
             offsets = self.extras[name + OFFSETS]
             return array[int(offsets[span.start]) : int(offsets[span.stop])]
         if axis == "token":
             return array[span]
+        # "whole": P rows of the shared prompt, then T rows of the tokens.
         shared = self.prompt_ids.size
         return np.concatenate((array[:shared], array[shared + span.start : shared + span.stop]))
 
@@ -393,7 +411,7 @@ class RolloutGroup:
         """
         span = self.sequence_spans()[sequence]
         offsets = self.extras[name + OFFSETS][span.start : span.stop + 1]
-        return np.asarray(offsets - offsets[0])
+        return np.asarray(offsets - offsets[0])  # count from the first value of the sequence, not of the group
 
     def encode(self) -> bytes:
         """The group in the byte format of `replay_client.columns`."""
@@ -408,8 +426,8 @@ class RolloutGroup:
     def decode(cls, data: bytes | bytearray | memoryview) -> RolloutGroup:
         """The group in `data`, with the columns of the segments that follow it. Its arrays are read-only views.
 
-        Raises ValueError, with the reason, for bytes that `encode` and `encode_columns` cannot have
-        written, and for columns that do not fit the group.
+        Raises ValueError, with the reason, for bytes that `encode` and `encode_columns` cannot have written, and for
+        columns that do not fit the group.
         """
         view = memoryview(data).toreadonly().cast("B")
         header_length = columns.check_magic(view, MAGIC, "rollout group")
@@ -482,12 +500,13 @@ def _bits(arrays: dict[str, npt.NDArray[Any]]) -> dict[str, Any]:
 
 
 def _spans(ends: npt.NDArray[np.integer[Any]]) -> list[slice]:
-    """Spans that follow each other from 0 on. `ends` has the end of each."""
+    """Spans that follow each other from 0 on. `ends` has the end of each span."""
     edges = [0, *ends.tolist()]
     return [slice(start, end) for start, end in pairwise(edges)]
 
 
 def _check_version(name: str, version: object) -> None:
+    """Raises ValueError that names the field unless `version` is an integer. Python's True would count as one."""
     if isinstance(version, bool) or not isinstance(version, int | np.integer):
         raise ValueError(f"{name} must be an integer, not {version!r}")
 
@@ -502,8 +521,8 @@ def _check_numbers(name: str, values_G: Float32) -> None:
 
 
 def check_tokens(prompt_lengths_S: Int32, prompt_ids: Int32, completion_ids: Int32) -> None:
-    """Raises ValueError for a sequence without a prompt, and for tokens that no group can hold."""
-    if not prompt_lengths_S.all():
+    """Raises ValueError for a sequence without any token before its first sampled one, and for negative tokens."""
+    if not prompt_lengths_S.all():  # a length is 0
         raise ValueError("prompt_ids is empty: the first completion token needs a token before it, such as BOS")
     for name, ids in (("prompt_ids", prompt_ids), ("completion_ids", completion_ids)):
         if (ids < 0).any():
@@ -512,23 +531,27 @@ def check_tokens(prompt_lengths_S: Int32, prompt_ids: Int32, completion_ids: Int
 
 def check_logprobs(logprobs_T: Float32) -> None:
     """Raises ValueError for a log-probability that no token can have. NaN (unknown) is allowed."""
-    # A comparison with NaN is False.
+    # A comparison with NaN is False, so NaN passes.
     if (logprobs_T > MAX_LOGPROB).any():
         highest = f"{np.nanmax(logprobs_T):.3g}"
         raise ValueError(f"rollout_logprobs holds {highest}: a log-probability is not above 0 (NaN: unknown)")
 
 
 def vector(name: str, value: Any, dtype: type[np.generic]) -> npt.NDArray[Any]:
-    """`value` as a one-dimensional array. Raises ValueError that names the field, if it does not fit."""
+    """`value` as a one-dimensional array of this dtype. Raises ValueError that names the field if that is impossible.
+
+    Integers are converted to floats, but floats not to integers.
+    """
     array = np.asarray(value)
     if array.ndim != 1:
         raise ValueError(f"{name} must be one-dimensional, not of shape {array.shape}")
     if array.dtype == dtype:
         return array
     kinds = _CONVERTIBLE_KINDS[np.dtype(dtype).kind]
+    # NumPy makes an empty list a float array, so the dtype of an empty array says nothing.
     if array.size and array.dtype.kind not in kinds:
         raise ValueError(f"{name} must hold {np.dtype(dtype).name}, not {array.dtype}")
-    if array.size and np.dtype(dtype).kind == "i":
+    if array.size and np.dtype(dtype).kind == "i":  # int32 is the only integer type of a group; `astype` would wrap
         info = np.iinfo(np.int32)
         if int(array.min()) < info.min or int(array.max()) > info.max:
             raise ValueError(f"{name} has values from {array.min()} to {array.max()}, outside int32")

@@ -1,8 +1,8 @@
-"""Run metrics: declares each number that a trainer or generator writes of its run: name, meaning and healthy range.
+"""Run metrics: declares name, meaning and healthy range of each number that a trainer or generator reports of its run.
 
 `metrics.jsonl` of a trainer and the file of `replay generate --metrics-path` have these names. The tables of
-docs/metrics.md are generated from this module, and the dashboard shows the meanings. The trainer and the dashboard warn
-of a metric outside its healthy range, if its declaration says what such a value means (`outside`).
+docs/metrics.md are generated from this module, and the dashboard shows the meanings. If the declaration of a metric
+says what a value outside its healthy range means (`outside`), the trainer and the dashboard warn of such a value.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ class Range:
         return value < self.least or value > self.most
 
     def __str__(self) -> str:
+        """The range as a table of docs/metrics.md shows it, for example "0.5 to 2"."""
         if self.least == self.most:
             return f"{self.least:g}"
         if math.isinf(self.least):
@@ -35,15 +36,16 @@ class Range:
 
 @dataclass(frozen=True)
 class Metric:
-    """Metrics that belong together, and share one row of a table in docs/metrics.md."""
+    """One metric, or several that belong together and share one row of a table in docs/metrics.md."""
 
     names: tuple[str, ...]
+    """The names as the files of metrics have them."""
     meaning: str
     """The text of the row, in Markdown: what the metrics measure, and how to read them."""
     unit: str = ""
     healthy: Range | None = None
     outside: str = ""
-    """The meaning of a value outside `healthy`, and the remedy; empty: nobody warns of the metric."""
+    """The meaning of a value outside `healthy`, and the remedy; empty: no program warns of the metric."""
 
 
 FRESH = (
@@ -693,21 +695,26 @@ SECTIONS = {
 def declared() -> dict[str, Metric]:
     """Each metric by its name. For a name that trainer and generator both have, the result has the trainer's metric.
 
-    Each name of FRESH is there a second time, with `eval/` in the place of `fresh/`.
+    The result has each name of FRESH a second time, with `eval/` in the place of `fresh/`: an evaluation reports the
+    same metrics.
     """
-    found = {}
+    by_name = {}
+    # The last section is the generator's. Its metrics are added first, and those of the trainer replace them.
     for metrics in reversed(SECTIONS.values()):
         for metric in metrics:
             for name in metric.names:
-                found[name] = metric
+                by_name[name] = metric
     for metric in FRESH:
         for name in metric.names:
-            found[name.replace("fresh/", "eval/")] = metric
-    return found
+            by_name[name.replace("fresh/", "eval/")] = metric
+    return by_name
 
 
 def watched(metrics: Iterable[Metric]) -> Iterator[tuple[str, Range, str]]:
-    """The metrics of which the trainer and the dashboard warn: name, healthy range, and what a value outside means."""
+    """Yields each metric of which the trainer and the dashboard warn.
+
+    The three entries are the name, the healthy range, and the meaning of a value outside the range.
+    """
     for metric in metrics:
         if metric.healthy is not None and metric.outside:
             for name in metric.names:

@@ -4,9 +4,10 @@
     sampling_mask             a d    -    c e f       values: int32 ids of vocabulary tokens
     sampling_mask/offsets   0      2    2        5    T + 1; an empty mask: unknown
 
-An engine that truncates draws from the distribution over these tokens alone, and its log-probabilities are relative to
-them. A trainer that takes the softmax over all tokens finds each token less likely, by the probability that was cut
-off. This bias does not vanish at staleness 0. With the masks, engine and trainer compute the same number.
+An engine with top_p, top_k or min_p draws from the distribution over the kept tokens alone, and its log-probabilities
+are relative to these tokens. A trainer that computes the softmax over all tokens finds a lower probability for each
+token, by the factor 1 - (the probability of the tokens that were cut off). This bias does not vanish at staleness 0.
+With the masks, engine and trainer compute the same number.
 
 Engines write the column, and trainers read it. The mask of a token is empty if the engine does not know the mask, if
 the mask has more tokens than the engine stores, or if the policy did not draw the token.
@@ -29,22 +30,22 @@ SAMPLING_MASK = "sampling_mask"
 TRUNCATING = ("top_p", "top_k", "min_p")
 """The settings of sampling that cut off a part of the vocabulary."""
 _NEUTRAL = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
-"""The settings of sampling that change log-probabilities, with the values that change nothing."""
+"""The settings of sampling that change log-probabilities. The value of each is the one that changes nothing."""
 
 CUT_OFF = -9000.0
-"""Tokens with a processed log-probability below this value were cut off. vLLM gives them -inf, and the JSON of its
-server -9999."""
+"""Tokens with a processed log-probability of at most this value were cut off. vLLM reports -inf for them, and the JSON
+of its server reports -9999."""
 
 
 def truncates(sampling: Mapping[str, Any]) -> bool:
     """True if tokens are drawn from a part of the vocabulary, and their log-probabilities are relative to that part.
 
-    `sampling` is the field of a group. Raw log-probabilities are relative to the whole vocabulary, whatever sampling
-    cut off.
+    `sampling` is the field of a group. If it says that the log-probabilities are raw (`logprobs_mode`), they are
+    relative to the whole vocabulary, whatever sampling cut off.
     """
     if not _are_processed(sampling):
         return False
-    if _is_above(1.0, sampling.get("top_p")):
+    if _is_above(1.0, sampling.get("top_p")):  # a top_p below 1 cuts tokens off
         return True
     return _is_above(sampling.get("top_k"), 0.0) or _is_above(sampling.get("min_p"), 0.0)
 
@@ -52,10 +53,10 @@ def truncates(sampling: Mapping[str, Any]) -> bool:
 def other_sampling(drawn: Mapping[str, Any], assumed: Mapping[str, Any]) -> tuple[str, Any, Any] | None:
     """The first setting that makes the log-probabilities of `drawn` differ from those of `assumed`; None: no setting.
 
-    Returns the name of the setting and both values. `drawn` is as in a group. Raw log-probabilities are those that
-    tokens have without any setting.
+    Returns the name of the setting and both values. `drawn` is the field `sampling` of a group, and `assumed` has the
+    same form.
     """
-    if not _are_processed(drawn):
+    if not _are_processed(drawn):  # no setting applies to raw log-probabilities
         drawn = {}
     for name, neutral in _NEUTRAL.items():
         drawn_value = _value_of(drawn, name, neutral)
@@ -79,7 +80,7 @@ def _value_of(sampling: Mapping[str, Any], name: str, neutral: float) -> Any:
 
 
 def _is_above(value: Any, bound: Any) -> bool:
-    """True if both are numbers, and `value` is the greater one."""
+    """True if both are numbers, and `value` is the greater one. A group of another program may have any values."""
     if not isinstance(value, int | float) or not isinstance(bound, int | float):
         return False
     return value > bound
@@ -114,7 +115,7 @@ def mask_of_logprobs(logprobs: Mapping[int, float], width: int) -> list[int]:
     """The tokens that were kept, or an empty list if there may be more of them.
 
     `logprobs` has processed log-probabilities by the token: the `width` highest ones, and that of the chosen token. If
-    all of these were kept, tokens beyond them may have been kept, too.
+    `width` of these tokens were kept, other tokens may have been kept too, whose log-probabilities are not known.
     """
     kept = [token for token, logprob in logprobs.items() if logprob > CUT_OFF]
     return [] if len(kept) >= width else kept
@@ -126,12 +127,13 @@ def unknown_masks(group: RolloutGroup) -> int:
         return 0
     unknown_T = group.trained_mask
     if group.axes.get(SAMPLING_MASK) == RAGGED:
-        unknown_T = unknown_T & (np.diff(group.extras[SAMPLING_MASK + OFFSETS]) == 0)
+        mask_sizes_T = np.diff(group.extras[SAMPLING_MASK + OFFSETS])
+        unknown_T = unknown_T & (mask_sizes_T == 0)
     return int(unknown_T.sum())
 
 
 def why_no_masks(group: RolloutGroup, vocabulary: int | None = None) -> str:
-    """The reason why no trainer can use the sampling masks of a group; empty if it can, or if there are no masks.
+    """The reason why no trainer can use the sampling masks of a group; empty: it can, or the group has no masks.
 
     `vocabulary` is the number of tokens that the model has; None: unknown.
     """
@@ -142,18 +144,21 @@ def why_no_masks(group: RolloutGroup, vocabulary: int | None = None) -> str:
     if axis != RAGGED or values.ndim != 1 or values.dtype.kind not in "iu":
         found = f"is {values.dtype} of the shape {values.shape} with the axis {axis!r}"
         return f"its column {SAMPLING_MASK!r} {found}: an engine writes token ids there, with the axis {RAGGED!r}"
-    least = int(values.min(initial=0))
+    least = int(values.min(initial=0))  # `initial`: there may be no values
     most = int(values.max(initial=0))
     if least < 0 or (vocabulary is not None and most >= vocabulary):
         last = "" if vocabulary is None else f" to {vocabulary - 1}"
         wrong = least if least < 0 else most
         return f"its column {SAMPLING_MASK!r} holds the token {wrong}, and the model has those from 0{last}"
+    # Each known mask must have the token that was drawn with it.
     offsets = group.extras[SAMPLING_MASK + OFFSETS]
-    counts_T = np.diff(offsets)
-    known_T = counts_T > 0
-    holds_T = np.zeros(counts_T.size, np.bool_)
+    mask_sizes_T = np.diff(offsets)
+    known_T = mask_sizes_T > 0
+    holds_T = np.zeros(mask_sizes_T.size, np.bool_)  # True if the mask has the drawn token
     if values.size:
-        is_drawn_token = values == np.repeat(group.completion_ids, counts_T)
+        is_drawn_token = values == np.repeat(group.completion_ids, mask_sizes_T)  # for each value of all masks
+        # `reduceat` joins the values from each start up to the next one: those of one mask, because the masks that are
+        # left out have no values.
         starts = offsets[:-1][known_T]
         holds_T[known_T] = np.logical_or.reduceat(is_drawn_token, starts)
     wrong_T = group.trained_mask & known_T & ~holds_T

@@ -17,15 +17,17 @@ if TYPE_CHECKING:
 
 FloatArray = npt.NDArray[np.float32]
 Scale = Literal["group", "batch", "none"]
-"""The scale of r - mean of the group. A trainer divides by std + eps, with the std of the group or of the batch, or it
-does not divide."""
+"""The number by which a trainer divides r - mean of the group: std + eps, with the std of the group or of the batch;
+"none": the trainer does not divide."""
 
 _EPS = 1e-4
+"""Added to the std, so that a small std does not give huge advantages."""
 _TOLERANCE = 1e-6
-"""Rewards that differ by no more than this count as equal: reward functions round."""
+"""Rewards that differ by no more than this count as equal, because reward functions have rounding errors."""
 
 
 def _rewards(rewards_G: npt.ArrayLike) -> npt.NDArray[np.float64]:
+    """The rewards as an array (G,). Raises ValueError unless they are finite numbers, at least one."""
     rewards = np.asarray(rewards_G, dtype=np.float64)
     if rewards.ndim != 1 or rewards.size == 0:
         raise ValueError(f"rewards must have shape (G,) with G >= 1, not {rewards.shape}")
@@ -35,7 +37,8 @@ def _rewards(rewards_G: npt.ArrayLike) -> npt.NDArray[np.float64]:
 
 
 def _std(rewards_G: npt.NDArray[np.float64]) -> float:
-    # ddof=1 is Bessel's correction, which torch.std and TRL use. It divides by G - 1, which is 0 for one completion.
+    """The standard deviation of the rewards of one group; 0 for a single reward."""
+    # ddof=1 is Bessel's correction, which torch.std and TRL use. It divides by G - 1, which is 0 for one reward.
     return float(rewards_G.std(ddof=1)) if rewards_G.size > 1 else 0.0
 
 
@@ -52,8 +55,8 @@ def group_advantages(
     `scale="group"`: (r - mean) / (std + eps), std over the group with Bessel's correction (GRPO, arXiv 2402.03300).
     `scale="none"`: r - mean (Dr. GRPO, arXiv 2503.20783).
     `advantages`: a function of your own that computes the advantages in the place of `scale`, or its name,
-    "package.module:function"; see `replay_client.advantages`. `facts`: what this function gets beside the rewards, by
-    the names in `replay_client.advantages.FACTS`.
+    "package.module:function"; see `replay_client.advantages`. `facts`: the other arguments of this function, by their
+    names in `replay_client.advantages.FACTS`.
 
     Raises ValueError for rewards that are not finite or not one-dimensional, for another `scale`, and for a function
     that fails or returns no advantages.
@@ -71,9 +74,9 @@ def group_advantages(
 
 
 def group_priority(rewards_G: npt.ArrayLike, advantages_G: npt.ArrayLike) -> float:
-    """Replay priority of a group: sum |A| * std of the rewards; 0 for a group without variance (TRL's score).
+    """Replay priority of a group: sum |A| * std of the rewards; 0 for a group with equal rewards (TRL's score).
 
-    A single reward has no std: the priority of a group of one rollout is its |A|.
+    A single reward has no std, so the priority of a group of one rollout is its |A|.
     """
     rewards = _rewards(rewards_G)
     if rewards.size == 1:
@@ -102,23 +105,24 @@ def is_zero_variance(rewards_G: npt.ArrayLike, tolerance: float = _TOLERANCE) ->
 
 
 def carries_gradient(group: RolloutGroup, scale: Scale | None = None, teacher: str = "") -> bool:
-    """True if some rollout that is trained on has an advantage, so that a step with this group teaches something.
+    """True if any rollout that is trained on has an advantage other than 0, so that a step with this group can teach.
 
-    If the group has `token_advantages`, these decide: the advantage of some trained token must differ from 0. Otherwise
-    the advantages of the rollouts decide. With `scale=None` these are the `advantages` of the group, as for a trainer
-    that uses them. So a group of one rollout with an advantage carries a gradient. A group with equal rewards carries
-    one, too, if its advantages come from elsewhere, such as a baseline. With a `scale` the trainer computes the
-    advantages anew: (r - mean of the group) / divisor, which is 0 for equal rewards and for a group of one rollout,
-    whatever the divisor.
+    If the group has `token_advantages`, these decide: the advantage of at least one trained token must differ from 0.
+    Otherwise the advantages of the rollouts decide. With `scale=None`, the trainer uses the `advantages` in the group.
+    So a group of one rollout with an advantage carries a gradient. A group with equal rewards does too, if its
+    advantages were not computed from the rewards alone, but for example with a baseline. With a `scale`, the trainer
+    computes the advantages anew: (r - mean of the group) / divisor. They are 0 for equal rewards and for a group of one
+    rollout, whatever the divisor is.
 
-    `teacher` is the column of extras that a trainer distils from; empty: it distils nothing. Every trained token of a
-    group with that column has an advantage, whatever the rewards: the difference between teacher and policy.
+    `teacher` is the column of extras that a trainer distils from; empty: the trainer does not distil. Every trained
+    token of a group with that column has an advantage, whatever the rewards are: the difference between teacher and
+    policy.
 
     Raises ValueError for rewards that are not finite, and for another `scale`.
     """
     if scale not in (None, "group", "batch", "none"):
         raise ValueError(f"scale must be 'group', 'batch', 'none' or None, not {scale!r}")
-    equal_rewards = is_zero_variance(group.rewards)
+    equal_rewards = is_zero_variance(group.rewards)  # before the returns, because it raises the errors for the rewards
     if teacher and teacher in group.extras:
         return bool(group.trained_mask.any())
     if group.token_advantages is not None:
@@ -128,17 +132,18 @@ def carries_gradient(group: RolloutGroup, scale: Scale | None = None, teacher: s
             return False
         advantages_G = _of_trained(group, group_advantages(group.rewards, "none"))
         return bool(advantages_G.any())
-    rounding = 0.0
+    largest_error = 0.0
     if equal_rewards and group.group_size > 1:
-        # Equal rewards have advantages up to this value, if rounding errors up to _TOLERANCE are divided by 0 + _EPS.
-        rounding = _TOLERANCE / _EPS
-    return bool((np.abs(trained_advantages(group)) > rounding).any())
+        # Rewards that count as equal may differ by rounding errors up to _TOLERANCE. Their std is about 0, so their
+        # advantages are these errors divided by about _EPS, and mean nothing.
+        largest_error = _TOLERANCE / _EPS
+    return bool((np.abs(trained_advantages(group)) > largest_error).any())
 
 
 def trained_advantages(group: RolloutGroup) -> FloatArray:
-    """Advantages (G,), 0 for rollouts without a token that is trained on.
+    """(G,) the advantage of each rollout; 0 for a rollout without a token that is trained on.
 
-    With `token_advantages`: the mean |advantage| of the tokens of each rollout that are trained on.
+    If the group has `token_advantages`: the mean |advantage| of those tokens of each rollout that are trained on.
     """
     advantages_T = group.token_advantages
     if advantages_T is None:
@@ -154,9 +159,9 @@ def trained_advantages(group: RolloutGroup) -> FloatArray:
 def trained_priority(group: RolloutGroup) -> float:
     """Replay priority of the trained rollouts of a group; 0 if the group carries no gradient.
 
-    The priority is `group_priority` of the rewards and `trained_advantages`. With `token_advantages` it is the sum of
-    the mean |advantage| of each rollout: these advantages need not come from rewards, and may be large although all
-    rewards are equal.
+    The priority is `group_priority` of the rewards and `trained_advantages`. If the group has `token_advantages`, the
+    priority is the sum of the mean |advantage| of each rollout, without the std of the rewards: these advantages need
+    not depend on the rewards, and may be large although all rewards are equal.
 
     Raises ValueError for rewards that are not finite.
     """

@@ -1,6 +1,7 @@
 """Settings: makes frozen dataclasses whose fields pydantic checks, describes them as JSON, and loads named functions.
 
-A module that declares settings imports nothing heavy, because the command line makes its options of them.
+A module that declares settings must import nothing that is slow to import, because the command line imports the module
+to make its options of the settings.
 """
 
 from __future__ import annotations
@@ -27,18 +28,19 @@ Seconds = Annotated[float, Field(gt=0)]
 Finite = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 """A finite number from 0."""
 Share = Annotated[float, Field(ge=0, le=1)]
+# A lambda, because `_absolute` is defined below.
 FixedPath = Annotated[str | Path, AfterValidator(lambda path: _absolute(path))]
-"""A path. It is made absolute when the settings are made, because users' code may change the folder of the process
+"""A path, which is made absolute when the settings are made, because users' code may change the folder of the process
 later. An address with :// stays as it is."""
 Names = Annotated[tuple[str, ...], Field(strict=False)]
-"""A tuple of names. A list is accepted too, because files have lists."""
+"""A tuple of names. A list is accepted too, because JSON and TOML have no tuples."""
 
 SETTINGS_FILE = "settings.json"
-"""The file of a trainer's settings, beside its metrics. It is not called `config.json`, because a model has a file of
-that name, which may be in the same folder."""
+"""The name of the file with a trainer's settings, beside its metrics. The name is not `config.json`, because a model
+has a file of that name, which may be in the same folder."""
 MOST_TEXT = 256
-"""The most characters of one setting in the description of a process. The server accepts 4 kB for all settings
-together."""
+"""The most characters of one setting in the description that a process sends to the server (`described`). The server
+accepts 4 kB for all settings together."""
 
 
 @dataclass_transform(frozen_default=True)
@@ -56,7 +58,8 @@ def settings(*, kw_only: bool = False) -> Callable[[type[T]], type[T]]:
         construct = checked.__init__
         known = [setting.name for setting in fields(checked)]
 
-        # Calls pydantic's constructor, and makes its errors messages of one line.
+        # Calls pydantic's constructor, and turns its errors into messages of one line. (No docstring here: `wraps`
+        # copies the one of pydantic's constructor.)
         @functools.wraps(construct)
         def __init__(self: Any, *values: Any, **named: Any) -> None:
             for name in named:
@@ -74,6 +77,7 @@ def settings(*, kw_only: bool = False) -> Callable[[type[T]], type[T]]:
 
 
 def _absolute(path: str | Path) -> str | Path:
+    """The path from the root of the file system, seen from the present folder. An address with :// stays as it is."""
     if isinstance(path, Path):
         return path.absolute()
     return path if "://" in path else str(Path(path).absolute())
@@ -88,7 +92,8 @@ def check_choice(name: str, value: object, choices: Collection[object]) -> None:
 def described(part: str, own: Mapping[str, Any]) -> dict[str, str]:
     """The settings with which a generator or trainer describes itself to a server, each as JSON, by name.
 
-    A value that is too long is left out. `records.read_described` reads the description.
+    `part` is "generator" or "trainer", for example, and `own` has the other settings by name. Leaves out a value that
+    is too long. `records.read_described` reads the description.
     """
     texts: dict[str, str] = {}
     for name, value in {"part": part, **own}.items():
@@ -99,7 +104,7 @@ def described(part: str, own: Mapping[str, Any]) -> dict[str, str]:
 
 
 def as_json(own: Any) -> str:
-    """All settings of an object that `settings` decorates, as JSON for people and the dashboard."""
+    """All settings of an object whose class `settings` decorates, as JSON for people and the dashboard."""
     return json.dumps(asdict(own), indent=1, default=_name_of) + "\n"
 
 
@@ -111,7 +116,8 @@ def _name_of(value: object) -> str:
 def load_function(kind: str, name: str, built_in: Mapping[str, Callable[..., Any]]) -> Callable[..., Any]:
     """The built-in function `name`, or the function that `name` gives as "package.module:function".
 
-    `kind` is the purpose of the function, for errors. Raises ValueError for a name that leads to no function.
+    `built_in` has functions by name. `kind` is the purpose of the function, such as "advantages", for errors. Raises
+    ValueError for a name that leads to no function.
     """
     if name in built_in:
         return built_in[name]
@@ -123,8 +129,9 @@ def load_function(kind: str, name: str, built_in: Mapping[str, Callable[..., Any
         function = getattr(importlib.import_module(module_name), attribute)
     except (ModuleNotFoundError, AttributeError) as error:
         raise ValueError(f"{kind} {name!r}: {error}") from error
-    except (Exception, SystemExit) as error:
-        raised = f"{type(error).__name__}: {error}{raised_in(error, skip=1)}"
+    except (Exception, SystemExit) as error:  # the user's module raised it while it was imported
+        place = raised_in(error, skip=1)  # the outermost frame is this function
+        raised = f"{type(error).__name__}: {error}{place}"
         raise ValueError(f"{kind} {name!r}: its module cannot be imported, for it raised {raised}") from error
     if not callable(function):
         raise ValueError(f"{kind} {name!r} is a {type(function).__name__}, which cannot be called")
@@ -133,10 +140,10 @@ def load_function(kind: str, name: str, built_in: Mapping[str, Callable[..., Any
 
 
 def raised_in(error: BaseException, *, skip: int) -> str:
-    """The file and line of the user's code that raised an error, in brackets after a space; empty if there is none.
+    """The file and line of the user's code that raised an error, in brackets after a space.
 
     `skip` is the number of outermost frames, which belong to the caller and not to the user. Frames of Python's own
-    import machinery are left out.
+    import machinery are left out. Empty if no frame is left.
     """
     frames = traceback.extract_tb(error.__traceback__)[skip:]
     user_frames = [frame for frame in frames if not frame.filename.startswith("<frozen ")]

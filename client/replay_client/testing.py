@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 PATIENCE = 120.0
-"""Seconds after which a wait for a condition fails. A shorter wait would fail when the machine is merely busy."""
+"""Seconds after which a wait for a condition fails. A shorter wait could fail only because the machine is busy."""
 
 
 class LocalServer:
@@ -32,6 +32,7 @@ class LocalServer:
         self.address = address
         """host:port, for a client of any kind."""
         self._clients = clients
+        """Closes the clients of `client` at the end of the block of `server()`."""
 
     def client(self, **options: Any) -> ReplayClient:
         """A blocking client of this server, which is closed with the server. `options` are those of ReplayClient."""
@@ -59,7 +60,7 @@ def server(tables: Iterable[TableConfig | Mapping[str, Any]] | None = None, **op
         ) from error
     if tables is None:
         tables = [table.model_copy(update={"seed": 0}) for table in DEFAULT_TABLES]
-    # The configuration makes a TableConfig of each mapping.
+    # ReplayServer makes a TableConfig of each mapping, although its annotation does not say so.
     running = ReplayServer(tables, port=0, **options)  # type: ignore[arg-type]
     with running, ExitStack() as clients:
         yield LocalServer(running.address, clients)
@@ -79,9 +80,10 @@ def make_group(
 ) -> RolloutGroup:
     """A group of completions with 1, 2, 3, ... tokens and the rewards 1, 0, 1, ..., unless arguments say otherwise.
 
-    Without rewards, lengths and completions the group has three completions. Tokens that are not given are below 16.
-    With a seed, tokens and log-probabilities are random, and the same for the same seed. `fields` are other fields of
-    RolloutGroup.
+    Without rewards, lengths and completions the group has three completions. `lengths` has the number of tokens of each
+    completion; the token ids are then chosen here, below 16. `logprobs` is one value for all tokens, or one for each.
+    With a seed, tokens and log-probabilities are random, and the same for the same seed. `version` becomes the policy
+    version. `fields` are other fields of RolloutGroup.
     """
     if rewards is None:
         group_size = len(completions or lengths or (1, 2, 3))
@@ -89,6 +91,7 @@ def make_group(
     if completions is None:
         if lengths is None:
             lengths = range(1, len(rewards) + 1)
+        # Each completion repeats a token of its own, from 5 to 11.
         completions = [[5 + row % 7] * length for row, length in enumerate(lengths)]
     lengths_G = np.array([len(completion) for completion in completions], np.int32)
     tokens: list[int] = []
@@ -115,10 +118,10 @@ def make_group(
 
 
 def until(condition: Callable[[], T], otherwise: str = "", timeout: float = PATIENCE, pause: float = 0.01) -> T:
-    """The first value of `condition()` that counts as true. `pause`: seconds between two calls.
+    """Calls `condition` until it returns a value that counts as true, and returns this value.
 
-    Raises AssertionError after `timeout` seconds. Its message is `otherwise`; if that is empty, it quotes the
-    condition.
+    `pause`: seconds between two calls. Raises AssertionError after `timeout` seconds. The message is `otherwise`; if
+    `otherwise` is empty, the message quotes the condition.
     """
     deadline = time.monotonic() + timeout
     while True:
@@ -134,7 +137,7 @@ async def async_until(
     condition: Callable[[], T], otherwise: str = "", timeout: float = PATIENCE, pause: float = 0.005
 ) -> T:
     """As `until`, for a test on an event loop. The loop goes on with other tasks meanwhile."""
-    # `time.monotonic`, because a test may stop the clock of the event loop, and then the wait would never end.
+    # `time.monotonic` and not the clock of the event loop: a test may stop that clock, and the wait would never end.
     deadline = time.monotonic() + timeout
     while True:
         value = condition()
@@ -146,6 +149,7 @@ async def async_until(
 
 
 def _overdue(condition: Callable[[], object], otherwise: str, timeout: float, value: object) -> str:
+    """The message of an error for a wait that was too long. `value` is the last value of the condition."""
     reason = otherwise or f"this did not become true: {_source_of(condition)}"
     last = "" if value is False else f" (its last value was {value!r:.200})"
     return f"after {timeout:g} s: {reason}{last}"
@@ -160,8 +164,11 @@ def _source_of(condition: Callable[[], object]) -> str:
 
 
 def _expression_of(code: CodeType) -> str:
-    """The source of the expression that a lambda computes; "" if the source is not there."""
-    first: tuple[int, int] | None = None
+    """The source of the expression that a lambda computes, in one line; "" if the source is not known.
+
+    The expression reaches from the first to the last position that an instruction of the lambda has in the source.
+    """
+    first: tuple[int, int] | None = None  # line and column
     last: tuple[int, int] | None = None
     for line, end_line, column, end_column in code.co_positions():
         if line is None or end_line is None or column is None or end_column is None:
@@ -175,7 +182,8 @@ def _expression_of(code: CodeType) -> str:
     if first is None or last is None:
         return ""
     lines = [linecache.getline(code.co_filename, number).encode() for number in range(first[0], last[0] + 1)]
-    lines[-1] = lines[-1][: last[1]]  # columns count bytes
+    # Columns count bytes. Cut the end first: if there is one line, cutting its start would move the column of the end.
+    lines[-1] = lines[-1][: last[1]]
     lines[0] = lines[0][first[1] :]
     return " ".join(" ".join(line.decode() for line in lines).split())
 

@@ -2,8 +2,8 @@
 
 The trace context (W3C) travels to the trainer in the meta of each group, as `traceparent`, and to the server in the
 metadata of calls. A stream lasts longer than the spans in which it is used, so its metadata cannot carry the context.
-Therefore the server has no spans for inserts, draws and updates, which use streams; only the client has. Without the
-SDK, and outside of a sampled span, this module does nothing.
+Inserts, draws and updates use streams. So only the client has spans for them, and the server has none. Without the SDK,
+and outside of a sampled span, this module does nothing.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ T = TypeVar("T")
 
 def tracer() -> Tracer | None:
     """The tracer; None if the program has not loaded the SDK, so that no span would be exported."""
+    # A look at `sys.modules`, because an import would load the SDK for programs that do not trace.
     if "opentelemetry.sdk.trace" not in sys.modules:
         return None
     from opentelemetry import trace
@@ -62,6 +63,8 @@ def spans(client: type[T]) -> type[T]:
 
 
 def _traced(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+    """The method, with a span of this name around each call, if a recorded span is open already."""
+
     @wraps(method)
     async def call(*args: Any, **kwargs: Any) -> Any:
         if not carrier():

@@ -1,8 +1,9 @@
 """Transport: sends messages to one server and reads its answers, over gRPC.
 
-This is the only interface between the client and the network: a call with one answer, and streams of messages. All code
-that uses it runs on any transport: `rings` sends payloads through shared memory, and tests bring servers of their own.
-A transport raises grpc.aio.AioRpcError, and its Connection turns this error into one of `replay_client.errors`.
+The class Transport is the only interface between the client and the network: a call with one answer, and streams of
+messages. Other transports have the same interface: `rings` sends payloads through shared memory, and tests define
+transports of their own. A transport raises grpc.aio.AioRpcError, and its Connection turns this error into one of
+`replay_client.errors`.
 """
 
 from __future__ import annotations
@@ -37,11 +38,11 @@ if TYPE_CHECKING:
 NOT_KNOWN = "grpc: no large payload was sent or received yet"
 """The value of `carries` for a transport that has not tried shared memory yet."""
 _MOST_IDLE = 16
-"""The most streams of one kind that stay open."""
+"""The most streams of one kind that stay open between exchanges."""
 _GOODBYE = 1.0
 """Seconds in which the server must end a stream that the client has ended. After that the client cancels the stream."""
 _OPTIONS: Final = [
-    ("grpc.max_receive_message_length", -1),
+    ("grpc.max_receive_message_length", -1),  # -1: no limit
     ("grpc.max_send_message_length", -1),
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 1_000),
@@ -51,13 +52,14 @@ _OPTIONS: Final = [
     ("grpc.keepalive_time_ms", 20_000),
     ("grpc.keepalive_timeout_ms", 20_000),
 ]
+"""The options of the gRPC channel."""
 _LARGE = 128 << 10
-"""Payload bytes of a large response. malloc may return memory of such a size to the system as soon as it is freed, and
-get it anew for the next response, which costs time (`keep_freed_memory`)."""
+"""Payload bytes from which a response is large. When memory of this size is freed, malloc may return it to the system,
+and must then ask for it again at the next response, which costs time (`keep_freed_memory`)."""
 _BOTH = "stream_stream"
-"""gRPC's name for calls that send many messages and receive many."""
+"""The name of the channel's method for calls that send many messages and receive many."""
 _ANSWERS = "unary_stream"
-"""gRPC's name for calls that send one message and receive many."""
+"""The name of the channel's method for calls that send one message and receive many."""
 _MESSAGES: Final[dict[str, tuple[str, Any, Any]]] = {
     "InsertStream": (_BOTH, write_frame, pb.InsertResponse.FromString),
     "Draw": (_BOTH, pb.DrawRequest.SerializeToString, frame_reader(pb.SampleResponse)),
@@ -66,7 +68,8 @@ _MESSAGES: Final[dict[str, tuple[str, Any, Any]]] = {
     "WatchPolicy": (_ANSWERS, pb.GetPolicyRequest.SerializeToString, pb.Policy.FromString),
     "Get": (_ANSWERS, pb.GetRequest.SerializeToString, frame_reader(pb.GetResponse)),
 }
-"""The methods that are streams: the kind of the call, the function that writes a message, and the one that reads it."""
+"""The methods that are streams. The value of a name is the kind of the call, the function that encodes a message, and
+the function that decodes an answer."""
 
 
 def failure(code: grpc.StatusCode | int, details: str, reason: str = "") -> grpc.aio.AioRpcError:
@@ -79,9 +82,9 @@ def failure(code: grpc.StatusCode | int, details: str, reason: str = "") -> grpc
 
 
 class Stream:
-    """Messages to and from a server. The messages of InsertStream, Draw and Get are frames.
+    """One call with streams of messages to and from a server.
 
-    An answer of Draw or Get has one payload for each row, however many messages carried it.
+    The requests of InsertStream, and the answers of Draw and Get, are frames.
     """
 
     def __init__(self, call: Any) -> None:
@@ -90,7 +93,7 @@ class Stream:
 
     @property
     def bytes_per_message(self) -> int:
-        """The number of payload bytes that a message should carry, about."""
+        """The approximate number of payload bytes that a message should carry."""
         return BYTES_PER_MESSAGE
 
     @property
@@ -103,33 +106,32 @@ class Stream:
         await self._call.write(message)
 
     async def read(self) -> Any:
-        """The next message. Raises AioRpcError if the stream has ended."""
+        """The next message. Raises AioRpcError if the stream has ended, in good order or not."""
         call = self._call
         message = await call.read()
         if message is not grpc.aio.EOF:
             return message
         code = await call.code()
-        if code is grpc.StatusCode.OK:
+        if code is grpc.StatusCode.OK:  # the server stops; a caller still expects a message and must try again
             raise failure(grpc.StatusCode.UNAVAILABLE, "the server ended the stream without an error")
         raise grpc.aio.AioRpcError(
             code, await call.initial_metadata(), await call.trailing_metadata(), await call.details()
         )
 
     async def end(self, reader: asyncio.Task[None] | None = None) -> bool:
-        """Ends the stream in good order. `reader` is the task that reads it, if there is one.
+        """Ends the stream in good order. `reader` is the task that reads the stream, if there is one.
 
         Returns True if the server has ended the stream too. Otherwise cancels the stream and returns False.
         """
-
-        # The stream is not simply cancelled: gRPC would call the event loop once more afterwards, and the loop may be
-        # closed by then.
+        # Why not `cancel` at once: gRPC would call the event loop once more afterwards, and the loop may be closed by
+        # then.
         ended = False
         # InternalError: the call broke at this moment, and gRPC cannot send more to the server.
         with suppress(grpc.aio.AioRpcError, grpc.aio.InternalError, asyncio.InvalidStateError, TimeoutError):
             async with asyncio.timeout(_GOODBYE):
                 await self._call.done_writing()
                 if reader is not None:
-                    await asyncio.wait([reader])
+                    await asyncio.wait([reader])  # it ends when it has read the end of the stream
                 else:
                     await self._read_to_the_end()
                 ended = True
@@ -138,6 +140,7 @@ class Stream:
         return ended
 
     async def _read_to_the_end(self) -> None:
+        """Reads and drops messages until the server ends the stream."""
         while await self._call.read() is not grpc.aio.EOF:
             pass
 
@@ -147,50 +150,57 @@ class Stream:
 
 
 class Rows:
-    """The payloads of one response. No byte is copied twice.
+    """Puts together the payloads of one response from the bytes of its messages. No byte is copied twice.
 
-    If a row lies in one message, the function `keep`, which `add` gets, makes its payload. If a row spans several
-    messages, all of its memory is allocated when the first bytes come, and each message is copied straight into it.
+    Each row of the response has one payload. If the payload lies in one message, `add` makes it with its argument
+    `keep`. If it spans several messages, its memory is allocated when its first bytes arrive, and the bytes of each
+    message are copied straight into this memory.
     """
 
     def __init__(self, sizes: Sequence[int]) -> None:
         """`sizes` has the bytes of each row."""
         self._sizes = sizes
         self._gap = memoryview(b"")
-        """The part of the last payload for which no bytes have come yet."""
+        """The part of the last payload whose bytes have not arrived yet."""
         self.missing = sum(sizes)
-        """The number of payload bytes that have not come."""
+        """The number of payload bytes that have not arrived."""
         self.payloads: list[Buffer] = []
-        """The payload of each row. They are complete when no bytes are missing."""
+        """The payload of each row that has begun. The list is complete when no bytes are missing."""
         if self.missing >= _LARGE:
             keep_freed_memory()
         self.add(b"", memoryview)  # the empty rows at the start
 
     def add(self, data: Buffer, keep: Keep) -> None:
-        """Adds the bytes that come next. Raises ReplayError if they are more than announced, or if memory is short."""
+        """Adds the next payload bytes of the response.
+
+        `keep` makes a payload of a part of `data`: a view, or a copy if the memory of `data` will be used again. Raises
+        ReplayError for more bytes than the response announced, and if memory is short.
+        """
         data = memoryview(data)
         end = len(data)
         if end > self.missing:
             raise ReplayError(f"the server sent {end - self.missing} payload bytes more than payload_sizes says")
         self.missing -= end
+        # First the rest of the last payload, if it is not complete.
         at = min(len(self._gap), end)
         if at:
             self._gap[:at] = data[:at]
             self._gap = self._gap[at:]
         sizes = self._sizes
         row = len(self.payloads)
-        # Rows that begin in `data`, and empty rows after a row that is complete.
+        # Then the rows that begin in `data`. An empty row needs no bytes: it is added as soon as the row before it is
+        # complete, because no more message may follow.
         while row < len(sizes) and (at < end or not (sizes[row] or self._gap)):
             size = sizes[row]
             if at + size <= end:
                 self.payloads.append(keep(data[at : at + size]))
-            else:
+            else:  # the row spans several messages
                 self._begin(size, data[at:])
             at += size
             row += 1
 
     def _begin(self, size: int, start: memoryview) -> None:
-        """Allocates a row of several messages, and copies its first bytes."""
+        """Allocates the payload of a row that spans several messages, and copies its first bytes into it."""
         try:
             if size < LARGE_BUFFER:
                 buffer = np.empty(size, dtype=np.uint8).data  # numpy asks for huge pages, too
@@ -204,11 +214,12 @@ class Rows:
 
 
 class BatchStream(Stream):
-    """A call whose answers have payloads. It puts the messages of each answer together."""
+    """A call whose answers have payloads. An answer may arrive in several messages, which `read` puts together."""
 
     async def read(self) -> Frame[Any]:
+        """The next answer, with one payload for each row. Raises AioRpcError if the stream has ended."""
         frame = await super().read()
-        head = frame.head
+        head = frame.head  # the first message has the head of the whole answer; the later ones have only bytes
         rows = Rows(head.payload_sizes)
         await self._on_first_frame(frame)
         pass_on(frame, self._reader_of, rows.add)
@@ -218,23 +229,26 @@ class BatchStream(Stream):
         return Frame(head, rows.payloads)
 
     async def _on_first_frame(self, frame: Frame[Any]) -> None:
-        """Called when the first message of an answer has come."""
+        """Called when the first message of an answer has arrived, before its payloads are read."""
 
     def _reader_of(self, ring_id: int) -> RingReader | None:
-        """The ring with this id, through which payloads come; None: this stream does not have it."""
+        """The ring with this id, through which payloads arrive. None: the id is not that of a ring of this stream."""
         return None
 
 
 class IdleStreams:
-    """Streams that stay open between the exchanges of one kind. An exchange costs half as much as a call.
+    """Streams of one method that stay open between exchanges. An exchange is one request and its answer.
 
-    Each stream carries one exchange at a time. So an exchange that waits does not delay another one.
+    An exchange costs half as much as a call. Each stream carries one exchange at a time, so that an exchange that waits
+    does not delay another one.
     """
 
     def __init__(self, open_stream: Callable[[], Stream]) -> None:
+        """`open_stream` is called for an exchange if no stream is idle."""
         self._open = open_stream
         self._idle: list[Stream] = []
         self._busy = 0
+        """The number of streams that carry an exchange now."""
 
     @property
     def free(self) -> bool:
@@ -242,9 +256,10 @@ class IdleStreams:
         return self._busy < _MOST_IDLE
 
     async def exchange(self, messages: Callable[[int], Iterable[Any]], timeout: float | None) -> Any:
-        """Sends messages, and returns the answer to them. Raises AioRpcError if it is late, or if the stream breaks.
+        """Sends the messages of a request, and returns the answer.
 
         `messages` makes the messages. Its argument is the number of payload bytes that each message should carry.
+        Raises AioRpcError if the answer takes longer than `timeout` seconds, or if the stream breaks.
         """
         stream = self._idle.pop() if self._idle else self._open()
         self._busy += 1
@@ -262,7 +277,7 @@ class IdleStreams:
                 broken.cancel()
             self._idle.clear()
             raise
-        except BaseException:
+        except BaseException:  # the caller was cancelled: the next exchange would read the answer of this one
             stream.cancel()
             raise
         finally:
@@ -274,6 +289,7 @@ class IdleStreams:
         return answer
 
     async def close(self) -> None:
+        """Ends the idle streams in good order."""
         idle = self._idle
         self._idle = []
         await asyncio.gather(*(stream.end() for stream in idle))
@@ -286,7 +302,9 @@ class Transport:
         self._channel = access.channel(_OPTIONS)
         self._metadata = access.metadata
         self._stub: Any = ReplayStub(self._channel)
+        """The generated code that makes calls with one answer."""
         self._methods: dict[str, Any] = {}
+        """The functions that open the streams of _MESSAGES, by the name of the method."""
         for method, (kind, write, read) in _MESSAGES.items():
             make_method = getattr(self._channel, kind)
             self._methods[method] = make_method(f"/{SERVICE}/{method}", write, read)
@@ -299,32 +317,36 @@ class Transport:
         return "grpc: shared memory is turned off in this client (shared_memory=False)"
 
     async def find_out(self) -> None:
-        """Waits until it is known if the server is on this host."""
+        """Waits until it is known if the server is on this host. Does nothing here: no payload uses shared memory."""
 
     async def call(self, method: str, request: Message, timeout: float | None) -> Any:
         """The answer to one request, within `timeout` seconds. Raises AioRpcError."""
-        if method == "Get":
+        if method == "Get":  # its one answer may take several messages
             return await self.stream(method, request, timeout).read()
         metadata = (*self._metadata, *tracing.carrier().items())
         return await getattr(self._stub, method)(request, timeout=timeout, metadata=metadata)
 
     def stream(self, method: str, request: Message | None = None, timeout: float | None = None) -> Stream:
-        """Opens a stream. `request` is for a method that takes one request and answers with many messages."""
+        """Opens a stream. `request` is for a method that takes one request and answers with many messages.
+
+        The stream ends after `timeout` seconds. None: without limit.
+        """
         call = self._open(method, request, timeout)
         if method in ("Draw", "Get"):
             return BatchStream(call)
         return Stream(call)
 
     def _open(self, method: str, request: Message | None = None, timeout: float | None = None) -> Any:
+        """The call object of gRPC for a new stream; the arguments are those of `stream`."""
         requests = () if request is None else (request,)
         return self._methods[method](*requests, timeout=timeout, metadata=self._metadata)
 
     def state(self) -> ChannelConnectivity:
-        """The state of the connection to the server. Begins to connect if there is no connection."""
+        """The state of the connection to the server. If there is no connection, starts to connect."""
         return self._channel.get_state(try_to_connect=True)
 
     async def changed(self, state: ChannelConnectivity) -> None:
-        """Returns when the connection is in another state than `state`."""
+        """Waits until the connection is in another state than `state`."""
         await self._channel.wait_for_state_change(state)
 
     async def end_idle(self) -> None:
@@ -341,13 +363,14 @@ class Transport:
 # ------------------------------------------------------------------------------------------------------------- forks
 
 # A fork is safe for gRPC only while none of gRPC's threads runs. grpc.aio runs a thread as long as any of its channels,
-# calls or servers is alive, in this package or elsewhere in the process. In a process that was forked during that time,
-# every call hangs.
+# calls or servers is alive, in this package or elsewhere in the process. If a fork happens while the thread runs, every
+# call in the new process hangs.
 
 _POLLER = "(_poll_wrapper)"
 """The end of the name of grpc.aio's thread. gRPC has no function that tells if the thread runs."""
 
 _forks = 0
+"""The number of forks between the first process and this one."""
 _in_use_at_fork = False
 """True if gRPC was in use in this process just before its last fork."""
 _broken = False
@@ -370,22 +393,26 @@ def check_grpc() -> None:
 
 
 def _in_use() -> bool:
+    """True if gRPC's thread runs in this process."""
     return any(thread.name.endswith(_POLLER) for thread in threading.enumerate())
 
 
-def _before() -> None:
+def _before_fork() -> None:
+    """Notes if gRPC is in use. Python calls this function in the parent process, just before a fork."""
     global _in_use_at_fork
     _in_use_at_fork = _in_use()
     if _in_use_at_fork:
-        # A call of gRPC that has ended is part of a reference cycle, and keeps its closed channel alive.
+        # A finished call of gRPC is part of a reference cycle, which keeps its closed channel and the thread alive
+        # until the next collection. So collect, and look once more.
         gc.collect()
         _in_use_at_fork = _in_use()
 
 
-def _after_in_child() -> None:
+def _after_fork_in_child() -> None:
+    """Counts the fork, and notes if gRPC is broken. Python calls this function in the new process."""
     global _forks, _broken
     _forks += 1
     _broken = _broken or _in_use_at_fork
 
 
-os.register_at_fork(before=_before, after_in_child=_after_in_child)
+os.register_at_fork(before=_before_fork, after_in_child=_after_fork_in_child)

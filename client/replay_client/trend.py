@@ -11,9 +11,10 @@ from statistics import fmean, variance
 from replay_protos.words import counted
 
 EDGE = 10
-"""The number of steps whose mean is taken, at the beginning and at the end."""
+"""The number of steps at the beginning, and at the end, whose means are compared."""
 _SURE = 3.0
-"""A change counts from this number of standard errors on. Noise alone reaches it in less than one of a hundred runs."""
+"""A change counts from this number of standard errors on. In fewer than one of a hundred runs, noise alone makes such a
+change."""
 _LEAST = 0.01
 """The smallest change that counts, as a share of the larger mean."""
 _LARGEST = 1e150
@@ -37,9 +38,9 @@ class Trend:
     steps: int
     """Steps with a value."""
     first: float | None = None
-    """The mean of the first steps; None: not known."""
+    """The mean of the first EDGE steps; None: not known."""
     last: float | None = None
-    """The mean of the last steps; None: not known."""
+    """The mean of the last EDGE steps; None: not known."""
 
     def __str__(self) -> str:
         """`up, from 0.19 to 0.41 (means of 10 steps) over 60 steps`, or why the trend is not known."""
@@ -57,8 +58,8 @@ class Trend:
 def trend_of(values: Sequence[float | None]) -> Trend:
     """The trend of a metric, from its value in each step of a run, the oldest first. None or NaN: no value.
 
-    A value beyond 1e150 counts as no value. n steps have a value. a and b are the means of the first and of the last
-    EDGE = 10 of them, with the sample variances s² and t². The metric goes up if
+    A value beyond 1e150 counts as no value. n is the number of steps with a value. a and b are the means of the first
+    and of the last EDGE = 10 of these steps, with the sample variances s² and t². The metric goes up if
 
         b - a >= max(3 * sqrt((s² + t²) / EDGE), 0.01 * max(|a|, |b|))  and  b != a,
 
@@ -75,10 +76,11 @@ def trend_of(values: Sequence[float | None]) -> Trend:
     change = last - first
     smallest_change = max(_SURE * error, _LEAST * max(abs(first), abs(last)))
     direction = Direction.FLAT
-    if change and abs(change) >= smallest_change:
+    if change and abs(change) >= smallest_change:  # `smallest_change` is 0 if all values are 0
         direction = Direction.UP if change > 0 else Direction.DOWN
     return Trend(direction=direction, steps=len(known), first=first, last=last)
 
 
 def _known(values: Sequence[float | None]) -> list[float]:
+    """The values that count. NaN is left out, because a comparison with NaN is False."""
     return [value for value in values if value is not None and abs(value) <= _LARGEST]

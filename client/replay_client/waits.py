@@ -1,8 +1,8 @@
 """Waits: tries again (Patience), and reports waits to a person (WaitLog) and to a health check (beat).
 
-Health checks of containers look at the age of the file that the environment variable REPLAY_HEARTBEAT names. In a
-process that hangs, the file must grow old. So call `beat` where work was completed or a wait goes on, and not on a
-timer.
+A health check of a container looks at the age of the file that the environment variable REPLAY_HEARTBEAT names. `beat`
+updates the time of the file. In a process that hangs, the file must grow old. So call `beat` after completed work and
+during a wait, and not on a timer.
 """
 
 from __future__ import annotations
@@ -36,40 +36,43 @@ VARIABLE = "REPLAY_HEARTBEAT"
 LOG_SECONDS = 30.0
 """Seconds between two lines about waiting, even if they are about different waits."""
 STOP_SECONDS = 20.0
-"""Seconds in which a generator ends after it was told to stop, on any machine. A container must wait longer before it
-kills the generator."""
+"""The most seconds in which a generator ends after a signal to stop, on any machine. A container must wait longer
+before it kills the generator."""
 LAST_WORD = STOP_SECONDS / 10
-"""Seconds for each call to a server with which a generator ends. After `stop_grace`, up to five such calls follow each
-other."""
+"""The most seconds of each of the calls that a generator makes to the server before it ends. After `stop_grace`, up to
+five such calls follow each other."""
 ENGINE_STOP = STOP_SECONDS - 6 * LAST_WORD
-"""Seconds for the engine to end. It ends last."""
+"""Seconds for the engine, which ends last. The rest of STOP_SECONDS is enough for six such calls before that."""
 _SHORT_WAIT = 1.0
-"""Seconds. A shorter wait is logged without its duration, and without its end unless the log is `late`."""
+"""Seconds. A WaitLog logs a wait of at most this length without its duration. It logs the end of such a wait only if
+the log is `late`."""
 
 
 def stop_signals() -> list[int]:
     """The signals that end a program of this package as Ctrl-C does.
 
     A terminal that is closed sends SIGHUP, and schedulers send other signals before they kill a process. A signal that
-    is ignored, as SIGHUP under `nohup`, stays ignored and is not in the result.
+    is ignored, as SIGHUP under `nohup`, stays ignored and is not in the result. SIGINT is always in the result: a shell
+    script starts its background programs with SIGINT ignored, and the signal must stop such a program too.
     """
-    wanted = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
-    return [number for number in wanted if number == signal.SIGINT or signal.getsignal(number) != signal.SIG_IGN]
+    signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+    return [number for number in signals if number == signal.SIGINT or signal.getsignal(number) != signal.SIG_IGN]
 
 
 class StopSignals:
     """Counts the signals that ask this process to end, for a loop that looks at them.
 
-    The handler does not raise an exception. That could get lost in an import, or interrupt the start of a process,
-    which would then run on unnoticed.
+    The handler does not raise an exception, for two reasons: an import could swallow the exception, and if it
+    interrupted the start of a child process, that process would run on unnoticed.
     """
 
     def __init__(self) -> None:
         self.first = 0
-        """The number of the first signal; 0: none has come."""
+        """The number of the first signal that arrived; 0: none has."""
         self.count = 0
+        """How many signals have arrived."""
         self._before: dict[int, Any] = {}
-        """The earlier handler of each signal."""
+        """The earlier handler of each signal, by its number."""
 
     def __enter__(self) -> StopSignals:
         """Counts the signals from now on, until the end of the block."""
@@ -90,6 +93,7 @@ class _Look(threading.local):
     """The function that a thread calls while it waits. Each thread has its own."""
 
     function: Callable[[], None] | None = None
+    """None: the thread is in no block of `looking`."""
 
 
 _looking = _Look()
@@ -101,12 +105,12 @@ def looking(look: Callable[[], None]) -> Iterator[None]:
 
     An exception of `look` ends the wait, and the call, as Ctrl-C does.
     """
-    before = _looking.function
+    outer = _looking.function  # of a block around this one
     _looking.function = look
     try:
         yield
     finally:
-        _looking.function = before
+        _looking.function = outer
 
 
 def look_around() -> None:
@@ -130,7 +134,10 @@ def beat() -> None:
 
 @cache
 def _absolute(path: str) -> Path:
-    """The file that `path` named at the first beat: users' code may change the folder of the process later."""
+    """The file at `path`, seen from the folder in which the process was at its first beat.
+
+    Users' code may change the folder of the process later.
+    """
     return Path(path).absolute()
 
 
@@ -139,7 +146,9 @@ async def in_daemon_thread(work: Callable[[], Any]) -> Any:
     result: Future[Any] = Future()
 
     def run() -> None:
-        result.set_running_or_notify_cancel()  # from now on, a caller that stops waiting does not cancel the future
+        # Marks the future as running. A caller that stops waiting then does not cancel the future, and `set_result`
+        # does not fail.
+        result.set_running_or_notify_cancel()
         try:
             result.set_result(work())
         except BaseException as error:
@@ -164,9 +173,10 @@ def _last_line(error: BaseException) -> str:
 
 
 class Deadline:
-    """The time at which a call must end, `timeout` seconds from now; None: the call has no limit."""
+    """The time at which a call must end."""
 
     def __init__(self, timeout: float | None) -> None:
+        """`timeout`: seconds from now. None: the call has no limit."""
         self._end = math.inf if timeout is None else time.monotonic() + timeout
 
     @property
@@ -178,6 +188,7 @@ class Deadline:
 
     @property
     def passed(self) -> bool:
+        """True if no time is left."""
         return self.seconds == 0.0
 
     def within(self, seconds: float) -> float:
@@ -189,10 +200,10 @@ class Deadline:
 class Patience:
     """Makes an attempt again until it succeeds, or until `judge` ends the attempts.
 
-    `judge` gets each failure, and True if no time is left for another attempt. It raises an error to end the attempts.
-    Otherwise it may tell a person why another attempt follows. The pause after an attempt doubles from `first` to
-    `longest` seconds. There is no pause after DeadlineExceededError: the attempt has waited already, and keeps its
-    position in the server's line only if the next attempt follows at once.
+    `judge` is called with the error of each failed attempt, and with True if no time is left for another attempt. To
+    end the attempts, it raises an error. Otherwise it may tell a person why another attempt follows. The pause after an
+    attempt doubles from `first` to `longest` seconds. After a DeadlineExceededError the next attempt follows at once:
+    the failed one has waited already, and its request keeps its position in the server's line only without a pause.
     """
 
     def __init__(
@@ -204,23 +215,25 @@ class Patience:
         longest: float = 2.0,
         sleep: Callable[[float], Awaitable[object]] = asyncio.sleep,
     ) -> None:
-        """`timeout`: seconds from `start`, or from the first failure; None: for ever."""
+        """`timeout`: seconds from the call of `start`, or else from the first failure. None: no limit."""
         self._judge = judge
         self._timeout = timeout
         self._sleep = sleep
         self._first = first
         self._longest = longest
         self._pause = first
+        """Seconds of the next pause."""
         self._deadline: Deadline | None = None
+        """None: the timeout has not begun."""
 
     def start(self) -> Deadline:
-        """Begins the timeout now."""
+        """Begins the timeout now, and returns its end."""
         deadline = Deadline(self._timeout)
         self._deadline = deadline
         return deadline
 
     def renew(self) -> None:
-        """Notes that an attempt got an answer: timeout and pauses begin anew at the next failure."""
+        """Notes that the server has answered: timeout and pauses begin anew at the next failure."""
         self._pause = self._first
         self._deadline = None
 
@@ -233,10 +246,10 @@ class Patience:
                 await self.pause_or_raise(error)
 
     async def pause_or_raise(self, error: Exception) -> None:
-        """Waits before the next attempt, unless `judge` raises."""
+        """Waits before the next attempt. Raises what `judge` raises."""
         deadline = self._deadline or self.start()
         left = deadline.seconds
-        is_late = left is not None and left <= self._pause
+        is_late = left is not None and left <= self._pause  # the time would be up before the next attempt
         await self._judge(error, is_late)
         if not isinstance(error, DeadlineExceededError):
             await self._sleep(self._pause)
@@ -258,7 +271,9 @@ def try_patiently(
     patience = Patience(_async(judge), timeout, sleep=_async(sleep), **pauses)
     work = patience.result(_async(attempt))
     try:
-        work.send(None)  # nothing in the coroutine waits for an event loop, so it runs to its end
+        # Runs the coroutine without an event loop. All its awaits are of plain functions, so it never waits for a loop,
+        # and runs to its end. A coroutine that returns raises StopIteration with its result.
+        work.send(None)
     except StopIteration as end:
         result: T = end.value
         return result
@@ -266,6 +281,8 @@ def try_patiently(
 
 
 def _async(function: Callable[P, T]) -> Callable[P, Coroutine[Any, Any, T]]:
+    """A coroutine function that calls the plain `function`."""
+
     async def call(*args: P.args, **kwargs: P.kwargs) -> T:
         return function(*args, **kwargs)
 
@@ -276,7 +293,7 @@ class WaitLog:
     """Logs waits of one kind. Several waits at the same time count as one wait."""
 
     def __init__(self, who: str = "the generator", *, every: float = LOG_SECONDS, late: bool = False) -> None:
-        """`who` names the program that waits. `every`: seconds between two lines.
+        """`who` names the program that waits, for the line at the end of a wait. `every`: seconds between two lines.
 
         The first line of a wait is logged at once. With `late`, the first wait begins now, and its first line is logged
         after `every` seconds.
@@ -285,14 +302,20 @@ class WaitLog:
         self._every = every
         self._late = late
         self._since: float | None = None
+        """The start of the present wait, by time.monotonic(). None: no wait goes on."""
         self._next_line = 0.0
+        """The time before which no line is logged."""
         self._logged = False
+        """True if a line of the present wait was logged."""
         if late:
             self._since = time.monotonic()
             self._next_line = self._since + every
 
     def wait(self, reason: str, *, is_news: bool = False) -> None:
-        """Notes that an attempt has failed and will be made again. `is_news`: a person must know the reason now."""
+        """Notes that an attempt has failed and will be made again. Logs the reason if it is time for a line.
+
+        `is_news`: log the reason in any case, because a person must know it now.
+        """
         beat()
         now = time.monotonic()
         if self._since is None:

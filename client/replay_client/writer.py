@@ -39,14 +39,14 @@ if TYPE_CHECKING:
     from replay_client.shards.placing import Placement
 
 _WORTH_A_MESSAGE = 1 << 18
-"""The bytes of items at which a message is sent at once. Items with fewer bytes wait for more items, to share a message
-with them. The number is multiplied by the number of the writer's servers, up to _FULL, because each of several servers
-gets fewer items."""
+"""The payload bytes of unsent items at which a message with them is sent at once. Fewer bytes wait for more items, to
+share a message with them. The number is multiplied by the number of the writer's servers, up to _FULL, because each of
+several servers gets fewer items."""
 _FULL = 1 << 20
-"""Bytes that fill a message."""
+"""Payload bytes that fill a message."""
 _LINGER = 0.002
-"""The most seconds that items wait for more items. It is multiplied by the number of the writer's servers, so that
-several servers together get no more messages than one."""
+"""The most seconds that items wait for more items. The number is multiplied by the number of the writer's servers, so
+that several servers together get no more messages than one server would."""
 
 
 class AsyncWriter(AbstractAsyncContextManager["AsyncWriter"]):
@@ -57,12 +57,13 @@ class AsyncWriter(AbstractAsyncContextManager["AsyncWriter"]):
 
     # The blocking writer uses an AsyncWriter from other threads. Therefore:
     #
-    # * Any thread may call `offer`. It never waits. If there is no room, it keeps the given callback. The callback is
-    #   called when the caller should try again, in most cases on the event loop.
-    # * Each server has a line (`InsertLine`). `max_in_flight` and `max_bytes` bound all lines together. Items that a
-    #   server has not acknowledged stay in its line while the server is away. They count as in flight only while all
-    #   servers are away: otherwise new items go to other servers, and need not wait for this one.
-    # * `lock` guards the queues and counters. It is never held during a wait.
+    # * Any thread may call `offer`, which never waits. If there is no room, it keeps the callback of its caller. The
+    #   callback is called when the caller should try again, in most cases on the event loop.
+    # * `lock` guards the queues and counters. No code waits while it holds the lock.
+    #
+    # Each server has a line (`InsertLine`). `max_in_flight` and `max_bytes` bound all lines together. Items that a
+    # server has not acknowledged stay in its line while the server is away. These items count as in flight only while
+    # all servers are away: otherwise new items are sent to other servers, and need not wait for this server.
 
     def __init__(
         self,
@@ -73,6 +74,7 @@ class AsyncWriter(AbstractAsyncContextManager["AsyncWriter"]):
         max_bytes: int,
         timeout: float | None,
     ) -> None:
+        """`timeout`: the most seconds that each item may wait for its tables; None: for ever."""
         if max_in_flight < 1 or max_bytes < 1:
             raise InvalidRequestError(f"max_in_flight {max_in_flight} and max_bytes {max_bytes} must be at least 1")
         self.timeout = timeout
@@ -81,30 +83,36 @@ class AsyncWriter(AbstractAsyncContextManager["AsyncWriter"]):
         self.refused: dict[int, ReplayError] = {}
         """The reason for each item that the server refused, by the key of the item."""
         self.evicted = EvictedItems()
-        """The tables that were full and removed an item as soon as it was inserted, by the item's key.
+        """The items that a full table removed as soon as they were inserted: the names of these tables by item key.
 
-        The mapping has the newest 65,536 of these items. This is no error: a pool that keeps the best items does not
-        keep these.
+        The mapping has the newest 65,536 of these items. Such a removal is no error: a pool that keeps the best items
+        does not keep every new item.
         """
         self.keys = keys
+        """The keys for items without a key of their own."""
         self.lock = threading.Lock()
         self.loop = asyncio.get_running_loop()
         self._fleet = fleet
         self._placement = placement
         self._lines: dict[Connection, InsertLine] = {}
+        """The line of each server for which this writer has had an item."""
         self._divide()
         self._in_flight = 0
+        """The number of items in all lines."""
         self._bytes = 0
+        """The payload bytes of these items."""
         self._unreported: list[ReplayError] = []
         """The errors of refused items that no call has raised yet."""
         self._lost: deque[ReplayError] = deque()
-        """The reason of each line that ended with items in it. Each reason is raised once."""
+        """The error that ended each line of several, if no call has raised the error yet. The items of the line are
+        lost: they may or may not be inserted."""
         self._failure: ReplayError | None = None
         """The reason why this writer sends nothing more; None: it still sends."""
         self._room: list[Callable[[], None]] = []
         """The callbacks of callers that wait for room."""
         self.awaited_by: list[Callable[[], None]] = []
-        """The callbacks of callers that wait until all items are acknowledged."""
+        """The callbacks of callers that wait until all items are acknowledged. While there is one, items are sent at
+        once."""
         fleet.connect()
         fleet.listeners.append(self._notify_waiters)
 
@@ -121,20 +129,24 @@ class AsyncWriter(AbstractAsyncContextManager["AsyncWriter"]):
         """Queues a group and returns its key; waits only while `max_in_flight` or `max_bytes` are in flight.
 
         Raises the first error of earlier inserts that was not raised yet, and then does not queue this group.
-        `refused` has all errors. `key` and `tags` as in `AsyncReplayClient.insert`.
+        `refused` has all errors. `AsyncReplayClient.insert` explains `key` and `tags`.
         """
         if key is None:
             key = next(self.keys)
         item = Item.of(key, group, priorities, policy_version, self.timeout, permits, tags)
         if not self.offer(item):
             room = asyncio.Event()
+            # The writer calls `room.set` when an item is acknowledged. Then offer the item again.
             while not self.offer(item, room.set):
                 await room.wait()
                 room.clear()
         return item.key
 
     async def flush(self, timeout: Timeout = DEFAULT) -> None:
-        """Returns when the servers have acknowledged all items inserted so far. Raises the first error of them."""
+        """Returns when the servers have acknowledged all items inserted so far. Raises the first error of an item.
+
+        Raises DeadlineExceededError if no item is acknowledged within `timeout` seconds.
+        """
         drained = asyncio.Event()
         while not self._is_drained(drained.set):
             try:
@@ -149,37 +161,37 @@ class AsyncWriter(AbstractAsyncContextManager["AsyncWriter"]):
         self.check()
 
     def offer(self, item: Item, when_room: Callable[[], None] | None = None) -> bool:
-        """Takes the item if there is room. Raises the errors of earlier items.
+        """Queues the item and returns True if there is room. Raises an error of earlier items that was not raised yet.
 
-        Otherwise returns False, and calls `when_room` once when the caller should offer the item again.
+        If there is no room, returns False, and calls `when_room` once when the caller should offer the item again.
         """
         with self.lock:
             self._raise()
-            # Before the fleet has tried to reach each server, the items of a server that is only slow to connect would
-            # go to another server.
+            # `decided`: the fleet has tried to reach each server. Before that, the items of a server that is only slow
+            # to connect would be sent to another server.
             if not (self._fleet.decided and self._has_room(item)):
                 if when_room is not None:
                     self._room.append(when_room)
                 return False
             self._in_flight += 1
             self._bytes += item.nbytes
-            wake = self._line_for(item).add(item)
-        if wake is not None:
-            self.loop.call_soon_threadsafe(wake)
+            wake_line = self._line_for(item).add(item)
+        if wake_line is not None:
+            self.loop.call_soon_threadsafe(wake_line)
         return True
 
     def _is_drained(self, when_drained: Callable[[], None]) -> bool:
-        """True if all items are acknowledged. Raises the errors of earlier items.
+        """True if all items are acknowledged. Raises an error of earlier items that was not raised yet.
 
-        Otherwise sends all unsent items, and calls `when_drained` once when all items are acknowledged.
+        If some are not acknowledged, sends all unsent items, and calls `when_drained` once when all are acknowledged.
         """
         with self.lock:
             if not self._in_flight or self._failure is not None or self._lost:
                 self._raise()
                 return True
             self.awaited_by.append(when_drained)
-            idle = [line for line in self._lines.values() if line.wakes()]
-        for line in idle:
+            lines_to_send = [line for line in self._lines.values() if line.wakes()]
+        for line in lines_to_send:
             line.send()
         return False
 
@@ -199,21 +211,24 @@ class AsyncWriter(AbstractAsyncContextManager["AsyncWriter"]):
             await self.close()
 
     async def decided(self, line: InsertLine, items: Sequence[Item], response: pb.InsertResponse) -> None:
-        """Notes that the server has decided about these items of the line."""
+        """Notes that the server has decided about these items of the line: it has inserted or refused each.
+
+        Inserts the items that a draining server has refused into other servers.
+        """
         errors = {error.key: error_of(error.code, error.message, error.reason) for error in response.errors}
         for item in items:
-            if item.moved and item.key not in errors:  # the item was inserted on another shard than its permit's
+            if item.moved and item.key not in errors:  # inserted on another shard than the one that granted the permit
                 await self._placement.settle(item)
-        moved: set[InsertLine] = set()
+        other_lines: set[InsertLine] = set()
         with self.lock:
             for item in items:
-                # A draining server has refused the item, so it may go to another server. It stays in flight.
                 is_draining = isinstance(errors.get(item.key), ShardDrainingError)
+                # `forget` returns True if another server may have the item. The item then stays in flight.
                 if is_draining and self._placement.forget(item.key, line.shard):
                     del errors[item.key]
-                    other = self._line_for(item)
-                    other.add(item)
-                    moved.add(other)
+                    other_line = self._line_for(item)
+                    other_line.add(item)
+                    other_lines.add(other_line)
                 else:
                     self._in_flight -= 1
                     self._bytes -= item.nbytes
@@ -222,17 +237,20 @@ class AsyncWriter(AbstractAsyncContextManager["AsyncWriter"]):
             self.refused.update(errors)
             self.evicted.record(response)
             self._unreported.extend(errors.values())
-        for other in moved:
-            other.send()
+        for other_line in other_lines:
+            other_line.send()
         self._notify_waiters()
 
     def ended(self, line: InsertLine, error: ReplayError) -> None:
-        """Notes that the line sends nothing more. The writer goes on with other servers, if there are any."""
+        """Notes that the line sends nothing more, because of `error`.
+
+        If the client has other servers, the writer goes on with them, and the items of the line are lost.
+        """
         if self._fleet.shards == [line.shard]:
             self._fail(error)
             return
         with self.lock:
-            if self._lines.get(line.shard) is line:
+            if self._lines.get(line.shard) is line:  # a later item for this server will begin a new line
                 del self._lines[line.shard]
                 self._divide()
                 self._lost.append(error)
@@ -253,24 +271,26 @@ class AsyncWriter(AbstractAsyncContextManager["AsyncWriter"]):
 
     @property
     def is_idle(self) -> bool:
-        """True if no server has work of this writer."""
+        """True if each server has decided about all items that this writer has sent to it."""
         return not any(line.unacknowledged for line in self._lines.values())
 
     def _has_room(self, item: Item) -> bool:
-        """True if the item may be sent now. An item that is larger than `max_bytes` may be sent alone."""
+        """True if the item may join its line now. An item that is larger than `max_bytes` may join if it is alone."""
         in_flight = self._in_flight
         nbytes = self._bytes + item.nbytes
         if in_flight < self.max_in_flight and nbytes <= self.max_bytes:
             return True
-        # The items of servers that are away do not count, while another server can be reached.
+        # While any server can be reached, the items of servers that are away do not count.
         if self._fleet.up():
             for shard, line in self._lines.items():
                 if not shard.is_up:
                     in_flight -= line.in_flight
                     nbytes -= line.bytes_in_flight
-        return not in_flight or (in_flight < self.max_in_flight and nbytes <= self.max_bytes)
+        is_alone = not in_flight
+        return is_alone or (in_flight < self.max_in_flight and nbytes <= self.max_bytes)
 
     def _line_for(self, item: Item) -> InsertLine:
+        """The line of the server that gets the item; a new line if the server has none. The caller holds the lock."""
         shard = self._placement.shard_for(item)
         line = self._lines.get(shard)
         if line is None:
@@ -285,7 +305,7 @@ class AsyncWriter(AbstractAsyncContextManager["AsyncWriter"]):
         self.max_in_a_line = max(1, self.max_in_flight // lines)
         """The share of each line in `max_in_flight`."""
         self.worth_a_message = min(_FULL, _WORTH_A_MESSAGE * lines)
-        """The bytes from which on items do not wait for more items."""
+        """Payload bytes of a line's unsent items from which on they do not wait for more items."""
         self.linger = _LINGER * lines
         """Seconds that a few small items wait for more items."""
 
@@ -293,7 +313,7 @@ class AsyncWriter(AbstractAsyncContextManager["AsyncWriter"]):
         """Raises an error that was not raised yet, if there is one. The caller holds the lock."""
         if self._unreported:
             error = self._unreported[0]
-            self._unreported = []
+            self._unreported = []  # one error stands for all: `refused` has the others
             raise error
         if self._failure is not None:
             raise self._failure
@@ -301,14 +321,17 @@ class AsyncWriter(AbstractAsyncContextManager["AsyncWriter"]):
             raise self._lost.popleft()
 
     def _fail(self, error: ReplayError) -> None:
+        """Makes all later calls of the writer raise this error, or the error of an earlier `_fail`."""
         with self.lock:
             self._failure = self._failure or error
         self._notify_waiters(now=True)
 
     def _notify_waiters(self, _: Connection | None = None, *, now: bool = False) -> None:
-        """Calls the callbacks of callers that wait for room. Each shard that comes or goes calls this, too.
+        """Calls the callbacks of callers that wait for room.
 
-        If all items are acknowledged, or with `now`, also calls the callbacks of callers that wait until they are.
+        If all items are acknowledged, also calls the callbacks of callers that wait for that; with `now` in any case,
+        so that they notice an error. The fleet calls this method too, with the shard, when a shard becomes reachable or
+        unreachable: then other items count as in flight.
         """
         with self.lock:
             waiting = self._room
@@ -323,33 +346,40 @@ class AsyncWriter(AbstractAsyncContextManager["AsyncWriter"]):
 class InsertLine:
     """The items of one writer for one server.
 
-    An item is either in `_unsent` or in `unacknowledged`, until the server has decided about it.
+    An item is either in `_unsent` or in `unacknowledged`, until the server has decided about it. A task sends the
+    items. Few small items do not wake the task at once: they wait for the next acknowledgement, or for a timer, so that
+    more items share their message.
     """
 
     def __init__(self, writer: AsyncWriter, shard: Connection) -> None:
         self.shard = shard
+        """The server of this line."""
         self._writer = writer
         self._lock = writer.lock
         self._unsent: deque[Item] = deque()
         self.unacknowledged: deque[Item] = deque()
         """The items that were sent, in the order in which the server decides about them."""
         self._unsent_bytes = 0
+        """The payload bytes of the items in `_unsent`."""
         self._wake = asyncio.Event()
-        """Set when `_task` should send, or should see that its stream has ended."""
+        """Set when `_task` should send, or should notice that its stream has ended."""
         self._timer: asyncio.TimerHandle | None = None
+        """The timer that calls `send` for items that wait for more items."""
         self._awake = False
-        """True if the task sends items, or will do so soon."""
+        """True if the task sends items now, or a call of `send` is scheduled."""
         self._lingers = False
-        """True if the timer runs, or will be started soon."""
+        """True if the timer runs, or a call of `linger` is scheduled."""
         self._task: asyncio.Task[None] | None = None
+        """The task that runs `_run`; None before the first `send`."""
 
     @property
     def in_flight(self) -> int:
-        """Items that are not acknowledged."""
+        """The number of items that are not acknowledged."""
         return len(self._unsent) + len(self.unacknowledged)
 
     @property
     def bytes_in_flight(self) -> int:
+        """The payload bytes of these items."""
         return self._unsent_bytes + sum(item.nbytes for item in self.unacknowledged)
 
     def check(self) -> None:
@@ -358,9 +388,9 @@ class InsertLine:
         assert self._unsent_bytes == nbytes, (self._unsent_bytes, nbytes)
 
     def add(self, item: Item) -> Callable[[], None] | None:
-        """Takes the item. Returns a function that the caller must call on the event loop, or None.
+        """Adds the item to the unsent ones. Returns `send` or `linger` if the caller must call it on the event loop.
 
-        The caller holds the lock.
+        None: the item will be sent without that. The caller holds the lock.
         """
         self._unsent.append(item)
         self._unsent_bytes += item.nbytes
@@ -375,7 +405,7 @@ class InsertLine:
         return self.linger
 
     def wakes(self) -> bool:
-        """True if the caller must call `send`: there are unsent items, and they must not wait for more items.
+        """True if there are unsent items and no call of `send` is scheduled. The caller must then call `send`.
 
         The caller holds the lock.
         """
@@ -400,12 +430,13 @@ class InsertLine:
             self._timer = self._writer.loop.call_later(self._writer.linger, self.send)
 
     def waiting(self) -> str:
-        """The items that the server has not acknowledged, for an error."""
+        """A sentence for an error: how many items the server has not acknowledged."""
         address = self.shard.address
         items = counted(self.in_flight, "item")
         return f"{address} has not acknowledged {items} yet ({self.bytes_in_flight} bytes)"
 
     async def close(self) -> None:
+        """Ends the task."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
@@ -414,8 +445,8 @@ class InsertLine:
         """True if the unsent items should be sent now, and not after the next acknowledgement.
 
         A message costs both sides as much as many small items. So small items wait for each other while any server has
-        unacknowledged items of this writer. An item is sent at once if no server has any, or if a caller waits until
-        all items are acknowledged.
+        unacknowledged items of this writer. They are sent at once if no server has any, if a caller waits until all
+        items are acknowledged, and if the unsent items are many: the bytes of a message, or half of the line's share.
         """
         writer = self._writer
         return (
@@ -426,6 +457,7 @@ class InsertLine:
         )
 
     async def _run(self) -> None:
+        """Sends the items of the line over one stream after another, until an error ends the attempts."""
         writer = self._writer
         try:
             connection = self.shard
@@ -435,6 +467,7 @@ class InsertLine:
                 try:
                     await self._stream(connection, patience)
                 except grpc.aio.AioRpcError as error:
+                    # Without items, there is no hurry and nothing to lose: connect again for the next item.
                     if self.in_flight:
                         await patience.pause_or_raise(error)
                 with self._lock:
@@ -450,10 +483,10 @@ class InsertLine:
         except ReplayError as error:
             writer.ended(self, error)
         except asyncio.CancelledError:
-            # The error is not raised again: the task would keep these frames, and the shared memory that they refer to,
-            # until a garbage collection.
+            # The error is not raised again: the task would keep the stack frames of the error, and the shared memory
+            # that these refer to, until a garbage collection.
             writer.ended(self, ServerClosedError("the writer was closed while it had work to do"))
-        except Exception as error:  # a bug. Without this branch, callers would wait for ever
+        except Exception as error:  # a bug of this package. Without this branch, callers would wait for ever
             writer.ended(self, ReplayError(f"the writer failed: {type(error).__name__}: {error}"))
             raise
 
@@ -462,12 +495,13 @@ class InsertLine:
         stream = connection.transport.stream("InsertStream")
         doubting = asyncio.create_task(self._doubt())
         reader = asyncio.create_task(self._read(stream, patience))
-        reader.add_done_callback(lambda _: self._wake.set())
+        reader.add_done_callback(lambda _: self._wake.set())  # the stream has ended: leave the wait below
         try:
             while not reader.done():
                 await self._wake.wait()
                 self._wake.clear()
                 items = self._next_items(at_once=True)
+                # While a message is written, more items arrive. Send them too, unless they should wait.
                 while not reader.done() and items:
                     for request in pack_items(items, stream.bytes_per_message):
                         await stream.write(request)
@@ -477,13 +511,16 @@ class InsertLine:
         finally:
             if not self.in_flight:
                 await stream.end(reader)
-            stream.cancel()
+            stream.cancel()  # does nothing to a stream that has ended
             doubting.cancel()
             await asyncio.gather(reader, return_exceptions=True)
-        reader.result()
+        reader.result()  # raises the reason why the stream ended
 
     async def _doubt(self) -> None:
-        """Has a server probed that acknowledges nothing. While it does not answer, new items go to other servers."""
+        """Makes the client probe the server if it acknowledges nothing for LATE_SECONDS, as a task.
+
+        If the probe fails, new items are sent to other servers.
+        """
         while True:
             oldest = self.unacknowledged[0] if self.unacknowledged else None
             await asyncio.sleep(LATE_SECONDS)
@@ -491,7 +528,7 @@ class InsertLine:
                 self.shard.doubt()
 
     def _next_items(self, *, at_once: bool = False) -> list[Item]:
-        """The next items to send; none if they should wait for more items. With `at_once` they do not wait."""
+        """The next items to send; empty if the unsent items should wait for more items. With `at_once` none waits."""
         with self._lock:
             items: list[Item] = []
             if at_once or self._worth_sending():
@@ -504,12 +541,13 @@ class InsertLine:
         return items
 
     async def _read(self, stream: Stream, patience: Patience) -> None:
-        while True:  # a server ends an insert stream only with an error
+        """Reads acknowledgements, as a task. Raises AioRpcError when the stream ends: it always ends with an error."""
+        while True:
             response = await stream.read()
-            patience.renew()
+            patience.renew()  # the server answers: timeout and pauses begin anew
             with self._lock:
                 items = [self.unacknowledged.popleft() for _ in range(response.decided)]
             await self._writer.decided(self, items, response)
             with self._lock:
-                if self._unsent and not self._awake:
+                if self._unsent and not self._awake:  # items that waited for this acknowledgement
                     self.linger()

@@ -1,12 +1,13 @@
 """Fleet: knows the servers of a client of several servers, watches which of them can be reached, and asks them.
 
-Each shard has a watcher that keeps its connection open, and notes when the connection stands and when it breaks. A
-question goes to the shards that are up. If a shard goes away before it answers, the answers of the other shards count.
+Each shard has a watcher that keeps its connection open, and notes when the connection is made and when it breaks. A
+question is sent to the shards that are up. If a shard goes away before it answers, the answers of the other shards
+count.
 
-A server can also hang while its connection stands, because it is suspended or its memory is swapped out. So a caller
-that has waited LATE_SECONDS for an answer probes the shard (`doubt`): it asks for the policy, which every server can
-answer at once. A shard that does not answer counts as away for all callers, and is probed in the background until it
-answers. It may still carry out the requests that were sent to it before.
+A server can also hang while its connection is open, because its process is suspended or its memory is swapped out. So a
+caller that has waited LATE_SECONDS for an answer probes the shard (`doubt`): the probe asks for the policy, which every
+server can answer at once. A shard that does not answer the probe counts as away for all callers, and the client probes
+it in the background until it answers. It may still carry out the requests that were sent to it before.
 """
 
 from __future__ import annotations
@@ -42,44 +43,46 @@ from replay_protos import replay_pb2 as pb
 T = TypeVar("T")
 
 SECONDS_PER_LOOK = 5.0
-"""Seconds between two looks for shards that were added or taken away."""
-_SIGNS = 2
-"""The number of probes before a silent shard counts as away. There are two, because this process itself may have stood
-still during the first one."""
-_SIGN_SECONDS = 1.0
+"""Seconds between two requests to Ray for the list of shards."""
+_PROBES = 2
+"""The number of probes that a shard must leave unanswered to count as away. One is not enough, because this process
+itself may have been suspended during the first probe."""
+_PROBE_SECONDS = 1.0
 """Seconds in which a shard must answer a probe."""
 _FIRST_LOOK = 2.0
 """Seconds in which a server must accept the first connection. After that the server counts as gone until it accepts."""
 _LOOK_AGAIN = 0.5
-"""Seconds between two looks for the address of a server that is gone."""
+"""Seconds between two looks at the address and the connection of a server that is gone."""
 _RAY_SECONDS = 5.0
 """Seconds in which Ray must answer with the address of a shard."""
-_DRAINING = 30.0
-"""Seconds after which a shard that was draining is tried again: the operator may have stopped the draining."""
+_DRAINING_SECONDS = 30.0
+"""Seconds after which new items are sent to a draining shard again: the operator may have stopped the draining."""
 
 
 class Shard(Connection):
     """One server of several. `name` decides which keys belong to it, and stays the same when the address changes."""
 
     def __init__(self, name: str, access: Access, timeout: float | None, names: RayNames | None) -> None:
-        """`names` finds the address if `access` has none."""
+        """`names` finds the address in Ray. None: the address is in `access`."""
         super().__init__(access, timeout)
         self.name = name
         self.is_up = False
-        """True while the connection stands and the server answers. Any thread may read it."""
+        """True while the connection is open and the server answers. Any thread may read this attribute."""
         self.draining_until = 0.0
-        """Until this time, on time.monotonic's clock, no new item goes to this shard, because it refused one while
-        draining."""
+        """The time on time.monotonic's clock until which this client sends no new item to the shard, because the shard
+        has refused an item while draining."""
         self.decided = asyncio.Event()
-        """Set when the first attempt to connect has ended."""
+        """Set when the first attempt to connect has succeeded or failed."""
         self.changed: Callable[[Shard], None] = lambda _: None
-        """Called when `is_up` has changed."""
+        """A function that is called when `is_up` has changed, and after the first attempt to connect. Its Fleet sets
+        it."""
         self._names = names
         self.has_address = names is None
         """True if the address is known. At first, only Ray knows the address of an actor."""
         self._running: set[asyncio.Task[Any]] = set()
         """Requests under way. They are cancelled when the shard goes away."""
         self._watching: asyncio.Task[None] | None = None
+        """The task that watches the connection; None before `watch`."""
         self._doubting: asyncio.Task[None] | None = None
         """The task that probes the shard."""
         self._waking: asyncio.Task[None] | None = None
@@ -87,29 +90,29 @@ class Shard(Connection):
 
     @property
     def transport(self) -> Transport:
+        """As `Connection.transport`. Raises ServerUnavailableError too, while the address is not known."""
         if not self.has_address:
             raise ServerUnavailableError(f"shard {self.name} has no address yet")
         return super().transport
 
     @property
     def takes_inserts(self) -> bool:
-        """True if this shard takes new items. Any thread may read it."""
+        """True if new items may be sent to this shard. Any thread may read this property."""
         return self.is_up and time.monotonic() >= self.draining_until
 
     def is_draining(self) -> None:
-        """Notes that the shard has refused a new item because it is draining. No new item is sent there for a while."""
-        self.draining_until = time.monotonic() + _DRAINING
+        """Notes that the shard has refused a new item because it is draining. For a while, it gets no new item."""
+        self.draining_until = time.monotonic() + _DRAINING_SECONDS
 
     def watch(self) -> None:
-        """Begins to watch the connection, on the running event loop."""
+        """Begins to watch the connection, on the running event loop, unless it is watched already."""
         if self._watching is None:
             self._watching = asyncio.create_task(self._watch())
 
     async def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """The result of `work`. Raises ServerUnavailableError as soon as the connection is broken.
+        """The result of `work`. Cancels `work` and raises ServerUnavailableError as soon as the shard counts as away.
 
-        The caller can then go on without this shard. `work` is cancelled at that moment, so do not pass work that has
-        to wait until the shard is back.
+        The caller can then go on without this shard. So do not pass work that has to wait until the shard is back.
         """
         task = asyncio.create_task(work)
         self._running.add(task)
@@ -118,14 +121,14 @@ class Shard(Connection):
                 await asyncio.wait({task})
         finally:
             self._running.discard(task)
-            task.cancel()
-        if task.cancelled():
+            task.cancel()  # does nothing unless the caller was cancelled
+        if task.cancelled():  # `_report` has cancelled the task
             raise ServerUnavailableError(f"the connection to shard {self.name} broke")
         return task.result()
 
     @contextmanager
     def expected(self) -> Iterator[None]:
-        """Probes the shard if the answer for which the block waits is late."""
+        """Probes the shard if the block lasts longer than LATE_SECONDS. The block waits for an answer of the shard."""
         timer = asyncio.get_running_loop().call_later(LATE_SECONDS, self.doubt)
         try:
             yield
@@ -133,12 +136,15 @@ class Shard(Connection):
             timer.cancel()
 
     def doubt(self) -> None:
-        """Probes the shard, on the running event loop. A shard that does not answer counts as away until it answers."""
+        """Starts to probe the shard, on the running event loop, unless a probe is under way.
+
+        A shard that does not answer counts as away until it answers.
+        """
         if self._doubting is None or self._doubting.done():
             self._doubting = asyncio.create_task(self._doubt())
 
     async def answers(self) -> bool:
-        """Probes the shard as `doubt`, and waits for the result. Returns True if the shard is up."""
+        """Probes the shard as `doubt` does, and waits for the result. Returns True if the shard is up."""
         self.doubt()
         assert self._doubting is not None
         await asyncio.wait({self._doubting})
@@ -149,6 +155,7 @@ class Shard(Connection):
         return await self.run(self.unary(method, request, timeout))
 
     async def close(self) -> None:
+        """Ends the watching and the probes, and closes the connection."""
         tasks = [task for task in (self._watching, self._doubting, self._waking) if task is not None]
         for task in tasks:
             task.cancel()
@@ -156,16 +163,17 @@ class Shard(Connection):
         await super().close()
 
     async def _watch(self) -> None:
+        """Keeps the connection open, and reports when it is made and when it breaks, as a task."""
         first_look = Deadline(_FIRST_LOOK)
         while True:
-            if not self.is_up and self._names is not None:
+            if not self.is_up and self._names is not None:  # Ray may have restarted the server at another address
                 await self._find(self._names)
             if not self.has_address:
                 await asyncio.sleep(_LOOK_AGAIN)
                 self._report(False)
                 continue
             transport = self.transport
-            state = transport.state()
+            state = transport.state()  # starts to connect if there is no connection
             if state is ChannelConnectivity.READY:
                 self._report(True)
                 await transport.changed(state)
@@ -176,12 +184,13 @@ class Shard(Connection):
                 async with asyncio.timeout(_LOOK_AGAIN):
                     await transport.changed(state)
             except TimeoutError:
-                # A connection that is neither made nor refused counts as broken after some time.
+                # The connection is neither made nor refused, and counts as broken. The first attempt has more time.
                 if first_look.passed or self.decided.is_set():
                     self._report(False)
 
     async def _doubt(self) -> None:
-        for _ in range(_SIGNS):
+        """Probes the shard. Reports it as away if it answers no probe, and then probes it until it answers."""
+        for _ in range(_PROBES):
             if not await self._is_silent():
                 return
         self._report(False)
@@ -189,37 +198,39 @@ class Shard(Connection):
             self._waking = asyncio.create_task(self._until_it_answers())
 
     async def _until_it_answers(self) -> None:
-        while await self._is_silent():
+        """Probes a shard that hangs, and reports it as up when it answers."""
+        while await self._is_silent():  # each probe waits for _PROBE_SECONDS
             pass
         # If the connection is broken by now, the watcher reports the shard when the connection stands again.
         if self.transport.state() is ChannelConnectivity.READY:
             self._report(True)
 
     async def _is_silent(self) -> bool:
-        """Probes the shard once. Returns True if the shard does not answer in time although the connection stands."""
+        """Probes the shard once. Returns True if it does not answer in time although its connection is open."""
         try:
-            await self.transport.call("GetPolicy", pb.GetPolicyRequest(), _SIGN_SECONDS)
+            await self.transport.call("GetPolicy", pb.GetPolicyRequest(), _PROBE_SECONDS)
         except grpc.aio.AioRpcError as error:
             # Any other error is an answer of the shard, or a broken connection, which the watcher reports.
             return error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
         return False
 
     async def _find(self, names: RayNames) -> None:
-        """Asks Ray for the address, and moves there if it has changed."""
+        """Asks Ray for the address. If the address has changed, sends new calls to the new one."""
         address = await asyncio.to_thread(names.locate, self.name)
         if address is not None and address != self.address:
             self.move(address)
             self.has_address = True
 
     def _report(self, is_up: bool) -> None:
-        """Sets `is_up`, and calls `changed` if this is news. Cancels the requests to a shard that is away."""
-        changed = is_up != self.is_up or not self.decided.is_set()
+        """Sets `is_up`, and calls `changed` if the value is new. Cancels the requests to a shard that is away."""
+        is_first = not self.decided.is_set()
+        is_news = is_first or is_up != self.is_up
         self.is_up = is_up
         self.decided.set()
         if not is_up:
             for task in self._running:
                 task.cancel()
-        if changed:
+        if is_news:
             self.changed(self)
 
 
@@ -233,17 +244,19 @@ class Fleet:
     def __init__(self, access: Access, timeout: float | None) -> None:
         """Raises ValueError for a ray:// address without shards."""
         self.address = access.address
-        """host:port of each shard, with commas; or the name of the shards in Ray."""
+        """host:port of each shard, separated by commas; or ray://NAMESPACE/NAME."""
         self.timeout = timeout
-        """The timeout of the client, in seconds."""
+        """The timeout of the client, in seconds; None: no limit."""
         self.changed = asyncio.Event()
-        """Set, and replaced by a new event, when a shard has come or gone."""
+        """Set, and replaced by a new event, when a shard has become reachable or unreachable."""
         self.listeners: list[Callable[[Shard], None]] = []
-        """Functions that are called with each shard that has come or gone."""
+        """Functions that are called with each shard that has become reachable or unreachable."""
         self._access = access
         self._following: asyncio.Task[None] | None = None
+        """The task that asks Ray which shards there are; None: Ray is not asked."""
         self._closed = False
         self._background: set[asyncio.Task[None]] = set()
+        """The tasks of `spawn` that have not ended."""
         self._names = RayNames.of(access.address)
         """None if the addresses are known without Ray."""
         addresses = split_addresses(access.address)
@@ -251,6 +264,7 @@ class Fleet:
         self.shards = [self._make_shard(name, addresses.get(name, access.address)) for name in names]
 
     def _make_shard(self, name: str, address: str) -> Shard:
+        """A shard of this fleet, to which no connection is made yet."""
         shard = Shard(name, replace(self._access, address=address), self.timeout, self._names)
         shard.changed = self._changed
         return shard
@@ -274,7 +288,7 @@ class Fleet:
         return None
 
     def connect(self) -> None:
-        """Begins to connect, on the running event loop. Raises ServerClosedError after `close`."""
+        """Begins to connect to all shards, on the running event loop. Raises ServerClosedError after `close`."""
         if self._closed:
             raise ServerClosedError("this client is closed")
         for shard in self.shards:
@@ -294,7 +308,9 @@ class Fleet:
     async def reachable(self, deadline: Deadline) -> list[Shard]:
         """The shards that are up, at least one. Raises ServerUnavailableError if none is up before the deadline."""
         self.connect()
-        while not self.decided:  # at most about _FIRST_LOOK seconds
+        # Before the first attempts have ended, a shard that is slow to connect would be left out. The wait needs no
+        # deadline: it ends after about _FIRST_LOOK seconds.
+        while not self.decided:
             await self.changed.wait()
         while not (up := self.up()):
             if not await self._changes(deadline):
@@ -302,7 +318,7 @@ class Fleet:
         return up
 
     async def _changes(self, deadline: Deadline) -> bool:
-        """Waits until a shard comes back or goes away. Returns False if the deadline passes before."""
+        """Waits until a shard becomes reachable or unreachable. Returns False if the deadline passes before."""
         try:
             async with asyncio.timeout(deadline.seconds):
                 await self.changed.wait()
@@ -315,36 +331,40 @@ class Fleet:
     ) -> T:
         """The result of `attempt`. If it fails because a shard is gone, tries again for `timeout` seconds.
 
-        `also` are further errors after which the attempt is made again.
+        `also` lists other errors after which another attempt follows. Each attempt waits first until at least one shard
+        is up.
         """
 
         async def judge(error: Exception, late: bool) -> None:
-            if late or self._closed or not isinstance(error, (*GONE, *also)):
+            """Raises the error if no other attempt follows. `late`: the time is up."""
+            may_succeed_later = isinstance(error, (*GONE, *also))
+            if late or self._closed or not may_succeed_later:
                 raise error
 
-        async def again() -> T:
+        async def attempt_when_reachable() -> T:
             await self.reachable(deadline)
             return await attempt(deadline)
 
         patience = Patience(judge, timeout, longest=0.1)
         deadline = patience.start()
-        return await patience.result(again)
+        return await patience.result(attempt_when_reachable)
 
     def unavailable(self) -> ServerUnavailableError:
+        """The error of a request that no shard has answered."""
         names = ", ".join(shard.name for shard in self.shards)
         return ServerUnavailableError(f"none of the {len(self.shards)} shards answers: {names}; are they running?")
 
     async def ask(self, method: str, request: Message, timeout: float | None, read: Callable[[Any], T]) -> T:
-        """One answer, merged from the answers of all shards that are up. `read` makes a record of each answer.
+        """One record, merged from the answers of all shards that are up. `read` makes a record of each answer.
 
-        Raises as `answers`.
+        Raises the errors of `answers`.
         """
         answers = await self.answers(method, request, timeout)
         return self._merged(method, {shard: read(answer) for shard, answer in answers.items()})
 
     async def pages(self, request: pb.ListItemsRequest, timeout: float | None) -> ItemPage:
         """One page of the items of all shards that are up."""
-        begins = read_page(request.page)
+        begins = read_page(request.page)  # the page of each shard's own list at which this page begins
 
         def request_for(shard: Shard) -> pb.ListItemsRequest:
             shard_request = pb.ListItemsRequest()
@@ -354,16 +374,17 @@ class Fleet:
 
         answers = await self.answers("ListItems", request_for, timeout)
         pages = {shard.name: item_page_of(answer) for shard, answer in answers.items()}
-        return merge_pages(pages, begins, request.limit or 100, request.order_by, request.descending)
+        limit = request.limit or 100  # the server's default
+        return merge_pages(pages, begins, limit, request.order_by, request.descending)
 
     async def answers(
         self, method: str, request: Question, timeout: float | None, shards: Sequence[Shard] | None = None
     ) -> dict[Shard, Any]:
-        """The answers of the shards that are up, by the shard. With `shards`, only these are asked.
+        """The answers of the shards that are up, by the shard. With `shards`, only those of them that are up are asked.
 
-        A shard that goes away meanwhile, or does not answer in time while others do, is left out. The result is empty
-        only if none of `shards` is up. Raises any other error of any shard, and ServerUnavailableError if no shard
-        answers in time.
+        The result leaves out a shard that goes away meanwhile, or that does not answer in time while others do. It is
+        empty only if none of `shards` is up. Raises any other error of any shard, and ServerUnavailableError or
+        DeadlineExceededError if no shard answers in time.
         """
 
         async def attempt(deadline: Deadline) -> dict[Shard, Any]:
@@ -376,16 +397,17 @@ class Fleet:
         return await self.insist(attempt, timeout)
 
     async def say(self, method: str, request: Message, timeout: float | None) -> None:
-        """Sends a request to the shards that are up. A shard that does not answer is ignored."""
+        """Sends a request to the shards that are up, and ignores the shards that do not answer."""
         with suppress(DeadlineExceededError):
             await self.try_to_ask(method, request, timeout, self.up())
 
     async def try_to_ask(
         self, method: str, request: Question, timeout: float | None, shards: Sequence[Shard]
     ) -> dict[Shard, Any]:
-        """The answers of those among `shards` that answer, by the shard. A shard that goes away is left out.
+        """The answers of those among `shards` that answer, by the shard. Leaves out a shard that goes away.
 
-        Raises DeadlineExceededError if no shard answers, and the time of at least one was up.
+        Raises DeadlineExceededError if no shard answers and the time of at least one was up, and any other error that a
+        shard answers with.
         """
         requests = [request(shard) if callable(request) else request for shard in shards]
         calls = [
@@ -397,18 +419,20 @@ class Fleet:
         for shard, result in zip(shards, results, strict=True):
             if isinstance(result, DeadlineExceededError):
                 late = result
-            elif not isinstance(result, BaseException):
-                answers[shard] = result
-            elif not isinstance(result, GONE):
+            elif isinstance(result, GONE):
+                continue
+            elif isinstance(result, BaseException):
                 raise result
+            else:
+                answers[shard] = result
         if late is not None and not answers:
             raise late
         return answers
 
     async def ask_all(self, method: str, request: Message, timeout: float | None, read: Callable[[Any], T]) -> T:
-        """As `ask`, but needs the answers of all shards.
+        """One record, merged from the answers of all shards, each of which must answer. `read` is as in `ask`.
 
-        Raises ServerUnavailableError, which names shards, if these cannot be reached in time.
+        Raises ServerUnavailableError that names the shards which cannot be reached in time.
         """
         deadline = Deadline(timeout)
         self.connect()
@@ -420,13 +444,14 @@ class Fleet:
         return self._merged(method, dict(zip(self.shards, records, strict=True)))
 
     def _merged(self, method: str, records: Mapping[Shard, T]) -> T:
+        """One record of the shards' records, by the rule that MERGES has for the method."""
         gone = [shard.name for shard in self.shards if shard not in records]
         named = {shard.name: record for shard, record in records.items()}
         merged: T = MERGES[method](named, gone)
         return merged
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        """Begins work for which nobody waits."""
+        """Starts a task for which nobody waits, and refers to it until it ends: asyncio alone would not keep it."""
         task = asyncio.create_task(work)
         self._background.add(task)
         task.add_done_callback(self._background.discard)
@@ -439,15 +464,15 @@ class Fleet:
             await asyncio.gather(self._following, return_exceptions=True)
         await asyncio.gather(*(shard.close() for shard in self.shards))
         for shard in self.shards:
-            self._changed(shard)  # wakes callers that wait for a change
+            self._changed(shard)  # wakes the callers that wait for a change: they notice that the client is closed
 
     async def _follow(self, names: RayNames) -> None:
-        """Adds the shards that `replay shards resize` has added, and closes those that it has taken away."""
+        """Adds the shards that `replay shards resize` has added, and closes those that it has removed, as a task."""
         while True:
             await asyncio.sleep(SECONDS_PER_LOOK)
             known = {shard.name: shard for shard in self.shards}
             listed = await names.listed()
-            if not listed or set(listed) == known.keys():
+            if not listed or set(listed) == known.keys():  # Ray does not answer, or nothing has changed
                 continue
             self.shards = [known.get(name) or self._make_shard(name, self.address) for name in listed]
             for shard in self.shards:
@@ -456,8 +481,9 @@ class Fleet:
                 await known[name].close()
 
     def _changed(self, shard: Shard) -> None:
+        """Wakes all callers that wait for a change, and calls the listeners."""
         changed = self.changed
-        self.changed = asyncio.Event()
+        self.changed = asyncio.Event()  # for the next change
         changed.set()
         for listener in self.listeners:
             listener(shard)
@@ -468,14 +494,16 @@ class Fleet:
 
 @dataclass(frozen=True)
 class RayNames:
-    """The actors NAME-0, NAME-1, ... in a namespace. The process joins the Ray cluster to ask for their addresses.
+    """The actors NAME-0, NAME-1, ... in a namespace of Ray. Each runs the server of one shard.
 
-    Ray is imported only when an address begins with ray://.
+    The process joins the Ray cluster to ask for the addresses of the actors. Ray is imported only for an address that
+    begins with ray://.
     """
 
     namespace: str
     name: str
     _ray: Any
+    """The module `ray`."""
 
     @classmethod
     def of(cls, address: str) -> Self | None:
@@ -519,7 +547,7 @@ class RayNames:
         return []
 
     def locate(self, name: str) -> str | None:
-        """host:port of a shard; None while it is away, or Ray does not answer. Blocks for some seconds."""
+        """host:port of the shard `name`; None: it is away, or Ray does not answer. May block for some seconds."""
         try:
             actor = self._ray.get_actor(name, namespace=self.namespace)
             return str(self._ray.get(actor.address.remote(), timeout=_RAY_SECONDS))

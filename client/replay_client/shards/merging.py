@@ -1,8 +1,8 @@
 """Merging: makes one answer of the answers of all shards.
 
-replay.proto declares for each field of ServerInfo how it is merged. `_merged` applies these rules to one message: for
-each field it makes one value of the values of all shards. A field whose values are messages is merged in the same way,
-field by field. So a new field needs no line here.
+replay.proto declares for each field of ServerInfo the rule by which the field is merged. `_merged` applies these rules
+to one message: for each field it makes one value of the values of all shards. If the values are messages, it merges
+their fields in the same way. So a new field needs no line here.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def merge_infos(infos: Mapping[str, ServerInfo], gone: Iterable[str]) -> Sharded
     `gone` are the names of the shards that did not answer.
     """
     merged = _merged(pb.ServerInfo.DESCRIPTOR, list(infos.values()), names=list(infos))
-    # `_by_name` made a dict of the clients, by name. In a ServerInfo the client that was seen last comes first.
+    # `_by_name` has made a dict of the clients. A ServerInfo has them as a tuple, the client that was seen last first.
     merged["clients"] = tuple(sorted(merged["clients"].values(), key=lambda client: client.age))
     return ShardedInfo(**merged, shards=dict(infos), gone=tuple(gone))
 
@@ -39,15 +39,17 @@ def merge_infos(infos: Mapping[str, ServerInfo], gone: Iterable[str]) -> Sharded
 def merge_messages(parts: Sequence[M], weights: Sequence[float] = ()) -> M:
     """Merges the messages of one or more shards into one message.
 
-    `weights` has the weight of each shard, for fields that are merged to a mean. Without it all shards count the same.
+    `weights` has the weight of each shard, for fields that are merged to a mean. Without weights all shards count the
+    same.
     """
     if len(parts) == 1:
         return parts[0]
     merged = _merged(parts[0].DESCRIPTOR, parts, weights=weights)
     for name, value in merged.items():
-        if isinstance(value, dict):  # the messages of `_by_name`; protobuf takes a list
+        if isinstance(value, dict):  # the result of `_by_name`; protobuf needs a list of the messages
             merged[name] = list(value.values())
-    return type(parts[0])(**merged)
+    message_type = type(parts[0])
+    return message_type(**merged)
 
 
 def lowest(policies: Iterable[Policy]) -> Policy:
@@ -58,7 +60,7 @@ def lowest(policies: Iterable[Policy]) -> Policy:
 def _merged(
     message: Any, parts: Sequence[Any], *, names: Sequence[str] = (), weights: Sequence[float] = ()
 ) -> dict[str, Any]:
-    """The merged values by the names of the fields. `message` is a descriptor, and each field declares its rule.
+    """The merged values by the names of the fields. `message` is a descriptor, in which each field declares its rule.
 
     `parts` has the message of each shard, or a record with the same fields. `names` are the names of these shards.
     `weights` are the weights of the shards in means; without them each shard counts the same.
@@ -88,6 +90,7 @@ def _merged(
 
 
 def _weighted_mean(values: Sequence[float], weights: Sequence[float]) -> float:
+    """The sum of weight * value, divided by the sum of the weights."""
     weighted = [weight * value for weight, value in zip(weights, values, strict=True)]
     return sum(weighted) / sum(weights)
 
@@ -118,23 +121,29 @@ def _by_name(values: Sequence[Mapping[str, Any] | Sequence[Any]]) -> dict[str, A
 
 
 def _agreed(values: Sequence[Sequence[OverdueClient]]) -> tuple[OverdueClient, ...]:
-    """The clients that are overdue at all shards, each with the shortest age.
+    """The clients that are overdue at all shards, each with the shortest age. `values` has those of each shard.
 
-    A client that one shard hears is not overdue.
+    A client that does something at one shard is not overdue.
     """
     reports: dict[tuple[str, str], list[OverdueClient]] = defaultdict(list)
     for overdue in chain.from_iterable(values):
         reports[overdue.role, overdue.table].append(overdue)
-    agreed = [of_client for of_client in reports.values() if len(of_client) == len(values)]
-    return tuple(min(of_client, key=lambda overdue: overdue.age) for of_client in agreed)
+    agreed: list[OverdueClient] = []
+    for reports_of_client in reports.values():
+        if len(reports_of_client) == len(values):  # all shards have reported the client
+            agreed.append(min(reports_of_client, key=lambda overdue: overdue.age))
+    return tuple(agreed)
 
 
 def _config(values: Sequence[str]) -> str:
-    """The configuration of the first shard, but each bound is the sum of the bounds of all shards."""
+    """The TableConfig of the first shard as JSON, but each bound is the sum of the bounds of all shards.
+
+    `values` has the JSON of each shard.
+    """
     configs = [json.loads(value) for value in values]
     merged = dict(configs[0])
     merged["max_size"] = sum(config["max_size"] for config in configs)
-    byte_bounds = [config["max_bytes"] for config in configs]
+    byte_bounds = [config["max_bytes"] for config in configs]  # None: no bound
     merged["max_bytes"] = None if None in byte_bounds else sum(byte_bounds)
     if merged["rate_limiter"].get("max_size"):
         total = sum(config["rate_limiter"]["max_size"] or 0 for config in configs)
@@ -143,7 +152,7 @@ def _config(values: Sequence[str]) -> str:
 
 
 def _bound(values: Sequence[int]) -> int:
-    """The sum of the bounds; 0, which means no bound, if some shard has no bound."""
+    """The sum of the bounds; 0, which means no bound, if any shard has no bound."""
     return sum(values) if all(values) else 0
 
 
@@ -168,8 +177,8 @@ _RULES: Mapping[int, Callable[[Sequence[Any]], Any]] = {
     pb.Field.LOWEST: lowest,
     pb.Field.AGREED: _agreed,
 }
-"""The function that merges the values of all shards, by the rule. Rules that need more than the values stand in
-`_merged`."""
+"""The function that merges the values of all shards, by the rule. `_merged` has the rules that need more than the
+values."""
 
 
 # ------------------------------------------------------------------------------------------------------------ answers
@@ -192,18 +201,21 @@ MERGES: Mapping[str, Callable[[Mapping[str, Any], Sequence[str]], Any]] = {
     "CreateCheckpoint": lambda named, gone: ",".join(f"{shard}/{name}" for shard, name in named.items()),
     "ListCheckpoints": lambda named, gone: _checkpoints(named),
 }
-"""The function that merges the answers of a method, by the method. It gets the record of each shard that answered, by
-the shard's name, and the names of the shards that did not answer."""
+"""The function that merges the answers of a method, by the name of the method. Its arguments are the records of the
+shards that answered, by the shard's name, and the names of the shards that did not answer."""
 
 # ------------------------------------------------------------------------------------------------------------- pages
 
 
 def read_page(page: str) -> dict[str, str]:
-    """The page to ask each shard for, by the shard's name. Raises InvalidRequestError for a text of another origin."""
+    """The page to request from each shard, by the shard's name. `page` is a `next_page` of `merge_pages`, or empty.
+
+    Raises InvalidRequestError for any other text.
+    """
     try:
         pages = json.loads(page or "{}")
     except ValueError:
-        pages = None
+        pages = None  # refused below
     if not isinstance(pages, dict):
         raise InvalidRequestError(f"page {page[:40]!r} is not one that a client of several servers gave out")
     return {str(name): str(value) for name, value in pages.items()}
@@ -212,22 +224,22 @@ def read_page(page: str) -> dict[str, str]:
 def merge_pages(
     pages: Mapping[str, ItemPage], starts: Mapping[str, str], limit: int, order_by: str, descending: bool
 ) -> ItemPage:
-    """The first `limit` items of all pages. All pages have the same order and up to `limit` items.
+    """The first `limit` items of all shards' pages. All pages are in the same order and have up to `limit` items.
 
-    `starts` has the beginning of each page, by the shard's name: the number of items before the page. So the next page
-    of a shard can begin in the middle of this one.
+    `starts` has the start of each page by the shard's name: the number of the shard's items before the page, as a text.
+    The result leaves out some items of a page, so the next page of the shard starts in the middle of this page.
     """
     if order_by == "size":
-        order_by = "nbytes"
+        order_by = "nbytes"  # the field of ItemInfo has another name
     sort_value = attrgetter(order_by)
     rows_of_shards = [[(name, item) for item in page.items] for name, page in pages.items()]
     in_order = heapq.merge(*rows_of_shards, key=lambda row: sort_value(row[1]), reverse=descending)
     rows = list(in_order)[:limit]
-    used = Counter(name for name, _ in rows)
-    more = any(used[name] < len(page) or page.next_page for name, page in pages.items())
+    used = Counter(name for name, _ in rows)  # the number of items in the result, by the shard's name
+    is_last = all(used[name] == len(page) and not page.next_page for name, page in pages.items())
     next_page = ""
-    if more:
-        begins = {name: int(starts.get(name) or 0) + used[name] for name in pages}
-        next_page = json.dumps(begins)
+    if not is_last:
+        next_starts = {name: int(starts.get(name) or 0) + used[name] for name in pages}
+        next_page = json.dumps(next_starts)
     matching = sum(page.matching for page in pages.values())
     return ItemPage([item for _, item in rows], matching, next_page)

@@ -1,11 +1,11 @@
 """Placing: chooses the shard of an item, and finds the item there again.
 
-A key belongs to one shard, by rendezvous hashing: each shard gives each key a score, and the key belongs to the shard
-with the highest score, its owner. Every client finds the same shard without asking anybody. If a shard is added to the
-N shards or taken away, only about 1 of N keys gets another owner.
+A key belongs to one shard, by rendezvous hashing: each shard has a score for each key, and the key belongs to the shard
+with the highest score, its owner. Every client computes the same owner, without a question to any server. If a shard is
+added to the N shards or removed, only about 1 of N keys gets another owner.
 
-An item lies on the owner of its key, unless the owner was away at the insert, or another shard granted the permit. So a
-change by key goes to the owners first, and then to all other shards for the keys that the owners lack.
+The owner of its key holds an item, unless the owner was away at the insert, or another shard granted the permit. So a
+change by key is sent to the owners first, and then to all other shards for the keys that the owners lack.
 """
 
 from __future__ import annotations
@@ -44,20 +44,26 @@ Keys = npt.NDArray[np.uint64]
 Rows = npt.NDArray[np.int64]
 
 _MOST_REMEMBERED = 1 << 20
-"""The most keys whose shard a client remembers after an unsure insert. The oldest are forgotten first."""
+"""The most keys whose shard a client remembers after an insert without an answer. The oldest are forgotten first."""
 _BLOCK = 256
-"""The number of successive keys whose owners are computed at once. Alone, each key would take 20 us."""
+"""The number of successive keys whose owners are computed at once. Computing the owner of one key takes 20 us."""
 _SPLITMIX_ROUNDS = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB))
 """The shift and the factor of each round of splitmix64."""
 
 
 class Rendezvous:
-    """The scores that the shards with these names give to keys. The scores do not depend on the order of the names."""
+    """Rendezvous hashing: each shard has a score for each key, and the shard with the highest score owns the key.
+
+    A score depends only on the key and the name of the shard. So if a shard is added or removed, only its own keys
+    change their owner.
+    """
 
     def __init__(self, names: Sequence[str]) -> None:
+        """`names` are the names of the N shards. The methods return indices of `names`."""
         self._seeds = np.array([xxhash.xxh64_intdigest(name.encode()) for name in names], dtype=np.uint64)
         self._block: tuple[int, list[int]] = -1, []
-        """The number of a block of keys, and the owners of its keys. Any thread may replace the pair."""
+        """The number of a block of successive keys (key // _BLOCK), and the owners of its keys. Any thread may replace
+        the pair."""
 
     def owners(self, keys: Keys) -> Rows:
         """The index of the shard to which each of `keys` (K,) belongs, as (K,)."""
@@ -66,7 +72,7 @@ class Rendezvous:
         return owners
 
     def owner(self, key: int) -> int:
-        """As `owners`, for one key. Successive keys, as a client chooses them, take little time."""
+        """As `owners`, for one key. Fast for successive keys, as a KeySequence makes them."""
         number, owners = self._block
         if key // _BLOCK != number:
             number = key // _BLOCK
@@ -82,9 +88,9 @@ class Rendezvous:
         return order
 
     def _scores(self, keys: Keys) -> Keys:
-        """The scores of `keys` (K,) at the N shards, as (K, N): splitmix64 of key xor seed.
+        """The scores (K, N) of `keys` (K,) at the N shards: splitmix64 of key xor seed of the shard.
 
-        The products wrap around at 64 bits, as in splitmix64.
+        The products wrap around at 64 bits, as splitmix64 defines them.
         """
         mixed = keys[:, None] ^ self._seeds[None, :]
         for shift, factor in _SPLITMIX_ROUNDS:
@@ -93,7 +99,7 @@ class Rendezvous:
 
 
 def chosen_by_client(key: int) -> bool:
-    """True if a KeySequence chose this key at random, so that no other process can have tried it before."""
+    """True if a KeySequence made this key at random, so that no other process can have tried to insert it before."""
     return FIRST_KEY <= key <= LAST_KEY
 
 
@@ -103,30 +109,33 @@ class Placement:
     def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet
         self._tried: dict[int, tuple[Shard, bool]] = {}
-        """For the key of an insert that may or may not have succeeded: the shard that may have the item, and the item's
+        """The inserts that may or may not have succeeded, by the key: the shard that may have the item, and the item's
         `moved`."""
         self._ranked: tuple[Rendezvous, Sequence[Shard]] = (Rendezvous([]), ())
-        """The scores of the shards that the fleet had last, and these shards. Rendezvous returns indices of these
-        shards."""
+        """The result of the last `_ranking`."""
         self._passed_over: set[Shard] = set()
         """Shards that granted permits and are away. The log already has a line about each of them."""
 
     def shard_for(self, item: Item) -> Shard:
         """The shard for an insert, by the first rule that holds.
 
-        1. The shard that this client has tried the key on before: it may have the item.
-        2. The shard that gave the samples that the item closes, and no other one.
+        1. The shard on which this client has tried the key before: it may have the item.
+        2. The shard that gave the samples that the item closes: no other shard knows their leases.
         3. The shard that granted the permit, if it takes inserts: then its admission counts the group. Otherwise rules
            4 to 6 choose the shard, and the admission of that shard counts the group. If the granting shard is
-           draining, it is told afterwards (`settle`). If it is away, the permit stays in use until its lease ends.
-        4. The owner of the key, if the owner is up. Shards that are draining are passed over in rules 4 to 6, because
-           they have said that they lack the key.
+           draining, the client then releases the permit (`settle`). If it is away, the permit stays in use until its
+           lease ends.
+        4. The owner of the key, if the owner is up. Rules 4 to 6 pass over shards that are draining, because these have
+           answered that they lack the key.
         5. The shard with the next highest score that is up, if a client chose the key at random: then no other process
            has tried the key on the owner.
         6. The owner of the key, although it is away. Another process may have tried the key there before, so the insert
            waits for the owner.
+
+        Raises LeaseEndedError if the fleet no longer has the shard of rule 2.
         """
-        if (tried := self._tried.get(item.key)) is not None:
+        tried = self._tried.get(item.key)
+        if tried is not None:
             shard, item.moved = tried
             return shard
         if item.closes:
@@ -153,7 +162,7 @@ class Placement:
     def _shard_for_key(self, key: int) -> Shard:
         """The shard by rules 4 to 6 of `shard_for`."""
         rendezvous, shards = self._ranking()
-        if chosen_by_client(key):
+        if chosen_by_client(key):  # the usual case, by the fast way
             owner = shards[rendezvous.owner(key)]
             if owner.takes_inserts:
                 return owner
@@ -161,24 +170,24 @@ class Placement:
         # Shards that are away stay candidates: they may have the key. If all shards are draining, all are candidates.
         not_draining = [shard for shard in order if shard.takes_inserts or not shard.is_up]
         candidates = not_draining or order
-        if candidates[0].is_up or not chosen_by_client(key):
+        if candidates[0].is_up or not chosen_by_client(key):  # rules 4 and 6
             return candidates[0]
-        for shard in candidates:
+        for shard in candidates:  # rule 5
             if shard.is_up:
                 return shard
-        return candidates[0]
+        return candidates[0]  # all shards are away: wait for the first
 
     async def insert(self, item: Item) -> None:
         """Inserts the item into its shard within its timeout. Raises the errors of `AsyncReplayClient.insert`."""
 
         async def attempt(deadline: Deadline) -> None:
             shard = self.shard_for(item)
-            item.timeout = deadline.seconds
+            item.timeout = deadline.seconds  # the seconds that are left
             try:
                 with shard.expected():
                     await shard.insert(item)
             except ShardDrainingError:
-                self.forget(item.key, shard)
+                self.forget(item.key, shard)  # the next attempt chooses another shard
                 raise
             except ServerUnavailableError as error:
                 self._remember(item, shard)
@@ -194,9 +203,9 @@ class Placement:
         await self.settle(item)
 
     async def settle(self, item: Item) -> None:
-        """Releases the permit of an inserted item that went to another shard than the one that granted the permit.
+        """Releases the permit of an item that was inserted into another shard than the one that granted the permit.
 
-        If the granting shard is gone by now, the permit expires, and the shard then grants another one in its place.
+        Ignores errors: a permit that is not released expires, and the shard then grants another permit in its place.
         """
         if not item.moved:
             return
@@ -216,6 +225,7 @@ class Placement:
         """
 
         async def attempt(deadline: Deadline) -> pb.UnchangedRow | None:
+            """Tries the owner first, then the other shards, until one has the item."""
             rendezvous, shards = self._ranking()
             silent: list[str] = []
             for shard in [shards[index] for index in rendezvous.order(item.key)]:
@@ -228,7 +238,8 @@ class Placement:
                     silent.append(shard.name)
                     continue
                 row = unchanged_row(answer)
-                if row is None or not row.missing:
+                has_item = row is None or not row.missing
+                if has_item:
                     return row
             if silent:
                 away = ", ".join(silent)
@@ -240,7 +251,7 @@ class Placement:
     def forget(self, key: int, shard: Connection) -> bool:
         """Notes that the shard is draining, and does not have the key.
 
-        Returns True: the key may go to another shard.
+        Returns True: another shard may get the item.
         """
         assert isinstance(shard, Shard)
         self._tried.pop(key, None)
@@ -257,7 +268,7 @@ class Placement:
         assert len(self._tried) <= _MOST_REMEMBERED, len(self._tried)
 
     async def change(self, method: str, request: Message, timeout: float | None) -> MutationResult:
-        """Changes the items that `request` names by their keys. A key is missing if no shard that is up has it.
+        """Changes the items that `request` names by their keys. A key counts as missing if no shard that is up has it.
 
         `method` is UpdatePriorities, Delete or ConsumeItems. An error of one shard leaves the other shards changed.
         """
@@ -266,22 +277,23 @@ class Placement:
         rendezvous, shards = self._ranking()
         keys = _keys_of(request)
         owners = rendezvous.owners(keys)
-        found = np.zeros(keys.size, dtype=np.bool_)
+        found_K = np.zeros(keys.size, dtype=np.bool_)  # True for the keys that some shard had
 
         async def change_on(shard: Shard, owned: bool) -> int:
-            """Changes those items on a shard that were not found yet, and returns their number.
+            """Changes the items on one shard whose keys no shard has had yet, and returns the number of changed items.
 
-            With `owned`, tries only the keys that the shard owns, and otherwise only the keys of other owners.
+            With `owned`, tries only the keys that the shard owns; without it, only the keys of other owners.
             """
-            is_own = owners == shards.index(shard)
-            rows = np.flatnonzero(~found & (is_own == owned))
+            is_own_K = owners == shards.index(shard)
+            rows = np.flatnonzero(~found_K & (is_own_K == owned))
             if not rows.size:
                 return 0
             try:
-                answer = await shard.ask(method, _part(request, rows), deadline.seconds)
-            except GONE:
+                answer = await shard.ask(method, _request_for(rows, request), deadline.seconds)
+            except GONE:  # the keys count as missing, unless another shard has them
                 return 0
-            found[rows] |= ~np.isin(keys[rows], np.array(answer.missing, dtype=np.uint64))
+            missing_keys = np.array(answer.missing, dtype=np.uint64)
+            found_K[rows] |= ~np.isin(keys[rows], missing_keys)
             return int(answer.applied)
 
         applied = 0
@@ -289,11 +301,11 @@ class Placement:
         for owned in (True, False):
             counts = await asyncio.gather(*(change_on(shard, owned) for shard in up))
             applied += sum(counts)
-        missing = dict.fromkeys(keys[~found].tolist())  # each key once, in the order of the request
+        missing = dict.fromkeys(keys[~found_K].tolist())  # each key once, in the order of the request
         return MutationResult(applied, tuple(missing))
 
     def _ranking(self) -> tuple[Rendezvous, Sequence[Shard]]:
-        """The scores of the shards that the fleet has now, and these shards."""
+        """The shards that the fleet has now, and a Rendezvous that returns indices of these shards."""
         shards = self._fleet.shards
         if self._ranked[1] is not shards:
             names = [shard.name for shard in shards]
@@ -306,13 +318,13 @@ def _keys_of(request: Any) -> Keys:
     """The keys that a request names, as (K,). Raises InvalidRequestError unless there are as many priorities."""
     if not isinstance(request, pb.UpdatePrioritiesRequest):
         return np.array(request.keys, dtype=np.uint64)
-    if len(request.keys) != len(request.priorities):
+    if len(request.keys) != len(request.priorities):  # both are bytes, 8 for each entry
         raise InvalidRequestError(f"{len(request.keys) // 8} keys and {len(request.priorities) // 8} priorities")
     return np.frombuffer(request.keys, dtype="<u8")
 
 
-def _part(request: Any, rows: Rows) -> Any:
-    """A request of the same kind for the keys in these rows of `request`."""
+def _request_for(rows: Rows, request: Any) -> Any:
+    """A request of the same kind, for only the keys in these rows of `request`."""
     if isinstance(request, pb.UpdatePrioritiesRequest):
         keys = np.frombuffer(request.keys, dtype="<u8")
         priorities = np.frombuffer(request.priorities, dtype="<f8")

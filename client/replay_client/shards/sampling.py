@@ -1,20 +1,20 @@
 """Sampling from several shards: fills a batch from shard after shard, and acknowledges it only when it is complete.
 
-the shards' last answers ──▶ share the rows out ──▶ draw from each ──▶ all rows: take them
+the shards' last answers ──▶ share the rows out ──▶ draw from each ──▶ all rows: acknowledge them
    ▲                                ▲                    │
    │                                └── less: the rest ──┤
    └──── weigh all shards, while they have too little ◀──┴── too few: requeue them
 
-`sharing.py` computes how many rows each shard gives, from the last answers of the shards: their weights. A shard is
-asked for its weight again if the answer is older than WEIGHTS_AGE, or if the shard had no rows. So most batches cost
-one message to one shard, however many shards a pool has. If a shard has fewer rows than planned, other shards give the
-rest. If all shards together have too few rows, no row stays drawn: two readers that each hold half of the rows would
-wait for each other.
+`sharing.py` computes how many rows each shard gives, from the last answers of the shards: their weights. The client
+requests the weight of a shard again if the last answer is older than WEIGHTS_AGE, or if the shard had no rows. So most
+batches cost one message to one shard, however many shards a pool has. If a shard has fewer rows than planned, other
+shards give the rest. If all shards together have too few rows, all drawn rows are requeued: otherwise two readers that
+each hold half of the rows would wait for each other.
 
-There is one draw stream to each shard. A client that goes away loses no rows: its streams end, and the shards requeue
-the rows. A shard that goes away takes its rows with it, and the other shards give rows in their place. But the shard
-may have received the acknowledgement of its rows. So the client acknowledges them again when the shard comes back. If
-the shard confirms that, the next batch of an equal request begins with these rows.
+There is one draw stream to each shard. If a client goes away, no rows are lost: its streams end, and the shards requeue
+the rows. If a shard goes away, its rows cannot be confirmed, and the other shards give rows in their place. But the
+shard may have received the acknowledgement of its rows. So the client acknowledges the rows again when the shard is
+back. If the shard confirms that, the next batch of an equal request begins with these rows.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ from replay_protos.words import counted
 logger = logging.getLogger(__name__)
 
 WEIGHTS_AGE = 1.0
-"""Seconds for which the last weight of a shard is used. Draws do not see changes of the weight in this time. A shard
-goes through its whole table to compute its weight, so the shard is asked at most twice in this time."""
+"""Seconds for which the client uses the last weight of a shard. Draws do not see changes of the weight in this time.
+To compute its weight, a shard reads its whole table, so it is asked at most about twice in this time."""
 _ANSWER_SECONDS = 5.0
-"""Seconds in which a shard must answer. A shard that answers later gives nothing to the batch."""
+"""Seconds in which a shard must answer a draw. A shard that answers later gives nothing to the batch."""
 _WEIGH_SECONDS = 2.0
-"""Seconds in which a shard must answer if it is only asked for its weight."""
+"""Seconds in which a shard must answer a request for only its weight."""
 _FIRST_PAUSE = 0.005
 """Seconds between the first two attempts, while all shards together have too few rows. Each pause is twice the
 last."""
@@ -64,18 +64,17 @@ _HAS_NOTHING = (grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.ABORTED, *GON
 Part = tuple[str, int]
 """The part of a batch that one draw gave: the shard's name, and the id of the draw there."""
 Plan = dict[Shard, tuple[int, Sequence[pb.ValueRows]]]
-"""The number of rows that each shard is asked for; for a table that balances, also the number of rows of each value."""
-
-
+"""The number of rows to draw from each shard; for a table that balances, also the number of rows of each value."""
 MOST_UNSURE = 256
 """The most parts that a client remembers because no shard confirmed them. The oldest are forgotten first."""
 
 
 class Drawer:
-    """Draws batches over a stream to each shard. A sample's `lease_id` names its part until it is acknowledged.
+    """Draws batches over a stream to each shard.
 
-    Rows that are neither acknowledged nor leased are requeued when `close` ends the streams. The methods get the
-    request for the whole batch, and ignore the timeout in it.
+    Until a sample is acknowledged, its `lease_id` has the id of the draw that gave it. Rows that are neither
+    acknowledged nor leased are requeued when `close` ends the streams. The argument `request` of a method is the
+    request for the whole batch, whose timeout is ignored.
     """
 
     def __init__(self, fleet: Fleet) -> None:
@@ -85,10 +84,10 @@ class Drawer:
         """Names of shards that this client does not have. A warning has named each of them already."""
         self._rng = np.random.default_rng()
         self._weights: dict[str, dict[Shard, tuple[float, Weight]]] = {}
-        """For each table, the last weight of each shard, after the time at which it came."""
+        """For each table and shard: the time (time.monotonic) of the last weight, and this weight."""
         self._unsure: deque[tuple[bytes, list[Sample]]] = deque(maxlen=MOST_UNSURE)
-        """Parts of batches that this client acknowledged, and whose shards went away before they confirmed that: the
-        bytes of the request, and the samples of the part."""
+        """The parts of batches that this client acknowledged, and whose shards went away before they confirmed the
+        acknowledgement. Each entry has the bytes of the request for the batch, and the samples of the part."""
 
     def stream(self, shard: Shard) -> DrawStream:
         """The draw stream of this reader to one shard. The first request opens it."""
@@ -101,8 +100,9 @@ class Drawer:
     ) -> MutationResult:
         """As `SingleBatches.end`, for each sample on the shard that gave it.
 
-        The batches of a shard that cannot be reached count as missing: nobody may use their samples. So do the batches
-        of a shard that this client does not have, for example because a run goes on without that shard.
+        The batches of a shard that cannot be reached count as missing, so that the caller does not use their samples.
+        The batches of a shard that this client does not have count as missing too. For example, an operator may have
+        removed that shard from the run.
         """
         deadline = Deadline(timeout)
         leases = leases_of(samples)
@@ -115,10 +115,11 @@ class Drawer:
         async def end_on(name: str, ids: list[int]) -> MutationResult:
             shard = shards[name]
             if shard is not None:
+                request = ending(what, ids, lease)
                 with suppress(*GONE):
-                    answer = await shard.run(self.stream(shard).finish(ending(what, ids, lease), deadline.seconds))
+                    answer = await shard.run(self.stream(shard).finish(request, deadline.seconds))
                     return MutationResult(len(answer.done), tuple(answer.missing))
-            return MutationResult(0, tuple(ids))
+            return MutationResult(0, tuple(ids))  # all are missing
 
         results = await asyncio.gather(*(end_on(name, ids) for name, ids in leases.items()))
         applied = 0
@@ -136,6 +137,7 @@ class Drawer:
             logger.warning("batches of %s count as missing: this client has no such shard", ", ".join(sorted(unknown)))
 
     def sampler(self, series: Series) -> ShardedSampler:
+        """A sampler with draw streams of its own."""
         return ShardedSampler(self._fleet, series)
 
     def drop_soon(self) -> None:
@@ -150,8 +152,8 @@ class Drawer:
     async def sample(self, request: pb.SampleRequest, seconds: float | None) -> list[Sample]:
         """A batch that the caller owns, or that is leased to the caller for `request.lease` seconds.
 
-        The batch has fewer rows than `min_samples` in one case: a shard goes away between its draw and the
-        acknowledgement, and the other shards cannot give the rows in time.
+        The batch has fewer rows than `min_samples` in one case: a shard goes away after it gave its rows and before it
+        confirmed their acknowledgement, and the other shards cannot give as many rows in time.
         """
         _check_rows(request)
         deadline = Deadline(seconds)
@@ -163,47 +165,53 @@ class Drawer:
                     acknowledged += settled
                     continue
             try:
-                parts = await self.draw(rest_of(request, acknowledged), deadline, request.lease)
+                drawn = await self.draw(rest_of(request, acknowledged), deadline, request.lease)
             except DeadlineExceededError:
-                if acknowledged:  # these rows cannot go back, and must not be lost
+                if acknowledged:  # these rows cannot be requeued any more, so return them, or they would be lost
                     break
                 raise
             if request.lease:
-                return parts
-            acknowledged += await self.acknowledge(request, parts)
+                return drawn
+            acknowledged += await self.acknowledge(request, drawn)
             if deadline.passed and len(acknowledged) >= _least(request):
                 break
         return acknowledged
 
     async def draw(self, request: pb.SampleRequest, deadline: Deadline, lease: float = 0.0) -> list[Sample]:
-        """A batch from one or more shards. Raises DeadlineExceededError with the reason; then no row stays drawn."""
+        """A batch from one or more shards, which the caller must acknowledge unless it has a lease.
+
+        Raises DeadlineExceededError with the reason if there is no batch; then all drawn rows are requeued.
+        """
+        # First try with the weights of the last answers, which costs no further message.
         known_weights = await self._known_weights(request, deadline)
         drawn = await self._fill(request, request.num_samples, known_weights, lease)
         if drawn:
             return drawn
         pause = _FIRST_PAUSE
         while True:
-            last_look = deadline.passed
+            is_last_attempt = deadline.passed
             weights = await self._weigh(request, await self._fleet.reachable(deadline))
-            least = max(1, _least(request)) if last_look else request.num_samples
+            # When the time is up, `min_samples` rows are enough. This number is 0 for the rest of a batch that has
+            # enough rows already, but `_fill` returns an empty list if there is no row.
+            least = max(1, _least(request)) if is_last_attempt else request.num_samples
             drawn = await self._fill(request, least, weights, lease)
             if drawn:
                 return drawn
-            if last_look:
+            if is_last_attempt:
                 raise DeadlineExceededError(_reason(request, weights))
             await asyncio.sleep(deadline.within(pause))
             pause = min(2 * pause, _LONGEST_PAUSE)
 
     async def acknowledge(self, request: pb.SampleRequest, samples: list[Sample], lease: float = 0.0) -> list[Sample]:
-        """Acknowledges samples at their shards, and returns those that the shards confirm.
+        """Acknowledges samples at their shards, and returns the samples whose shards confirm that.
 
-        A shard that goes away confirms nothing. `settled` asks the shard again later, even if the caller was
-        interrupted here. With `lease`, the samples are leased for `lease` seconds, and not
-        acknowledged.
+        A shard that goes away confirms nothing. `settled` asks that shard again later, even if the caller was
+        interrupted here. With a `lease`, this method does not acknowledge the samples, but begins their leases of
+        `lease` seconds.
         """
         parts = {_part_of(sample) for sample in samples}
         acknowledged: set[Part] = set()
-        unsure = parts
+        unsure = parts  # all parts, if this call is interrupted before the answers arrive
         try:
             acknowledged, unsure = await self._acknowledge_parts(parts, lease)
         finally:
@@ -212,43 +220,45 @@ class Drawer:
         confirmed = [sample for sample in samples if _part_of(sample) in acknowledged]
         if not lease:
             for sample in confirmed:
-                sample.info.lease_id = 0
+                sample.info.lease_id = 0  # the caller of `sample` must not see the id of the draw as a lease
         return confirmed
 
     def _remember_unsure(self, request: pb.SampleRequest, samples: list[Sample], unsure: set[Part]) -> None:
+        """Adds the samples of the parts `unsure` to `_unsure`, an entry for each part."""
         same_call = request.SerializeToString(deterministic=True)
         for part in unsure:
             rows = [sample for sample in samples if _part_of(sample) == part]
             self._unsure.append((same_call, rows))
 
     async def settled(self, request: pb.SampleRequest, rows: int) -> list[Sample]:
-        """Up to `rows` rows that earlier batches of an equal request lost with a shard.
+        """Up to `rows` rows of earlier batches of an equal request, which lost these rows because a shard went away.
 
-        The shard has come back, and confirms that it gave the rows to this client.
+        The shard is back, and confirms now that it gave the rows to this client.
         """
         settled: list[Sample] = []
-        same_call = request.SerializeToString(deterministic=True)
+        same_call = request.SerializeToString(deterministic=True)  # equal bytes for equal arguments
         for entry in [entry for entry in self._unsure if entry[0] == same_call]:
             _, samples = entry
             shard = self._fleet.named(samples[0].info.shard)
             if shard is None or not shard.is_up:
                 continue
-            if len(settled) + len(samples) > rows:
+            if len(settled) + len(samples) > rows:  # more rows than the batch lacks
                 continue
-            if entry not in self._unsure:  # another call asked about this part during the last `await`
+            if entry not in self._unsure:  # another call has removed this entry during the `await` below
                 continue
-            self._unsure.remove(entry)  # another call of this client must not ask about it as well
+            self._unsure.remove(entry)  # so that no other call acknowledges this part too
             settled += await self.acknowledge(request, samples)
         return settled
 
     def requeue(self, samples: Iterable[Sample]) -> None:
-        """Requeues samples at the shards that can be reached. The other shards requeue them by themselves."""
+        """Requeues samples at the shards that can be reached. The other shards requeue their samples by themselves."""
         for name, draw_id in {_part_of(sample) for sample in samples}:
-            if (shard := self._fleet.named(name)) is not None:
+            shard = self._fleet.named(name)
+            if shard is not None:
                 self.stream(shard).give_up(draw_id)
 
     async def _known_weights(self, request: pb.SampleRequest, deadline: Deadline) -> dict[Shard, Weight]:
-        """The last weight of each shard that is up. Asks a shard again if its weight is old, or if it had no rows."""
+        """The last weight of each shard that is up. Requests the weight again if it is old, or if it had no rows."""
         up = await self._fleet.reachable(deadline)
         now = time.monotonic()
         distinct = not request.allow_repeats
@@ -265,8 +275,8 @@ class Drawer:
         return {shard: known[shard][1] for shard in up if shard in known}
 
     async def _weigh(self, request: pb.SampleRequest, shards: Iterable[Shard]) -> dict[Shard, Weight]:
-        """The weights for this request, of the shards that answer."""
-        requests = {shard: _part(request, 0, 0.0, weigh=True) for shard in shards}
+        """The weights for this request, of the shards that answer. Draws no rows."""
+        requests = {shard: _shard_request(request, 0, 0.0, weigh=True) for shard in shards}
         answers = await self._ask(requests, _WEIGH_SECONDS)
         weights = {shard: answer.head.weight for shard, answer in answers.items()}
         if _is_plain(request):
@@ -278,30 +288,33 @@ class Drawer:
     async def _fill(
         self, request: pb.SampleRequest, least: int, weights: dict[Shard, Weight], lease: float
     ) -> list[Sample]:
-        """Up to `num_samples` rows, from shard after shard; an empty list if the shards have fewer than `least` now."""
+        """Up to `num_samples` rows, from shard after shard; empty if the shards have fewer than `least` rows now.
+
+        `weights` are those of the shards that may give rows. With `lease`, the rows are leased for these seconds.
+        """
         distinct = not request.allow_repeats
         rows = min(request.num_samples, _possible(weights, distinct))
         if rows < least:
             return []
         ordered = any(weight.ordered for weight in weights.values())
-        shares = _shares(weights, ordered)
+        factors = _probability_factors(weights, ordered)
         table_size = sum(weight.size for weight in weights.values())
         drawn: list[Sample] = []
         try:
             while weights and len(drawn) < rows:
                 plan = self._plan(weights, rows - len(drawn), distinct)
-                if not plan:
+                if not plan:  # by their weights, the shards have no more rows
                     break
                 answers = await self._answers(rest_of(request, drawn), weights, plan, lease)
                 for shard, (count, _) in plan.items():
                     samples = answers.get(shard, [])
                     for sample in samples:
                         info = sample.info
-                        info.probability *= shares[shard]
+                        info.probability *= factors[shard]
                         info.shard = shard.name
                         info.table_size = table_size
                     drawn += samples
-                    if len(samples) < count:  # another client was faster, or the shard is gone
+                    if len(samples) < count:  # another client was faster, or the shard is gone: plan without it
                         weights = {other: weight for other, weight in weights.items() if other is not shard}
         except BaseException:
             self.requeue(drawn)
@@ -310,14 +323,14 @@ class Drawer:
             self.requeue(drawn)
             return []
         if not ordered:
-            self._rng.shuffle(drawn)
+            self._rng.shuffle(drawn)  # else the position of a row in the batch would tell its shard
         return drawn
 
     def _plan(self, weights: Mapping[Shard, Weight], rows: int, distinct: bool) -> Plan:
-        """The rows that each shard is asked for, at most `rows` together. A shard that gives no rows is absent."""
+        """The rows to draw from each shard, at most `rows` together. A shard that gives no rows is absent."""
         shard_weights = list(weights.values())
         plan: Plan = {}
-        if any(weight.values for weight in shard_weights):
+        if any(weight.values for weight in shard_weights):  # the table balances
             values_of_shards = share_values(shard_weights, rows, distinct=distinct, rng=self._rng)
             for shard, values in zip(weights, values_of_shards, strict=True):
                 count = sum(value.rows for value in values)
@@ -333,7 +346,10 @@ class Drawer:
     async def _answers(
         self, request: pb.SampleRequest, weights: Mapping[Shard, Weight], plan: Plan, lease: float
     ) -> dict[Shard, list[Sample]]:
-        """The samples that the shards give for this plan. Remembers the weights that come with them."""
+        """The samples that the shards give for this plan. Stores the weights that come with the answers.
+
+        Lowers the weights of `weights` in place by the planned rows, if draws remove rows from the table.
+        """
         known = self._weights.setdefault(request.table, {})
         requests: dict[Shard, pb.SampleRequest] = {}
         for shard, (count, values) in plan.items():
@@ -342,13 +358,13 @@ class Drawer:
             # If the table has no order, only the shard knows by how much a draw lowers the weight.
             changes_unseen = weight.consuming and not weight.ordered
             weigh = _is_plain(request) and (is_old or changes_unseen)
-            if weight.consuming:  # another task may plan a draw before the answer comes
+            if weight.consuming:  # another task may plan a draw with this weight before the answer arrives
                 use_up(weight, count, values)
-            requests[shard] = _part(request, count, lease, weigh=weigh, values=values)
+            requests[shard] = _shard_request(request, count, lease, weigh=weigh, values=values)
         answers = await self._ask(requests, _ANSWER_SECONDS)
         for shard, shard_request in requests.items():
             answer = answers.get(shard)
-            if answer is None or len(answer.head.keys) < shard_request.num_samples:
+            if answer is None or len(answer.head.keys) < shard_request.num_samples:  # the weight was wrong
                 known.pop(shard, None)
             elif shard_request.weigh:
                 known[shard] = (time.monotonic(), answer.head.weight)
@@ -357,16 +373,17 @@ class Drawer:
     async def _ask(
         self, requests: Mapping[Shard, pb.SampleRequest], seconds: float
     ) -> dict[Shard, Frame[pb.SampleResponse]]:
-        """The answers of the shards, without those that have no rows or do not answer.
+        """The answers of the shards. Leaves out the shards that have no rows, or do not answer within `seconds`.
 
-        Raises the error of a shard that refuses. After an error, and if the caller is cancelled, no rows stay drawn.
+        Raises the error of a shard that refuses. After an error, and if the caller is cancelled, all drawn rows are
+        requeued.
         """
         futures = {shard: self.stream(shard).draw(request) for shard, request in requests.items()}
         answers: dict[Shard, Frame[pb.SampleResponse]] = {}
         try:
             await self._wait_for_answers(futures, seconds)
             for shard, future in futures.items():
-                if not future.done():
+                if not future.done():  # too late: if the shard draws rows after all, it requeues them
                     self.stream(shard).give_up(requests[shard].id)
                     continue
                 error = future.exception()
@@ -385,26 +402,35 @@ class Drawer:
     def _gives_nothing(self, shard: Shard, error: BaseException) -> bool:
         """True if the batch goes on without the shard after this error."""
         if isinstance(error, ServerClosedError):
-            # True if the fleet has no such shard any more, and closed its channel. False: this client was closed.
-            return self._fleet.named(shard.name) is not shard
+            # The channel was closed. Either the fleet has removed this shard, or the whole client was closed.
+            was_removed = self._fleet.named(shard.name) is not shard
+            return was_removed
         return isinstance(error, grpc.aio.AioRpcError) and error.code() in _HAS_NOTHING
 
     async def _wait_for_answers(self, futures: Mapping[Shard, asyncio.Future[Any]], seconds: float) -> None:
-        """Returns when all shards have answered, except for shards that hang or need more than `seconds`."""
+        """Returns when all shards have answered, except for shards that hang or need more than `seconds`.
+
+        Each shard has LATE_SECONDS first. A shard that is late is then probed, and has `seconds` more if it answers the
+        probe.
+        """
         if futures:
             await asyncio.wait(futures.values(), timeout=LATE_SECONDS)
         late = [shard for shard, future in futures.items() if not future.done()]
-        alive = await asyncio.gather(*(shard.answers() for shard in late))
-        slow = [futures[shard] for shard, is_alive in zip(late, alive, strict=True) if is_alive]
+        answers_probe = await asyncio.gather(*(shard.answers() for shard in late))
+        slow = [futures[shard] for shard, is_alive in zip(late, answers_probe, strict=True) if is_alive]
         if slow:
             await asyncio.wait(slow, timeout=seconds)
 
     async def _acknowledge_parts(self, parts: set[Part], lease: float) -> tuple[set[Part], set[Part]]:
-        """Returns first the parts that were acknowledged or leased, then the parts whose shards did not answer."""
+        """Acknowledges the parts, or with `lease` begins their leases of these seconds.
+
+        Returns first the parts for which that succeeded, then the parts whose shards did not answer. The other parts
+        were requeued before.
+        """
         futures: dict[Shard, asyncio.Future[pb.SampleResponse]] = {}
         for name in {name for name, _ in parts}:
             shard = self._fleet.named(name)
-            if shard is None:
+            if shard is None:  # the fleet has removed the shard: its parts count as not answered
                 continue
             ids = sorted(draw_id for owner, draw_id in parts if owner == name)
             if lease:
@@ -424,17 +450,21 @@ class Drawer:
 
 
 class ShardedSampler(AsyncSampler):
-    """An AsyncSampler over several shards. Up to `prefetch` batches are drawn ahead."""
+    """An AsyncSampler over several shards. Up to `prefetch` batches are drawn ahead, each by a task."""
 
     def __init__(self, fleet: Fleet, series: Series) -> None:
+        """Raises InvalidRequestError for an impossible number of rows."""
         self._drawer = Drawer(fleet)  # before the check below, because `__del__` needs it even if the check raises
         self._series = series
         _check_rows(series.request)
         self._request = series.request
         self._lease = series.request.lease
+        """Seconds; 0: no lease."""
         self._drawing: deque[asyncio.Task[list[Sample]]] = deque()
+        """The tasks that draw batches ahead."""
         self._acknowledged: list[Sample] = []
-        """The acknowledged rows of a batch that lost its other rows with a shard. The next batch begins with them."""
+        """The acknowledged rows of a batch that is not complete, because a shard went away or the caller was
+        interrupted. The next batch begins with these rows."""
         self._closed = False
 
     async def __anext__(self) -> list[Sample]:
@@ -447,7 +477,7 @@ class ShardedSampler(AsyncSampler):
             if settled:
                 self._acknowledged += settled
                 continue
-            if self._acknowledged:  # draw only as many rows as the batch lacks
+            if self._acknowledged:  # a batch that was drawn ahead would be too large: draw only the missing rows
                 drawn = await self._drawer.draw(rest_of(self._request, self._acknowledged), deadline)
             else:
                 drawn = await self._drawn_ahead(deadline)
@@ -461,17 +491,19 @@ class ShardedSampler(AsyncSampler):
         return batch
 
     async def _drawn_ahead(self, deadline: Deadline) -> list[Sample]:
+        """The next batch that was drawn ahead. Waits for one until the deadline, and then raises the reason."""
         self._draw_ahead(max(1, self._series.prefetch))
-        # Any batch that is ready, because batches that are drawn at the same time have no order.
+        # Wait for any batch, because batches that are drawn at the same time have no order.
         await asyncio.wait(self._drawing, timeout=deadline.seconds, return_when=asyncio.FIRST_COMPLETED)
         for task in self._drawing:
             if task.done():
                 self._drawing.remove(task)
                 return task.result()
-        # The time is up. One more draw, whose error has the reason of the wait.
+        # The time is up. Make one more draw: if there is still no batch, its error has the reason.
         return await self._drawer.draw(self._request, deadline)
 
     def _draw_ahead(self, batches: int) -> None:
+        """Starts tasks until `batches` of them draw or have drawn a batch."""
         while len(self._drawing) < batches:
             task = asyncio.create_task(self._drawer.draw(self._request, Deadline(None)))
             task.add_done_callback(_ignore_error)
@@ -485,7 +517,7 @@ class ShardedSampler(AsyncSampler):
         for task in drawing:
             task.cancel()
         await asyncio.gather(*drawing, return_exceptions=True)
-        if self._lease:
+        if self._lease:  # the rows of an incomplete batch, whose leases have begun already
             self._drawer.requeue(self._acknowledged)
         await self._drawer.close()
 
@@ -494,41 +526,44 @@ class ShardedSampler(AsyncSampler):
 
 
 def _ignore_error(ended: asyncio.Task[Any]) -> None:
-    """Reads the error of a draw. asyncio logs errors that nobody reads, as after the client was closed."""
+    """Retrieves the error of a draw. asyncio logs an error that no code has retrieved, as after `close`."""
     if not ended.cancelled():
         ended.exception()
 
 
-def _shares(weights: Mapping[Shard, Weight], ordered: bool) -> dict[Shard, float]:
-    """The factor for the probabilities that each shard reports, which makes them probabilities among all shards.
+def _probability_factors(weights: Mapping[Shard, Weight], ordered: bool) -> dict[Shard, float]:
+    """By the shard: the factor that makes the probability of a row at the shard the probability among all shards.
 
-    The factor is the shard's share of the total weight. It is 1 if the reported probabilities hold for all shards
-    already: for a table with an order or with balanced values, and if the total weight is 0.
+    The factor is the shard's share of the total weight. It is 1 for a table with an order, and if the total weight is
+    0. It is 1 for a table with balanced values, too: its factors are in the plan (`ValueRows.share`).
     """
     total = sum(weight.total for weight in weights.values())
-    shares: dict[Shard, float] = {}
+    factors: dict[Shard, float] = {}
     for shard, weight in weights.items():
         if ordered or weight.values or not total:
-            shares[shard] = 1.0
+            factors[shard] = 1.0
         else:
-            shares[shard] = weight.total / total
-    return shares
+            factors[shard] = weight.total / total
+    return factors
 
 
-def _part(
+def _shard_request(
     request: pb.SampleRequest, rows: int, lease: float, *, weigh: bool, values: Sequence[pb.ValueRows] = ()
 ) -> pb.SampleRequest:
-    """A request to one shard for up to `rows` rows, and with `weigh` for its weight. The shard does not wait."""
-    part = pb.SampleRequest()
-    part.CopyFrom(request)
-    part.id = new_id()
-    part.num_samples = rows
-    part.min_samples = 1
-    part.timeout = 0.0
-    part.lease = lease
-    part.weigh = weigh
-    part.values.extend(values)
-    return part
+    """The request to one shard for up to `rows` rows of the batch, and with `weigh` for the shard's weight too.
+
+    The shard answers at once with the rows that it has, because the timeout is 0 and one row is enough.
+    """
+    shard_request = pb.SampleRequest()
+    shard_request.CopyFrom(request)
+    shard_request.id = new_id()
+    shard_request.num_samples = rows
+    shard_request.min_samples = 1
+    shard_request.timeout = 0.0
+    shard_request.lease = lease
+    shard_request.weigh = weigh
+    shard_request.values.extend(values)
+    return shard_request
 
 
 def _least(request: pb.SampleRequest) -> int:
@@ -537,7 +572,10 @@ def _least(request: pb.SampleRequest) -> int:
 
 
 def _check_rows(request: pb.SampleRequest) -> None:
-    """Raises InvalidRequestError for impossible numbers of rows. Checked here, since no shard sees the whole batch."""
+    """Raises InvalidRequestError for impossible numbers of rows.
+
+    A single server checks the numbers itself. Of several shards, none sees the request for the whole batch.
+    """
     if not 1 <= _least(request) <= request.num_samples:
         raise InvalidRequestError(f"min_samples {_least(request)} must be from 1 to num_samples {request.num_samples}")
 
@@ -548,11 +586,12 @@ def _is_plain(request: pb.SampleRequest) -> bool:
 
 
 def _part_of(sample: Sample) -> Part:
+    """The part of the batch to which the sample belongs, until it is acknowledged."""
     return sample.info.shard, sample.info.lease_id
 
 
 def rest_of(request: pb.SampleRequest, acknowledged: list[Sample]) -> pb.SampleRequest:
-    """The request for the rest of a batch that has the samples `acknowledged` already."""
+    """The request for the rest of a batch that has the samples `acknowledged` already. It excludes their keys."""
     if not acknowledged:
         return request
     rest = pb.SampleRequest()
