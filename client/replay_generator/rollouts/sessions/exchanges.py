@@ -61,7 +61,7 @@ class Exchange:
     text: str = ""
     """The text that the client sent, with the completion behind it; "": the client sent no text."""
     read: bool = False
-    """True once the client has received the whole answer. Otherwise the completion is at most context."""
+    """True once the client has received the whole answer."""
     is_trained: bool = True
     """True if the completion is trained on. Otherwise it is only context of the exchanges that continue this one."""
     followed: bool = False
