@@ -67,7 +67,7 @@ class Task:
     prompt_ids: list[int]
     """(P,) tokens of the prompt. If the prompt is a list of messages, the tokenizer's chat template has rendered it."""
     row: Mapping[str, Any]
-    """The whole row of the prompt, as reward functions get it too."""
+    """The whole row of the prompt: the values by the names of their columns. Reward functions get the same row."""
     messages: tuple[Mapping[str, Any], ...] | None
     """The messages of the prompt; None: the prompt is a text."""
     index: int
@@ -547,7 +547,7 @@ def checked(rollout: Any) -> Rollout:
         rollout.reward, rollout.metrics = numbers_of(rollout.reward, rollout.metrics)
         for turn in rollout.turns:
             check_name(turn.role, "the role of a turn")
-        # The reason of the last sequence stands for a rollout that has none.
+        # A rollout without a reason has the reason of its last sequence.
         for reason in (rollout.finish_reason, rollout.sequences[-1].finish_reason):
             # Only None and "" mean that there is no reason. Other false values, such as 0, are errors of the hook.
             is_absent = reason is None or (isinstance(reason, str) and not reason)

@@ -43,7 +43,7 @@ IMPOSSIBLE = -25.0
 """In nats. If two results that should differ are equal, and the log-probability of this is below the bound, the engine
 has a fault: a correct engine would hardly ever draw them."""
 DEVIATIONS = 7.0
-"""The most standard deviations by which a frequency may differ from its probability."""
+"""The most standard deviations by which the frequency of a token may differ from the probability of the token."""
 MANY = 16
 """The number of completions in a comparison. So many completions are not all the same by chance, even if the model ends
 most of them after few tokens."""
@@ -192,7 +192,7 @@ class _Exercise:
         for number, completion in enumerate(completions):
             try:
                 self._check_completion(completion, prompt_ids, sampling, versions)
-            except AssertionError as error:  # the message begins with a verb
+            except AssertionError as error:  # its message has no subject
                 self._fail(f"completion {number} of {n} {error}")
         return completions
 
@@ -564,7 +564,8 @@ class _Exercise:
                     raised = f"{type(error).__name__}: {error}"
                 what = "holds no weights" if folder == empty else "is gone"
                 self._fail(f"load_weights raised {raised} for a folder that {what}: it must raise FileNotFoundError")
-        await self._draw(self._prompts[0], SamplingConfig(max_tokens=4), 2)  # with the weights of before
+        # The engine must still draw with its old weights.
+        await self._draw(self._prompts[0], SamplingConfig(max_tokens=4), 2)
 
     async def check_weights(self, first: str, second: str, exact_versions: bool) -> None:
         """Checks that new weights are used at once, also for requests under way, and that each token has the version
@@ -652,7 +653,7 @@ class _Exercise:
         self._version = old + 1
         await self._load(second)
         completions = await task
-        # Tokens of each version must have the log-probabilities of its weights.
+        # The log-probability of each token must be that by the weights of its version.
         for completion in completions:
             await self._check_logprobs(self._prompts[0], completion, self._version)
         await self._load(first)

@@ -67,7 +67,7 @@ class ScriptedEngine:
     hold: asyncio.Event | None = None
     """Requests do not end before this event is set. None: they end at once."""
     probe_scores: list[float] = field(default_factory=list)
-    """The result of `score`, whatever its tokens are."""
+    """The result of `score`, for all tokens the same."""
     prompts: list[list[int]] = field(default_factory=list)
     """The prompt of each request, as tokens."""
     seeds: list[int | None] = field(default_factory=list)

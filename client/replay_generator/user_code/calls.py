@@ -340,8 +340,8 @@ def _passes(error: BaseException) -> bool:
 
 
 def _is_cancelled() -> bool:
-    """True if the current task was cancelled. Also true if this code runs on an event loop outside of a task, where
-    nobody can tell."""
+    """True if the current task was cancelled. Also true in a callback of the event loop, which runs outside of a task:
+    there nobody can tell."""
     try:
         task = asyncio.current_task()
     except RuntimeError:  # a thread without an event loop, which nobody can cancel
@@ -428,7 +428,7 @@ class _Thread:
         """True once all calls have returned."""
 
     def run(self) -> tuple[list[Any], SignalRequests]:
-        """Makes the calls, in the new thread. Returns the result of `_call_in_thread`."""
+        """Makes the calls, in the new thread. Returns their results, and the requests for signals."""
         threading.current_thread().name = f"replay-{name_of(self._function)}"
         try:
             return _call_in_thread(self._function, self._calls)
@@ -469,8 +469,9 @@ def threads_left() -> int:
 
 
 async def _in_thread(function: Function, calls: Sequence[Call]) -> tuple[list[Any], SignalRequests]:
-    """The result of `_call_in_thread`, in a new thread. Raises UserCodeError if the function has too many abandoned
-    threads."""
+    """Makes the calls in a new thread. Returns their results, and the requests for signals: if there are requests, the
+    results must not be used. Raises the errors of the function, and UserCodeError if the function has too many
+    abandoned threads."""
     with _left_lock:
         count = len(_left.get(id(function), ()))
     if count >= MOST_LEFT:
@@ -536,6 +537,7 @@ class LoopWatch:
         """Set when the context is left."""
 
     def __enter__(self) -> LoopWatch:
+        """Starts the thread that watches the running event loop of this thread."""
         self._loop = asyncio.get_running_loop()
         self._thread = threading.get_ident()
         threading.Thread(target=self._watch, name="replay-loop-watch", daemon=True).start()

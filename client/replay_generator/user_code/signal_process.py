@@ -114,6 +114,7 @@ def _noted(name: str, real: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(real)
     def request(*args: Any, **options: Any) -> Any:
+        """Calls `real`. Under `signal_requests`, notes the call and raises ValueError instead."""
         requests = getattr(_noting, "requests", None)
         # If the user's function forks a child process, this thread is the main thread of the child, and may ask for
         # signals.
@@ -307,7 +308,7 @@ class SignalProcess:
                 command,
                 pass_fds=[number],
                 stdin=subprocess.DEVNULL,
-                start_new_session=True,  # Ctrl-C in the terminal must reach only the parent: it still waits for answers
+                start_new_session=True,  # Ctrl-C must not end the child, because the parent still waits for answers
             )
         connection = Connection(parent_socket.detach())
         connection.send(prepared)

@@ -2,8 +2,8 @@
 
 The package has DefaultRenderer for such models. But DefaultRenderer passes the messages to the chat template without
 any preparation. DefaultRenderer also renders the whole chat again for each turn, and so tokenizes again what the policy
-wrote. TemplateRenderer renders by `chat.render`, as all prompts are rendered. It keeps the token ids of all turns so
-far, and renders only the messages that follow them.
+wrote. TemplateRenderer renders by `chat.render`, as all prompts are rendered. For a further turn, TemplateRenderer
+keeps the token ids of all turns so far, and renders only the messages that follow them.
 """
 
 from __future__ import annotations

@@ -60,7 +60,7 @@ _TRACE = "X-Session-ID"
 
 
 class EpisodeSession(Session):
-    """The session of an episode. It remembers which traces have asked the policy for a completion."""
+    """The session of an episode. The session remembers which traces have asked the policy for a completion."""
 
     def __init__(self, task: Task, policy: RolloutPolicy, config: GeneratorConfig) -> None:
         super().__init__(
@@ -126,6 +126,7 @@ class VerifiersEnvironment(SessionServer):
         return cycle_prompts(prompts, seed=seed)
 
     async def __aenter__(self) -> VerifiersEnvironment:
+        """Starts the HTTP server, and the resources of the environment."""
         # `renderers` 0.1 has one lock for the whole process, and the first event loop that waits for the lock owns it.
         # Without a new lock, a second run in the same process, with another event loop, would fail.
         renderers.client._max_prompt_len_lock = asyncio.Lock()
@@ -140,17 +141,18 @@ class VerifiersEnvironment(SessionServer):
         await self._held.aclose()
 
     async def __call__(self, task: Task, policy: RolloutPolicy) -> Rollout:
-        """Plays one episode. Raises RolloutError if it failed, with the reason that the episode gives."""
+        """Plays one episode. Raises RolloutError if the episode failed, with the reason that the episode gives."""
         session = EpisodeSession(task, policy, self._config)
         async with self.playing(session) as address:
-            (slot,) = self._env.slots(task.row["task"])
+            (slot,) = self._env.slots(task.row["task"])  # a slot is the plan of one episode
             episode = await self._env.run_slot(slot, self._context(task, f"{address}/v1"))
             if not self._env.complete(episode):
                 raise RolloutError(_why(episode))
         return _rollout(episode, session)
 
     def _context(self, task: Task, base_url: str) -> Any:
-        """The model that the agents of an episode ask, its address, and its sampling."""
+        """The ModelContext of `verifiers` for an episode: the model that the agents ask, its address, and its sampling.
+        `base_url`: the address."""
         model = task.tokenizer.name_or_path
         client = vf.TrainClientConfig(
             base_url=base_url,
@@ -247,8 +249,7 @@ def _rollout(episode: Any, session: EpisodeSession) -> Rollout:
     """The rollout of an episode, with its reward. Raises RolloutError if there is nothing to train on, or if the agents
     have different rewards."""
     traces = [trace for trace in episode.traces if trace.agent.trainable and trace.id in session.trace_ids]
-    ends: list[Exchange] = []
-    """The last exchange of each branch."""
+    ends: list[Exchange] = []  # the last exchange of each branch
     for trace in traces:
         for tokens in _branches(trace):
             ends.append(session.exchanges.that_drew(tokens, besides=ends))

@@ -46,7 +46,7 @@ GRACE = 10.0
 """Seconds in which the supervisor of a command must end all its processes. After that the generator kills them: for
 example, the command may have stopped its supervisor (SIGSTOP)."""
 _KEPT = 1 << 16
-"""The most bytes of a command's stdout that are stored, and the most bytes of its stderr. These are the last bytes."""
+"""The number of bytes at the end of a command's stdout that are stored. The same number is stored of its stderr."""
 
 
 def _no_text(value: Any) -> Any:

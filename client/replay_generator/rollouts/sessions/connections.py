@@ -89,7 +89,7 @@ class _Connection(asyncio.Protocol):
 
     def answered(self) -> None:
         """Notes that the request is answered. From now on the client has a limited time for its next request."""
-        if not self.is_answered:  # the answer was sent before the whole request had come
+        if not self.is_answered:  # the answer came before the whole request, whose end calls this method again
             return
         self.is_answered = False
         if self._has_next:  # the next request has begun already
@@ -113,6 +113,7 @@ class _Connection(asyncio.Protocol):
         self._inner.connection_made(transport)
 
     def data_received(self, data: bytes) -> None:
+        """Passes bytes of the client on. While a request is answered, they belong to the next request."""
         if self.is_answered:
             self._has_next = True
         else:

@@ -101,6 +101,7 @@ class _Line:
     """The requests of one session. At most _MOST of them are answered at the same time, and the others wait in line."""
 
     def __init__(self, *, is_taken: bool) -> None:
+        """`is_taken` False: the session waits until an agent takes it."""
         self.is_taken = is_taken
         """True once an agent has taken the session."""
         self.under_way = 0
@@ -174,7 +175,7 @@ class SessionServer(Watch):
         """The application. A subclass may add routes before the server is entered."""
         self.app[_REFUSALS] = Refusals()
         self.base_url = ""
-        """Scheme, host and port, once the server is entered."""
+        """Scheme, host and port of the server; "": the server is not entered yet."""
         self._host = host
         self._port = port
         self._ssl = ssl_context
@@ -185,6 +186,7 @@ class SessionServer(Watch):
         self._runner = web.AppRunner(self.app, access_log=None, shutdown_timeout=1.0, logger=_AtDebug(logger, {}))
 
     async def __aenter__(self) -> SessionServer:
+        """Starts the server. Raises OSError if its address is not available."""
         # These routes come last: they fit every path, and a subclass has added its own routes before.
         self.app.router.add_route("*", "/sessions/{id}{rest:/.*|}", self._serve)
         self.app.router.add_route("*", "/{rest:.*}", self._serve)
@@ -261,8 +263,8 @@ class SessionServer(Watch):
     async def playing(self, session: Session) -> AsyncIterator[str]:
         """Serves a session until the block ends, and yields the address of the session.
 
-        Raises the fault of the session, even if the block ends without an error. If the block raises a RolloutError,
-        the last refusal of the session is added to its message.
+        If the session has a fault (`Session.fault`), raises this fault, even if the block ends without an error. If the
+        block raises a RolloutError, the last refusal of the session is added to the message of this error.
         """
         try:
             yield self.open(session)
@@ -421,9 +423,13 @@ async def _ask(dialect: Dialect, session: Session, raw: bytes) -> tuple[Ask, dic
 
 
 def _parsed(dialect: Dialect, answers: Sequence[Answer], max_length: int, raw: bytes) -> tuple[Ask, dict[str, Any]]:
-    """The result of `_ask`. This runs in a thread if the request is large."""
+    """The request as an Ask, and its body as an object. `answers`: the earlier answers of the session. Raises Refusal.
+
+    If the request is large, this function runs in a thread.
+    """
 
     def read(body: dict[str, Any]) -> tuple[Ask, dict[str, Any]]:
+        """The Ask of a body, and the body. `parsed` calls this once it has checked the size of the body."""
         if isinstance(dialect, Responses):
             ask = dialect.ask(body, answers)
         else:

@@ -57,7 +57,7 @@ class Exchange:
     completion: Completion | None = None
     """The completion; None: it is not drawn yet."""
     sampling: SamplingConfig | None = None
-    """The sampling of the completion."""
+    """The sampling with which the completion was drawn; None: it is not drawn yet."""
     text: str = ""
     """The text that the client sent, with the completion behind it; "": the client sent no text."""
     read: bool = False

@@ -206,9 +206,9 @@ class RemoteHook(SessionHook):
         if request.transport is None or request.transport.is_closing():  # the agent has hung up
             self._free.put_nowait(offered)  # for another agent
             raise web.HTTPServiceUnavailable
-        self._taken[offered.address.key] = offered  # for `_end`
-        self.take(offered.address.key)  # for the endpoint, which serves the session
-        offered.taken.set()  # for `_play`, which waits for an agent
+        self._taken[offered.address.key] = offered  # `_end` looks here for the rollout
+        self.take(offered.address.key)  # from now on, `description` counts the session as taken
+        offered.taken.set()  # `_play` goes on, and the time limit of the rollout begins
         path = offered.address.url.removeprefix(self.base_url)
         url = f"{origin}{path}"
         offer = {

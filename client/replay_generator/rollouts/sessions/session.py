@@ -325,7 +325,7 @@ class Session:
         return await worked(size, lambda: self._exchange_of(ask))
 
     def _exchange_of(self, ask: Ask) -> tuple[Exchange, Beginning | None]:
-        """The result of `_exchange`. This runs in a thread if the request is large."""
+        """Makes the result of `_exchange`, in a thread if the request is large. Raises Refusal."""
         self._check_characters(ask)
         try:
             if isinstance(ask.prompt, str):

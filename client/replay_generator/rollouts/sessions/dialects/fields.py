@@ -159,10 +159,8 @@ def kind_of(part: Mapping[str, Any], *served: str | None) -> Any:
 
 
 def text_of(content: Any) -> str:
-    """The text of a content: a text, or the texts of its parts, joined without a separator; "" for None.
-
-    Raises Refusal for a part that is no text.
-    """
+    """The text of a message. `content`: the text, or a list of parts, or None. The texts of parts are joined without a
+    separator, and None becomes "". Raises Refusal for a part that is no text."""
     if content is None:
         return ""
     if isinstance(content, str):
