@@ -38,7 +38,7 @@ class PlayedSequence:
     sampled_mask: npt.NDArray[np.bool_]
     """(L,) True for the tokens that the policy wrote."""
     logprobs: npt.NDArray[np.float32]
-    """(L,) in nats. NaN: the log-probability is unknown, or the policy did not write the token."""
+    """(L,) the log-probability of each token, in nats. NaN: unknown, or the policy did not write the token."""
     policy_versions: npt.NDArray[np.int64]
     """(L,) the policy version that drew each token. A token that the policy did not write has the version of the token
     before it, or -1 if no drawn token stands before it."""

@@ -119,8 +119,8 @@ class _Exercise:
         """The prompts of all checks, as tokens."""
         longest_prompt = max(len(prompt) for prompt in self._prompts)
         self._longest = min(60, engine.max_length - 1 - longest_prompt)
-        """The tokens of a long completion. It fits behind each of the prompts with one token to spare, because vLLM
-        needs room for one more token to score it."""
+        """The number of tokens of a long completion. Behind each prompt such a completion leaves room for one more
+        token, which vLLM needs to score the completion."""
 
     def _fail(self, sentence: str) -> NoReturn:
         """Raises AssertionError with this sentence, which has the engine as its subject."""

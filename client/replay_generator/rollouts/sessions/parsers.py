@@ -19,7 +19,8 @@ from replay_generator.rollouts.sessions.turns import Refusal, WrittenCall, whole
 logger = logging.getLogger(__name__)
 
 _HARMONY = ("openai", "openai_gptoss")
-"""The names of vLLM's parsers for gpt-oss, which are refused: see the error in `_check_parser`."""
+"""The names of vLLM's parsers for gpt-oss. These are refused, because no chat template continues a conversation of
+gpt-oss."""
 
 
 class Parsers:
