@@ -1,8 +1,8 @@
 """PlayedSequence: one sequence of a finished rollout as arrays. `groups/assembly.py` makes a group of such sequences.
 
 * A sequence is read into arrays once: when its rollout is finished, or when its rollout is read from a table.
-* `check_sequences` is the rule for what a group can hold. It checks the sequences of a rollout that has just ended, and
-  the sequences of a whole group.
+* `check_sequences` is the rule for the sequences that a group can hold. It checks the sequences of a rollout that has
+  just ended, and the sequences of a whole group.
 """
 
 from __future__ import annotations
@@ -21,10 +21,11 @@ TOKENS = {"token_ids": np.int32, "sampled_mask": np.bool_, "logprobs": np.float3
 """The attributes of a sequence with one value per token, and their dtypes. RolloutSequence and PlayedSequence both have
 these attributes."""
 DrawnExtras = Sequence[tuple[int, Mapping[str, npt.NDArray[Any]], Mapping[str, str]]]
-"""The type of `RolloutSequence.drawn`, which says what the values are."""
+"""The extra arrays of a sequence. An entry for each completion that has extras: the index of its first token in the
+sequence, the extras by name, and the axis of each extra by name (`Completion.axes`)."""
 Columns = dict[str, tuple[str, list[Any]]]
-"""The columns of several sequences, by name. A column is its axis, and a list with the values of each sequence, in the
-form that `group_from_rows` takes."""
+"""The columns of several sequences, by name. A column consists of its axis, and of a list with one entry for each
+sequence: an array, or with the axis "ragged:token" a pair of values and offsets. `group_from_rows` takes this form."""
 
 
 @dataclass(frozen=True)
@@ -33,22 +34,23 @@ class PlayedSequence:
 
     head: int
     token_ids: npt.NDArray[np.int32]
-    """(L,)"""
+    """(L,) all tokens of the sequence."""
     sampled_mask: npt.NDArray[np.bool_]
     """(L,) True for the tokens that the policy wrote."""
     logprobs: npt.NDArray[np.float32]
-    """(L,) in nats. NaN: the log-probability is unknown, or the policy did not write the token."""
+    """(L,) the log-probability of each token, in nats. NaN: unknown, or the policy did not write the token."""
     policy_versions: npt.NDArray[np.int64]
-    """(L,)"""
+    """(L,) the policy version that drew each token. A token that the policy did not write has the version of the token
+    before it, or -1 if no drawn token stands before it."""
     drawn: DrawnExtras
-    """The extras of each completion."""
+    """The extras of the completions in the sequence."""
     turns: Sequence[Any]
-    """The Turns of the sequence."""
+    """The turns of the sequence, as objects of `rollout.Turn`."""
 
     @classmethod
     def of(cls, head: int, drawn: DrawnExtras, turns: Sequence[Any], **parts: Sequence[Any]) -> PlayedSequence:
-        """A sequence from lists. `parts`: a list for each name of TOKENS. Raises an error for values that are no
-        numbers."""
+        """A sequence made of lists. `parts`: a list for each name of TOKENS, with one value for each token. Raises an
+        error for values that are no numbers."""
         token_ids = np.asarray(parts["token_ids"]).reshape(-1)
         return cls(
             head=head,
@@ -61,7 +63,7 @@ class PlayedSequence:
         )
 
     def check(self) -> None:
-        """Raises ValueError for tokens that no group can hold."""
+        """Raises ValueError for tokens, or for log-probabilities, that no group can hold."""
         lengths = [getattr(self, name).size for name in TOKENS]
         if len(set(lengths)) > 1:
             raise ValueError(
@@ -73,24 +75,30 @@ class PlayedSequence:
         check_logprobs(self.logprobs[self.head :])
 
     def columns(self) -> dict[str, tuple[str, Any]]:
-        """The extras of all completions, by name. Each is its axis, and the values of this sequence as in Columns.
+        """The columns of this sequence: the extras of all its completions together.
 
-        Raises an error for values that do not fit the tokens.
+        A dictionary from the name of each column to its axis and its values, in the form of an entry of Columns. Raises
+        an error for values that do not fit the tokens.
         """
         axes: dict[str, str] = {}
         for _, extras, completion_axes in self.drawn:
             for name in extras:
+                # An array of offsets is part of the column whose values it cuts, and no column of its own.
                 is_offsets = name not in completion_axes and completion_axes.get(name.removesuffix(OFFSETS)) == RAGGED
                 if not is_offsets:
                     axes.setdefault(name, completion_axes.get(name, "token"))
         return {name: (axis, self._values(name, axis)) for name, axis in axes.items()}
 
     def _values(self, name: str, axis: str) -> Any:
-        """The values under this name. A token whose completion has no value gets 0, or an empty set."""
+        """The values of one column, in the form of an entry of Columns.
+
+        A token for which no completion has a value gets 0, or with the axis "ragged:token" an empty set.
+        """
+        # The completions that have the extra. `start`: the row of the first token of a completion in the column.
         parts = [(start - self.head, extras) for start, extras, _ in self.drawn if name in extras]
         size = self.token_ids.size - self.head
         if axis == RAGGED:
-            counts = np.zeros(size, np.int64)
+            counts = np.zeros(size, np.int64)  # the number of values of each token
             for start, extras in parts:
                 part_counts = np.diff(extras[name + OFFSETS])
                 counts[start : start + len(part_counts)] = part_counts
@@ -98,7 +106,8 @@ class PlayedSequence:
             values = np.concatenate([extras[name] for _, extras in parts])
             return values, offsets
         if axis == "whole":
-            # These values begin with the first token of the prompt: the engine has read the sequence from there.
+            # These values begin with the first token of the prompt, because the engine has read the sequence from
+            # there. The values of a later completion replace those of an earlier one.
             parts = [(0, extras) for _, extras in parts]
             size = self.token_ids.size
         first_start, first_extras = parts[0]
@@ -112,11 +121,13 @@ class PlayedSequence:
 
 
 def columns_of(sequences: Sequence[PlayedSequence]) -> Columns:
-    """The columns of all sequences. In a column that a sequence does not have, its values are 0, or empty sets.
+    """The columns of several sequences. If a sequence lacks a column that another one has, its values in this column
+    are 0, or empty sets.
 
     Raises an error for values that do not fit the tokens, or that do not fit the values of another sequence.
     """
     columns_S = [sequence.columns() for sequence in sequences]
+    # By name, the axis and the values of the first sequence that has the column. They decide for all sequences.
     firsts: dict[str, tuple[str, Any]] = {}
     for columns in columns_S:
         for name, column in columns.items():
@@ -134,15 +145,18 @@ def columns_of(sequences: Sequence[PlayedSequence]) -> Columns:
 
 
 def _as_first(sequence: PlayedSequence, axis: str, values: Any, first: Any) -> Any:
-    """The values of a sequence, with the dtype of `first` and with its shape behind the first axis.
+    """The values of a sequence in one column, made to fit the values of the other sequences.
 
-    `values` None: the sequence has no values, and gets 0, or empty sets.
+    `first`: the values of the first sequence that has the column. They decide dtype and row shape, but the values of
+    ragged sets may keep a wider dtype. `values` None: this sequence lacks the column, and gets 0, or empty sets. Raises
+    ValueError for rows of another shape.
     """
     size = sequence.token_ids.size
     if axis != "whole":
         size -= sequence.head
     if axis == RAGGED:
-        no_values = first[0][:0]
+        first_values, _ = first
+        no_values = first_values[:0]  # an empty array of the wanted dtype and row shape
         if values is None:
             return no_values, np.zeros(size + 1, np.int32)
         ragged_values, offsets = values
@@ -156,7 +170,8 @@ def _as_first(sequence: PlayedSequence, axis: str, values: Any, first: Any) -> A
 
 
 def check_sequences(sequences: Sequence[PlayedSequence]) -> None:
-    """Raises an error, mostly ValueError, if one of the sequences fits no group, or if they do not fit together."""
+    """Raises an error if one of the sequences fits no group, or if they do not fit together. Usually this is a
+    ValueError; values of a wrong type may raise any error."""
     for sequence in sequences:
         sequence.check()
     columns = columns_of(sequences)
@@ -167,8 +182,9 @@ def check_sequences(sequences: Sequence[PlayedSequence]) -> None:
         extras: dict[str, npt.NDArray[Any]] = {}
         for name, (axis, values_S) in columns.items():
             if axis == RAGGED:
-                extras[name] = values_S[number][0]
-                extras[name + OFFSETS] = values_S[number][1]
+                values, offsets = values_S[number]
+                extras[name] = values
+                extras[name + OFFSETS] = offsets
             else:
                 extras[name] = values_S[number]
         sizes = {"token": sequence.token_ids.size - sequence.head, "whole": sequence.token_ids.size}

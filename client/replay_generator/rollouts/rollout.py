@@ -13,12 +13,12 @@ everything else: permits, new weights, rewards, advantages, the insert. If a cal
 own rollout is lost.
 
 Token in, token out: a sequence keeps the token ids that the engine drew, and the next request sends these ids. No text
-is decoded and tokenized again, because now and then this gives other ids, whose log-probabilities nobody has measured.
-Tokens that the policy did not write (the output of a tool, the words of a user) are added with `append_observation`.
-Trainers do not train on them.
+of the policy is tokenized again, because this sometimes gives other ids than those that were drawn, and for these the
+engine computed no log-probabilities. Tokens that the policy did not write (the output of a tool, the words of a user)
+are added with `append_observation`. Trainers do not train on them.
 
-A rollout may have several sequences: those of an agent and its sub-agents, or those before and after a compaction. The
-rollout still counts once, with one reward.
+A rollout may have several sequences: those of an agent and its sub-agents, or those before and after a compaction of
+the conversation. The rollout still counts once, with one reward.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class Task:
     prompt_ids: list[int]
     """(P,) tokens of the prompt. If the prompt is a list of messages, the tokenizer's chat template has rendered it."""
     row: Mapping[str, Any]
-    """The whole row of the prompt, as reward functions get it too."""
+    """The whole row of the prompt: the values by the names of their columns. Reward functions get the same row."""
     messages: tuple[Mapping[str, Any], ...] | None
     """The messages of the prompt; None: the prompt is a text."""
     index: int
@@ -77,7 +77,7 @@ class Task:
     tokenizer: Any
     """The tokenizer of the engine."""
     max_length: int
-    """The most tokens of a sequence in the engine: the tokens that it is given plus the tokens that it draws."""
+    """The most tokens of a sequence in the engine: the tokens that the engine is given, plus those that it draws."""
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     """Arguments of the chat template: those of `GeneratorConfig.chat_template_kwargs`, and those of the row."""
     began: datetime = field(default_factory=datetime.now)
@@ -88,10 +88,11 @@ class Task:
 
 @dataclass(frozen=True)
 class Turn:
-    """Tokens of a sequence that one side wrote."""
+    """Consecutive tokens of a sequence that the policy wrote together, or was given together."""
 
     role: str
-    """"assistant": the policy wrote the tokens. "prompt", "tool", "user" or any other role: it was given them."""
+    """"assistant": the policy wrote the tokens. "prompt", "tool", "user" or any other role: the policy was given
+    them."""
     tokens: int
     """The number of tokens."""
     text: str = ""
@@ -102,13 +103,15 @@ class RolloutSequence:
     """The tokens of one sequence in order. Each token was either drawn from the policy or given to it."""
 
     def __init__(self, token_ids: Sequence[int], *, text: str = "") -> None:
-        """`token_ids`: the first tokens of the sequence, for example `task.prompt_ids`."""
+        """`token_ids`: the first tokens of the sequence, for example `task.prompt_ids`. `text`: these tokens as text;
+        "": unknown."""
         self.token_ids: list[int] = []
         """All tokens so far."""
         self.sampled_mask: list[bool] = []
         """A flag for each token. True: the policy wrote the token, and may be trained on it."""
         self.logprobs: list[float] = []
-        """The log-probability of each token, in nats. NaN: it is unknown, or the policy did not write the token."""
+        """The log-probability of each token, in nats. NaN: the log-probability is unknown, or the policy did not write
+        the token."""
         self.policy_versions: list[int] = []
         """The policy version that drew each token. A token that the policy did not write has the version of the token
         before it. -1: no drawn token stands before it."""
@@ -147,6 +150,7 @@ class RolloutSequence:
     def _add(
         self, token_ids: Sequence[int], mask: Sequence[bool], logprobs: Sequence[float], versions: Sequence[int]
     ) -> None:
+        """Adds tokens, with a flag of `sampled_mask`, a log-probability and a policy version for each."""
         self.token_ids += _integers(token_ids)
         self.sampled_mask += mask
         self.logprobs += logprobs
@@ -154,13 +158,13 @@ class RolloutSequence:
 
     @property
     def head(self) -> int:
-        """The number of tokens before the first one that the policy wrote."""
-        first = 0
+        """The number of tokens before the first turn of the policy. If the policy wrote nothing: all tokens."""
+        count = 0
         for turn in self.turns:
             if turn.role == "assistant":
                 break
-            first += turn.tokens
-        return first
+            count += turn.tokens
+        return count
 
     def read(self) -> PlayedSequence:
         """The sequence as arrays. Raises an error if its tokens, log-probabilities or versions are no numbers."""
@@ -190,29 +194,30 @@ class Rollout:
     """The record of what the policy did with one task."""
 
     sequences: list[RolloutSequence]
-    """At least one sequence. Each begins with the tokens that the policy was given."""
+    """At least one sequence. Each begins with tokens that the policy was given."""
     reward: float | None = None
-    """The reward of the environment. It is added to the reward of the reward functions. None: the environment gives no
-    reward."""
+    """The reward that the environment gives. This reward is added to the reward of the reward functions. None: the
+    environment gives no reward."""
     finish_reason: str = ""
     """The reason why the rollout ended; "": the reason of the last completion of the last sequence."""
     info: dict[str, Any] = field(default_factory=dict)
-    """Facts of the rollout for reward functions, for example which tools were called. The finished group does not have
-    them."""
+    """Facts of the rollout for reward functions, by name, for example which tools were called. The finished group does
+    not have these facts."""
     metrics: dict[str, float] = field(default_factory=dict)
-    """Further numbers of the environment, such as the parts of its reward. They do not count in the reward. A metric
-    that all rollouts of a group have is stored and reported as `rollout/NAME`, beside the values of reward
+    """Further numbers of the environment, by name, such as the parts of its reward. They are not added to the reward. A
+    metric that all rollouts of a group have is stored and reported as `rollout/NAME`, beside the values of reward
     functions."""
     on_settled: Callable[[str], None] | None = field(default=None, repr=False, compare=False)
-    """A function that is called once: with "" when the rollout is safe, or with the reason why no group will have it.
+    """A function that is called once: with "" when the rollout is safe, or with the reason why no group will have the
+    rollout. None: nobody is told.
 
-    If the generator stores partial groups, the rollout is safe once it is stored. Otherwise it is safe once it is
-    played."""
+    If the generator stores partial groups, the rollout is safe once it is stored. Otherwise the rollout is safe once it
+    is played."""
 
     def settle(self, why_lost: str = "") -> None:
         """Calls `on_settled` with `why_lost`; "": the rollout is safe. Further calls do nothing."""
         callback = self.on_settled
-        self.on_settled = None
+        self.on_settled = None  # removed before the call, so that it is called at most once
         if callback is not None:
             callback(why_lost)
 
@@ -226,7 +231,8 @@ class Rollout:
 
     @property
     def text(self) -> str:
-        """The last text that the policy wrote. Reward functions without a parameter `rollout` score only this text."""
+        """The text of the policy's last turn; "": the policy wrote nothing. Reward functions without a parameter
+        `rollout` score only this text."""
         for turn in reversed(self.turns):
             if turn.role == "assistant":
                 return turn.text
@@ -265,20 +271,23 @@ class RolloutPolicy:
     def __init__(
         self, engine: Engine, sampling: SamplingConfig, unanswered: Unanswered, *, early: bool = False
     ) -> None:
-        """`early` True: a rollout goes on as soon as its own completion has ended. Otherwise it waits for all
-        completions of its request. `unanswered`: the policy adds its requests to this list while they are under
-        way."""
+        """`sampling`: the sampling of requests that ask for no other. `early` True: a rollout goes on as soon as its
+        own completion has ended. Otherwise the rollout waits for all completions of its request. `unanswered`: the
+        policy adds its requests to this list while they are under way."""
         self._engine = engine
         self._sampling = sampling
         self._unanswered = unanswered
         self._early = early
         self._waiting: dict[tuple[tuple[int, ...], SamplingConfig], list[asyncio.Future[Completion]]] = {}
-        """The completions that rollouts wait for, by the tokens and the sampling of a request that is not sent yet."""
+        """The requests that are not sent yet. The key has the tokens and the sampling of a request. The value has a
+        future for each rollout that waits for a completion of this request."""
         self._requests: set[asyncio.Task[None]] = set()
+        """The tasks of the requests that are under way."""
         self._sent = 0
         """The number of requests that were sent."""
         self.failure: BaseException | None = None
-        """The first error of the engine other than CompletionError; None: the engine did not fail."""
+        """The first error of the engine other than CompletionError; None: the engine did not fail. This error ends the
+        whole group."""
 
     async def generate(self, token_ids: Sequence[int], sampling: SamplingConfig | None = None) -> Completion:
         """Draws one completion of `token_ids`. `sampling` None: the sampling of the generator's settings.
@@ -292,16 +301,18 @@ class RolloutPolicy:
             raise RolloutError(f"the policy was asked to go on after {why}")
         request = (ids, sampling or self._sampling)
         loop = asyncio.get_running_loop()
-        done: asyncio.Future[Completion] = loop.create_future()
+        reply: asyncio.Future[Completion] = loop.create_future()
         if request not in self._waiting:
             self._waiting[request] = []
-            # The request is sent once all rollouts that can run now have run: they may join it.
+            # `call_soon` puts `_send` behind all rollouts that can run now, so that these may join the request.
             loop.call_soon(self._send, request)
-        self._waiting[request].append(done)
-        return await done
+        self._waiting[request].append(reply)
+        return await reply
 
     def _send(self, request: tuple[tuple[int, ...], SamplingConfig]) -> None:
-        waiting = [done for done in self._waiting.pop(request) if not done.done()]
+        """Sends a request to the engine, for all rollouts that wait for it. Rollouts that were given up meanwhile do
+        not count."""
+        waiting = [reply for reply in self._waiting.pop(request) if not reply.done()]
         if waiting:
             token_ids, sampling = request
             task = asyncio.create_task(self._ask(token_ids, sampling, waiting))
@@ -311,7 +322,9 @@ class RolloutPolicy:
     async def _ask(
         self, token_ids: tuple[int, ...], sampling: SamplingConfig, waiting: list[asyncio.Future[Completion]]
     ) -> None:
-        if sampling.seed is not None and self._sent:
+        """Requests a completion for each future of `waiting`. Sets each future to its completion, or to an error."""
+        is_first = self._sent == 0
+        if sampling.seed is not None and not is_first:
             # With the same seed, two rollouts that reach the same tokens at different times would get the same
             # completion.
             seed = random.Random(f"{sampling.seed}/request {self._sent}").getrandbits(31)
@@ -322,14 +335,15 @@ class RolloutPolicy:
         n = len(waiting)
 
         def finished(number: int, completion: Completion | None) -> None:
-            done = waiting[number]
-            if done.done():  # its rollout was given up meanwhile
+            """Sets one future. With `early`, the engine calls this as soon as a completion has ended."""
+            reply = waiting[number]
+            if reply.done():  # the rollout was given up meanwhile, or the engine has called this already
                 return
             fault = fault_of(completion, sampling, vocabulary)
             if fault:
-                done.set_exception(CompletionError(f"completion {number} of {engine_name} {fault}"))
+                reply.set_exception(CompletionError(f"completion {number} of {engine_name} {fault}"))
             elif completion is not None:
-                done.set_result(completion)
+                reply.set_result(completion)
 
         entry = (asyncio.get_running_loop().time(), f"{counted(n, 'completion')} of {engine_name}")
         self._unanswered.append(entry)
@@ -346,9 +360,9 @@ class RolloutPolicy:
         except Exception as error:
             if not isinstance(error, CompletionError) and self.failure is None:
                 self.failure = error
-            for done in waiting:
-                if not done.done():
-                    done.set_exception(error)
+            for reply in waiting:
+                if not reply.done():
+                    reply.set_exception(error)
         finally:
             self._unanswered.remove(entry)
 
@@ -362,12 +376,13 @@ class RolloutPolicy:
 RolloutHook = Callable[[Task, RolloutPolicy], Awaitable[Rollout]]
 """Plays one rollout. If the hook raises an exception, the rollout has failed.
 
-If the hook is also an asynchronous context manager, it is entered before the first rollout and left after the last one.
-It can start and end servers of its own there."""
+If the hook is also an asynchronous context manager, the generator enters it before the first rollout and leaves it
+after the last one. So a hook can start and end servers of its own."""
 
 
 def held(hook: RolloutHook) -> AbstractAsyncContextManager[Any]:
-    """The context in which `hook` may be called: the hook itself if it is a context manager."""
+    """The context in which `hook` may be called: the hook itself if it is a context manager, otherwise an empty
+    context."""
     if isinstance(hook, AbstractAsyncContextManager):
         return user_code.entered(hook)
     return nullcontext()
@@ -379,18 +394,19 @@ _limit: ContextVar[asyncio.Timeout | None] = ContextVar("_limit", default=None)
 
 @contextmanager
 def uncounted() -> Iterator[None]:
-    """Surrounds a wait of a hook before anybody plays the rollout. The wait does not count in `rollout_timeout`."""
+    """Surrounds the time in which a hook waits because nobody plays the rollout yet. `rollout_timeout` does not count
+    this time."""
     limit = _limit.get()
-    if limit is None:
+    if limit is None:  # the hook is called without `play`, so nobody limits its time
         yield
         return
     deadline = limit.when()
-    if deadline is None:  # another wait has stopped the clock already
+    if deadline is None:  # there is no `rollout_timeout`, or another wait has stopped the clock already
         yield
         return
     loop = asyncio.get_running_loop()
     seconds_left = deadline - loop.time()
-    limit.reschedule(None)
+    limit.reschedule(None)  # stops the clock
     try:
         yield
     finally:
@@ -418,16 +434,18 @@ async def play(
 ) -> list[Exception]:
     """Plays one rollout for each of `tasks`, all at the same time. `timeout`: seconds for each rollout.
 
-    `finished` is awaited with the number of each rollout and the rollout, as soon as it is finished. `patience` returns
-    the seconds within which the next rollout must be finished; if none is, all remaining rollouts are given up. None:
-    there is no limit. `early`, `unanswered`: see RolloutPolicy.
+    As soon as a rollout is finished, `finished` is called with the number of the rollout and the rollout, and awaited.
+    `patience` is called before each wait for rollouts. It returns the seconds within which the next rollout must be
+    finished; if none is finished in time, all remaining rollouts are given up. None: there is no limit. `early`,
+    `unanswered`: see RolloutPolicy.
 
     Returns the errors of the rollouts that failed, but none for a rollout that was given up. Raises any error of
-    `finished`, and any error of the engine but CompletionError: that one only fails its own rollout.
+    `finished`, and any error of the engine except CompletionError, which fails only its own rollout.
     """
     policy = RolloutPolicy(engine, tasks[0].sampling, unanswered, early=early)
 
     async def play_one(task: Task) -> Exception | None:
+        """Plays one rollout. Returns the error with which the rollout failed; None: it did not fail."""
         played = await _attempt(hook, task, policy, engine, timeout)
         if isinstance(played, Exception):
             return played
@@ -442,15 +460,15 @@ async def play(
             if not done:  # no rollout was finished within `patience`
                 break
             for attempt in done:
-                attempt.result()
+                attempt.result()  # raises an error of `finished`, or of an engine that failed
     finally:
         for attempt in running:
             attempt.cancel()
-        await asyncio.gather(*attempts, return_exceptions=True)  # if one has failed, its error is raised already
+        await asyncio.gather(*attempts, return_exceptions=True)  # waits only: `result` has raised the error, if any
         await policy.close()
     failures = []
     for attempt in attempts:
-        if attempt in running:
+        if attempt in running:  # the rollout was given up
             continue
         failure = attempt.result()
         if failure is not None:
@@ -461,7 +479,8 @@ async def play(
 async def _attempt(
     hook: RolloutHook, task: Task, policy: RolloutPolicy, engine: Engine, timeout: float | None
 ) -> PlayedRollout | Exception:
-    """The rollout that `hook` plays, or the error with which it failed. Raises the error of an engine that failed."""
+    """The rollout that `hook` plays, or the error with which the hook failed. Raises the error of an engine that
+    failed. `timeout`: the most seconds of the rollout; None: there is no limit."""
     returned: Any = None
     try:
         async with asyncio.timeout(timeout) as limit:
@@ -475,7 +494,7 @@ async def _attempt(
     except Exception as error:
         if isinstance(returned, Rollout):
             returned.settle(f"no group can have the rollout: {error}")
-        if policy.failure is not None:
+        if policy.failure is not None:  # then the error of the hook is only a consequence
             raise policy.failure from None
         if isinstance(error, TimeoutError) and limit.expired():
             # The cause is the CancelledError that ended the hook. Some hooks add a note that says what they waited for.
@@ -505,7 +524,8 @@ def read(returned: Any, engine: Engine) -> PlayedRollout:
 
 
 def checked(rollout: Any) -> Rollout:
-    """The rollout that a hook returned. Raises RolloutError if no group can be made of it."""
+    """The rollout that a hook returned, with its reward and its metrics as floats. Raises RolloutError if no group can
+    be made of the rollout. The tokens of the sequences are not checked here: see `read`."""
     if not isinstance(rollout, Rollout):
         returned = user_code.shown(rollout, 80)
         raise RolloutError(f"the hook returned {returned}, not a Rollout: return Rollout([sequence])")
@@ -527,7 +547,7 @@ def checked(rollout: Any) -> Rollout:
         rollout.reward, rollout.metrics = numbers_of(rollout.reward, rollout.metrics)
         for turn in rollout.turns:
             check_name(turn.role, "the role of a turn")
-        # The reason of the last sequence stands for a rollout that has none.
+        # A rollout without a reason has the reason of its last sequence.
         for reason in (rollout.finish_reason, rollout.sequences[-1].finish_reason):
             # Only None and "" mean that there is no reason. Other false values, such as 0, are errors of the hook.
             is_absent = reason is None or (isinstance(reason, str) and not reason)
@@ -539,7 +559,7 @@ def checked(rollout: Any) -> Rollout:
 
 
 def why_unreadable(engine: Engine, rollout: Rollout) -> str:
-    """The token of a rollout that the model of the engine does not have, and the remedy; "" if it has all tokens.
+    """The token of a rollout that the model of the engine does not have, with the remedy; "": the model has all tokens.
 
     `generate` has checked only the tokens of its requests. The last tokens of a rollout were in no request, but the
     trainer reads them.
@@ -552,7 +572,8 @@ def why_unreadable(engine: Engine, rollout: Rollout) -> str:
 
 
 def where(failure: Exception) -> str:
-    """The line of the hook's own file that raised an error of `play`; "" if the user's code did not raise it."""
+    """The line of the hook's own file from which an error of `play` came, as file and line in brackets; "" if the error
+    did not come from the user's code."""
     frames = traceback.extract_tb(failure.__traceback__)
     users_frames = [frame for frame in frames if user_code.PACKAGE not in Path(frame.filename).parents]
     if not users_frames:

@@ -4,8 +4,8 @@
                                    ▲                  a call ──▶ the function ──▶ its answer, as a turn of the tool
                                    └──────────────────────────────────────────────────────┘
 
-The turns of the policy stay the token ids that it drew (sessions/conversation.py). If the chat template would let the
-policy read other tokens in their place, the rollout fails, with an error that says so.
+The turns of the policy stay the token ids that the policy drew (sessions/conversation.py). If the chat template writes
+another text in the place of such a turn, the rollout fails, with an error that says so.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from replay_generator.rollouts.sessions.conversation import Conversation
 from replay_generator.user_code import calls as user_code
 
 _CALL = re.compile(r"<tool_call>\s*(.*?)\s*(?:</tool_call>|\Z)", re.DOTALL)
+"""One call in the text of a turn. A call at the end of the text may lack its closing tag."""
 
 
 @dataclass(frozen=True)
@@ -35,8 +36,8 @@ class ToolCall:
 def json_calls(text: str) -> list[ToolCall]:
     """The calls of a turn in the format of Hermes and Qwen: `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`.
 
-    Raises ValueError for a call that is not in this format. The tool loop gives the message of the error to the policy,
-    as the answer of the tool.
+    The list is empty if the turn has no call. Raises ValueError for a call that is not in this format. The tool loop
+    gives the message of the error to the policy, as the answer of the tool.
     """
     calls = []
     for body in _CALL.findall(text):
@@ -63,8 +64,8 @@ def tool_loop(
     The tools are Python functions with types and a docstring, as `transformers` wants them for its chat templates. An
     async tool is awaited, any other tool runs in a thread. If a tool raises an error, the policy reads the error as the
     answer of the tool. After `max_turns` turns of the policy the rollout ends with the reason "turns". `parse` finds
-    the calls in a turn. If it raises ValueError, the policy reads this error too. `Rollout.info["calls"]` has all
-    calls, in order.
+    the calls in the text of a turn. If `parse` raises ValueError, the policy reads this error as the answer of the
+    tool. `Rollout.info["calls"]` has all calls, in order.
 
     The prompts must consist of messages, and the tokenizer needs a chat template. If a row has `tools`, only the
     functions that it names can be called, and the template gets their descriptions from the row. If the last message of
@@ -79,6 +80,7 @@ def tool_loop(
         raise ValueError(f"max_turns must be at least 1, not {max_turns}")
 
     async def play(task: Task, policy: RolloutPolicy) -> Rollout:
+        """The hook: plays one rollout, turn by turn."""
         if task.messages is None:
             raise RolloutError("a tool loop needs prompts of messages (--chat), and a chat template that knows tools")
         row_tools = tools_of(task.row.get("tools"))
@@ -89,22 +91,23 @@ def tool_loop(
         for turn_number in range(1, max_turns + 1):
             completion = await policy.generate(sequence.token_ids)
             turn = sequence.append_completion(completion)
-            if sequence.finish_reason != "stop":
+            is_cut_off = sequence.finish_reason != "stop"
+            if is_cut_off:  # its calls may be incomplete, and there may be no room for another turn
                 break
             try:
                 turn_calls = list(user_code.call_plain(parse, turn.text))
                 answers = [await _answer(callable_tools, call) for call in turn_calls]
                 calls += turn_calls
-                if not turn_calls:
+                if not turn_calls:  # this turn is the policy's final answer
                     break
-            except ValueError as error:
+            except ValueError as error:  # of `parse`: `_answer` raises none
                 answers = [f"error: {error}"]
             if turn_number == max_turns:
                 return Rollout([sequence], finish_reason="turns", info={"calls": calls})
             messages = [{"role": "tool", "content": answer} for answer in answers]
             conversation, observation_ids = conversation.go_on(turn.text, sequence.token_ids[-1], messages)
             sequence.append_observation(observation_ids, text="\n".join(answers))
-            if len(sequence.token_ids) >= task.max_length:
+            if len(sequence.token_ids) >= task.max_length:  # no room for a token of the next turn
                 return Rollout([sequence], finish_reason="length", info={"calls": calls})
         return Rollout([sequence], info={"calls": calls})
 
@@ -114,15 +117,17 @@ def tool_loop(
 def _chosen(
     functions: Mapping[str, Callable[..., Any]], row_tools: Sequence[Mapping[str, Any]]
 ) -> Mapping[str, Callable[..., Any]]:
-    """The functions that a row's `tools` name; all functions if the row has no `tools`.
+    """The functions that the policy may call in a rollout, by name: those that the `tools` of the row name, or all
+    functions if the row has no `tools`.
 
-    `functions`: the functions of the tool loop, by name. Raises RolloutError for a name that is not among them.
+    `functions`: the functions of the tool loop, by name. `row_tools`: the descriptions of tools in the row. Raises
+    RolloutError for a name that is not among the functions.
     """
     if not row_tools:
         return functions
     chosen = {}
     for tool in row_tools:
-        name = tool.get("function", tool)["name"]
+        name = tool.get("function", tool)["name"]  # some data sets have the description without {"function": ...}
         if name not in functions:
             raise RolloutError(
                 f"the row's 'tools' name {name!r:.80}, and the tool loop has {', '.join(functions)}: give it this "
@@ -133,7 +138,10 @@ def _chosen(
 
 
 async def _answer(tools: Mapping[str, Callable[..., Any]], call: ToolCall) -> str:
-    """The result of a call as text. If the call fails, the text says why."""
+    """The result of a call as text: a str as it is, any other result as JSON. If the call fails, the text says why.
+
+    `tools`: the functions that may be called, by name. Raises no errors of the tool.
+    """
     tool = tools.get(call.name)
     if tool is None:
         return f"error: there is no tool {call.name!r:.80}; there are {', '.join(tools)}"

@@ -2,8 +2,9 @@
 
 * No reference model is needed: the log-probabilities of `generate` are compared with those of `score` for the same
   tokens.
-* No check can fail by chance or because the machine is busy. A draw counts as a fault only if a correct engine makes it
-  less than once in a million runs. No check depends on how long something takes.
+* No check fails by chance, or because the machine is busy. A random result counts as a fault only if a correct engine
+  gives such a result less than once in a million runs. No check depends on how long something takes, except that a call
+  must return within `timeout`.
 """
 
 from __future__ import annotations
@@ -39,12 +40,13 @@ TEXTS = ("1+1=", "12+7=?", "3 + a")
 MEMBERS = ("tokenizer", "max_length", "model", "generate", "load_weights", "score", "close")
 """Methods and attributes that every engine must have."""
 IMPOSSIBLE = -25.0
-"""If two results agree, and the log-probability of this is below this value, in nats, it counts as a fault of the
-engine."""
+"""In nats. If two results that should differ are equal, and the log-probability of this is below the bound, the engine
+has a fault: a correct engine would hardly ever draw them."""
 DEVIATIONS = 7.0
-"""The most standard deviations by which a frequency may differ from its probability."""
+"""The most standard deviations by which the frequency of a token may differ from the probability of the token."""
 MANY = 16
-"""So many completions cannot all be the same by chance, even if the model ends most of them after few tokens."""
+"""The number of completions in a comparison. So many completions are not all the same by chance, even if the model ends
+most of them after few tokens."""
 TRIES = 10
 """The most attempts of a check that only works if requests are under way at the right moment."""
 
@@ -65,7 +67,7 @@ async def exercise_engine(
     `make` returns a new engine, with a model that can draw more than one token. `weights`: two folders with different
     weights of this model; without them, only the errors of `load_weights` are checked. `seeds` False: in this engine
     the same seed need not give the same completions. `exact_versions` False: if new weights are loaded while a
-    completion is under way, the engine does not know which of its tokens was the first with the new weights.
+    completion is under way, the engine does not know which token of the completion was the first with the new weights.
     `tolerance`: the largest difference between two log-probabilities of the same token, in nats: 0.02 for float32, and
     0.5 for bfloat16. `timeout`: seconds after which a call counts as stuck.
 
@@ -93,16 +95,19 @@ async def exercise_engine(
             first, second = (str(folder) for folder in weights)
             await exercise.check_weights(first, second, exact_versions)
     except BaseException:
-        with contextlib.suppress(Exception):
+        with contextlib.suppress(Exception):  # an error of `close` must not hide the fault
             await engine.close()
         raise
     await exercise.close()
 
 
 class _Exercise:
-    """The checks of one engine, in the order of its methods. Each raises AssertionError at the first fault."""
+    """The checks of one engine, in the order in which `exercise_engine` makes them. Each check raises AssertionError at
+    the first fault."""
 
     def __init__(self, engine: Engine, tolerance: float, timeout: float) -> None:
+        """`tolerance`, `timeout`: see `exercise_engine`. Raises AssertionError if the engine lacks a method or an
+        attribute."""
         self._engine = engine
         self._tolerance = tolerance
         self._timeout = timeout
@@ -111,21 +116,25 @@ class _Exercise:
         self._vocabulary = getattr(engine, "vocabulary", None)
         self._check_members()
         self._prompts = [self._encoded(text) for text in TEXTS]
+        """The prompts of all checks, as tokens."""
         longest_prompt = max(len(prompt) for prompt in self._prompts)
         self._longest = min(60, engine.max_length - 1 - longest_prompt)
-        """The tokens of a long completion. It fits behind each of the prompts with one token to spare, because vLLM
-        needs room for one more token to score it."""
+        """The number of tokens of a long completion. Behind each prompt such a completion leaves room for one more
+        token, which vLLM needs to score the completion."""
 
     def _fail(self, sentence: str) -> NoReturn:
+        """Raises AssertionError with this sentence, which has the engine as its subject."""
         raise AssertionError(f"{type(self._engine).__name__}: {sentence}")
 
     # ------------------------------------------------------------------------------------------------ members
 
     def _check_members(self) -> None:
+        """Checks that the engine has all methods and attributes, and that the attributes have the right types."""
         for name in MEMBERS:
             if not hasattr(self._engine, name):
                 self._fail(f"it has no {name}: the class Engine in replay_generator.engines says what that is")
         try:
+            # Raises TypeError if `generate` cannot be called with these arguments. It is not called here.
             inspect.signature(self._engine.generate).bind([3], SamplingConfig(), 1, None)
         except TypeError as error:
             self._fail(f"generate must take (prompt_ids, sampling, n, finished=None): {error}")
@@ -139,6 +148,7 @@ class _Exercise:
             self._fail(f"its model is {model!r}: it must be the folder of the first weights as a str, or None")
 
     def _encoded(self, text: str) -> list[int]:
+        """The tokens of a prompt. Fails unless the engine can continue these tokens."""
         ids = [*self._engine.tokenizer.encode(text)]
         if not all(isinstance(token, int) for token in ids):
             self._fail(f"its tokenizer.encode({text!r}) returned {ids!r:.80}: it must return integers")
@@ -150,6 +160,7 @@ class _Exercise:
     # ------------------------------------------------------------------------------------------------ one request
 
     async def _within(self, call: str, work: Awaitable[T]) -> T:
+        """The result of a call of the engine. Fails if the call takes longer than the timeout. `call`: its name."""
         limit = asyncio.timeout(self._timeout)
         try:
             async with limit:
@@ -157,7 +168,7 @@ class _Exercise:
         except TimeoutError:
             if limit.expired():
                 self._fail(f"{call} did not return within {self._timeout:g} s: every call must come to an end")
-            raise
+            raise  # a TimeoutError of the engine itself
 
     async def _draw(
         self,
@@ -167,9 +178,9 @@ class _Exercise:
         finished: OnFinished | None = None,
         versions: Sequence[int] | None = None,
     ) -> list[Completion]:
-        """Draws completions, and checks each. `versions`: the policy versions that their tokens may have; None: only
-        the version that is loaded."""
-        if finished is None:
+        """Draws `n` completions, and checks each. `versions`: the policy versions that their tokens may have; None:
+        only the version that is loaded."""
+        if finished is None:  # the argument may be left out, too
             work = self._engine.generate([*prompt_ids], sampling, n)
         else:
             work = self._engine.generate([*prompt_ids], sampling, n, finished)
@@ -181,7 +192,7 @@ class _Exercise:
         for number, completion in enumerate(completions):
             try:
                 self._check_completion(completion, prompt_ids, sampling, versions)
-            except AssertionError as error:
+            except AssertionError as error:  # its message has no subject
                 self._fail(f"completion {number} of {n} {error}")
         return completions
 
@@ -215,6 +226,8 @@ class _Exercise:
         self._check_extras(completion, prompt_ids, sampling)
 
     def _check_end(self, completion: Completion, limit: int) -> None:
+        """Raises AssertionError if the finish reason does not fit the tokens. `limit`: the most tokens that the
+        completion may have."""
         ids = completion.token_ids
         reason = completion.finish_reason
         assert reason in ("stop", "length"), (
@@ -238,18 +251,21 @@ class _Exercise:
         )
 
     def _check_text(self, completion: Completion) -> None:
+        """Raises AssertionError if the text is not that of the tokens. Without `tokenizer.decode`, nobody can tell."""
         text = completion.text
         assert isinstance(text, str), f"has the text {text!r}: it must be a str"
         if not hasattr(self._engine.tokenizer, "decode"):
             return
         read = text_of(self._engine.tokenizer, completion.token_ids, skip_special_tokens=True)
-        # Spaces and incomplete characters may be written in two ways.
+        # Engines differ in how they write spaces and incomplete characters, so these are not compared.
         assert _without_space(text) == _without_space(read), (
             f"has the text {text!r:.80}, and its tokens read {read!r:.80}: the text is that of the completion alone, "
             "without special tokens"
         )
 
     def _check_extras(self, completion: Completion, prompt_ids: Sequence[int], sampling: SamplingConfig) -> None:
+        """Raises AssertionError if no group can hold the completion with its extras, or if a sampling mask is wrong in
+        itself. `_check_mask` compares the masks with the scores."""
         sequence = RolloutSequence(prompt_ids)
         sequence.append_completion(completion)
         try:
@@ -272,17 +288,18 @@ class _Exercise:
             )
 
     async def _score(self, token_ids: Sequence[int]) -> list[float]:
-        """The log-probability of each token except the first, by `score`."""
-        found = await self._within("score", self._engine.score([*token_ids]))
-        if len(found) != len(token_ids) - 1:
+        """The log-probability (T - 1,) of each of T tokens except the first, by `score`. Fails for wrong numbers."""
+        scores = await self._within("score", self._engine.score([*token_ids]))
+        if len(scores) != len(token_ids) - 1:
             self._fail(
-                f"score returned {counted(len(found), 'number')} for {len(token_ids)} tokens: it must return one for "
+                f"score returned {counted(len(scores), 'number')} for {len(token_ids)} tokens: it must return one for "
                 "each token but the first"
             )
-        for value in found:
-            if not (math.isfinite(value) and value <= self._tolerance):
-                self._fail(f"score returned {value:g}: a log-probability is finite, and at most 0")
-        return [float(value) for value in found]
+        for score in scores:
+            is_logprob = math.isfinite(score) and score <= self._tolerance  # rounding may give more than 0
+            if not is_logprob:
+                self._fail(f"score returned {score:g}: a log-probability is finite, and at most 0")
+        return [float(score) for score in scores]
 
     async def _check_logprobs(
         self, prompt_ids: Sequence[int], completion: Completion, version: int | None = None
@@ -293,10 +310,11 @@ class _Exercise:
         """
         scores = await self._score([*prompt_ids, *completion.token_ids])
         mask = completion.loss_mask or [True] * len(completion.token_ids)
-        for step, score in enumerate(scores[len(prompt_ids) - 1 :]):
+        completion_scores = scores[len(prompt_ids) - 1 :]  # the first token of the prompt has no score
+        for step, score in enumerate(completion_scores):
             logprob = completion.logprobs[step]
-            counts = mask[step] and version in (None, completion.policy_versions[step])
-            if counts:
+            is_compared = mask[step] and version in (None, completion.policy_versions[step])
+            if is_compared:
                 self._check_token(step, logprob, [score])
 
     def _check_token(self, step: int, logprob: float, scores: Sequence[float]) -> None:
@@ -319,18 +337,20 @@ class _Exercise:
                 for completion in await self._draw(prompt_ids, sampling, n):
                     await self._check_logprobs(prompt_ids, completion)
         prompt_ids = self._prompts[0]
+        # The longest prompt, which leaves room for one token.
         full = (prompt_ids * self._engine.max_length)[: self._engine.max_length - 1]
         await self._draw(full, SamplingConfig(max_tokens=8), 2)
         await self._check_finished(prompt_ids)
 
     async def _check_finished(self, prompt_ids: Sequence[int]) -> None:
-        """Checks the calls of `finished`: an engine may call it, on the event loop, once for each completion, with the
-        completion that it returns later."""
-        finished_early: dict[int, Completion] = {}
+        """Checks the calls of `finished`. An engine may leave out these calls. If it makes them, it calls `finished` on
+        the event loop, once for each completion, with the completion that `generate` returns later."""
+        finished_early: dict[int, Completion] = {}  # by the number of the completion
         faults: list[str] = []
         thread = threading.get_ident()
 
         def finished(number: int, completion: Completion) -> None:
+            """Notes a completion, and the faults of this call. An error raised here could get lost in the engine."""
             if threading.get_ident() != thread:
                 faults.append("from another thread: it must be called on the event loop")
             if number in finished_early:
@@ -348,19 +368,21 @@ class _Exercise:
 
     async def check_distributions(self) -> None:
         """Checks that tokens are drawn as often as their log-probabilities say, and that temperature, top_k, top_p and
-        min_p change them rightly."""
+        min_p change these log-probabilities rightly."""
         prompt_ids = self._prompts[0]
         n = 256
         completions = await self._draw(prompt_ids, SamplingConfig(max_tokens=1), n)
         counts = Counter(completion.token_ids[0] for completion in completions)
-        scores: dict[int, float] = {}
+        scores: dict[int, float] = {}  # the log-probability of each first token at temperature 1
         await self._add_scores(scores, prompt_ids, counts)
         for token, count in counts.items():
             probability = math.exp(scores[token])
             if probability <= 0.02:
                 continue  # a rare token may be drawn twice by chance
+            # The standard deviation of the frequency of a token in n draws. Rounding may give a probability above 1.
             deviation = math.sqrt(probability * (1 - min(probability, 1.0)) / n)
-            if abs(count / n - probability) > DEVIATIONS * deviation + self._tolerance:
+            largest_difference = DEVIATIONS * deviation + self._tolerance
+            if abs(count / n - probability) > largest_difference:
                 self._fail(
                     f"it drew the token {token} in {count} of {n} completions, and gives it the probability "
                     f"{probability:.3f}: tokens must be drawn as often as their probabilities say"
@@ -369,16 +391,19 @@ class _Exercise:
             await self._check_first(prompt_ids, sampling, scores)
 
     async def _add_scores(self, scores: dict[int, float], prompt_ids: Sequence[int], tokens: Iterable[int]) -> None:
-        """Adds the log-probability of each token behind the prompt, at temperature 1, to `scores`."""
+        """Adds to `scores` the log-probability, at temperature 1, of each of `tokens` as the first token behind the
+        prompt."""
         for token in tokens:
             if token not in scores:
                 token_scores = await self._score([*prompt_ids, token])
                 scores[token] = token_scores[-1]
 
     async def _check_first(self, prompt_ids: Sequence[int], sampling: SamplingConfig, scores: dict[int, float]) -> None:
-        """Checks the first tokens of completions: `sampling` keeps them, and gives them these log-probabilities.
+        """Checks the first tokens of completions with this sampling: the sampling must keep these tokens, and their
+        log-probabilities must be those of the sampling.
 
-        `scores`: the log-probability, at temperature 1, of each first token that was drawn so far.
+        `scores`: the log-probability, at temperature 1, of each first token that was drawn so far. Tokens that are
+        drawn here are added.
         """
         completions = await self._draw(prompt_ids, sampling, 64)
         logprobs = {completion.token_ids[0]: completion.logprobs[0] for completion in completions}
@@ -390,7 +415,8 @@ class _Exercise:
             await self._check_mask(prompt_ids, completions, scores)
 
     def _check_kept(self, token: int, sampling: SamplingConfig, scores: dict[int, float]) -> None:
-        """Checks that a token that was drawn is one that top_k, top_p and min_p keep."""
+        """Checks that top_k, top_p and min_p keep a token that was drawn. `scores`: the log-probabilities, at
+        temperature 1, of some tokens. Only these tokens can show a fault, because the scores of others are unknown."""
         how = _described(sampling)
         likelier = [score for score in scores.values() if score > scores[token] + self._tolerance]
         if sampling.top_k and len(likelier) >= sampling.top_k:
@@ -398,6 +424,7 @@ class _Exercise:
         share = sum(math.exp(score) for score in likelier)
         if sampling.top_p < 1 and share > sampling.top_p + self._tolerance:
             self._fail(f"with {how} it drew the token {token}, and likelier ones have the probability {share:.2f}")
+        # min_p times the highest probability, as a logarithm. 1e-300 stands for 0, which has no logarithm.
         least = max(scores.values()) + math.log(sampling.min_p or 1e-300)
         if scores[token] < least - self._tolerance:
             self._fail(f"with {how} it drew the token {token}, which is less likely than that")
@@ -409,6 +436,7 @@ class _Exercise:
         number c for every token.
         """
         known = {token: logprob for token, logprob in logprobs.items() if not math.isnan(logprob)}
+        # temperature * logprob - score is -temperature * c, the same number for every token.
         shifts = [sampling.temperature * logprob - scores[token] for token, logprob in known.items()]
         spread = max(shifts, default=0.0) - min(shifts, default=0.0)
         is_wrong = spread > 3 * self._tolerance
@@ -424,12 +452,13 @@ class _Exercise:
     async def _check_mask(
         self, prompt_ids: Sequence[int], completions: Sequence[Completion], scores: dict[int, float]
     ) -> None:
-        """Checks the smallest sampling mask: the probability of the token that was drawn, among the tokens of the mask,
-        is the one that the engine gives."""
-        completion = min(completions, key=lambda each: len(_masks(each)[0]) or math.inf)
+        """Checks the smallest sampling mask of a first token: the log-probability of the token must be that among the
+        tokens of its mask."""
+        # An empty mask is unknown. The smallest mask needs the fewest scores.
+        completion = min(completions, key=lambda completion: len(_masks(completion)[0]) or math.inf)
         mask = _masks(completion)[0]
         await self._add_scores(scores, prompt_ids, mask)
-        if not mask:
+        if not mask:  # all masks are unknown
             return
         kept_probability = sum(math.exp(scores[token]) for token in mask)
         expected = scores[completion.token_ids[0]] - math.log(kept_probability)
@@ -440,7 +469,8 @@ class _Exercise:
             )
 
     async def check_draws(self, seeds: bool) -> None:
-        """Checks that completions are drawn anew, and that the same seed repeats them."""
+        """Checks that each request draws new completions, that the same seed draws the same completions again (if
+        `seeds`), and that different seeds draw different ones."""
         prompt_ids, other_ids, _ = self._prompts
         free = SamplingConfig(max_tokens=self._longest)
         first = await self._draw(prompt_ids, free, MANY)
@@ -449,13 +479,13 @@ class _Exercise:
             self._fail("two requests without a seed got the same completions: each must be drawn anew")
         seeded = SamplingConfig(max_tokens=self._longest, seed=7)
         alone = await self._draw(prompt_ids, seeded, MANY)
-        if _is_impossible(alone[:-1], alone[1:]):
+        if _is_impossible(alone[:-1], alone[1:]):  # each completion is equal to the next, so all are the same
             self._fail("all completions of a request with a seed are the same: each needs a stream of its own")
         if not seeds:
             return
         requests = (self._draw(prompt_ids, seeded, MANY), self._draw(other_ids, free, 3))
         together, _ = await asyncio.gather(*requests)
-        if [each.token_ids for each in alone] != [each.token_ids for each in together]:
+        if [completion.token_ids for completion in alone] != [completion.token_ids for completion in together]:
             self._fail(
                 "a request with the seed 7 got other completions than before: the same request with the same seed must "
                 "get the same, whatever else is under way (if it cannot, call exercise_engine with seeds=False)"
@@ -469,6 +499,7 @@ class _Exercise:
         not hold up a short one."""
 
         async def answer(prompt_ids: Sequence[int], sampling: SamplingConfig, n: int) -> None:
+            """Draws completions, and compares their log-probabilities with the scores of their own prompt."""
             for completion in await self._draw(prompt_ids, sampling, n):
                 await self._check_logprobs(prompt_ids, completion)
 
@@ -486,30 +517,31 @@ class _Exercise:
         )
 
     async def _long_before_short(self) -> bool:
-        """True if a request for long completions ended before a later request for a single token."""
-        ended: list[int] = []
+        """True if a request for long completions ended before a later request for a single token. False: it ended
+        later, or the model ended all its completions after few tokens, which says nothing about the engine."""
+        ended: list[int] = []  # the `max_tokens` of each request, in the order in which the requests ended
 
         async def ask(max_tokens: int, n: int) -> int:
+            """Draws completions. Returns the number of tokens of the longest one."""
             completions = await self._draw(self._prompts[0], SamplingConfig(max_tokens=max_tokens), n)
             ended.append(max_tokens)
-            return max(len(each.token_ids) for each in completions)
+            return max(len(completion.token_ids) for completion in completions)
 
         longest, _ = await asyncio.gather(ask(self._longest, 16), ask(1, 1))
-        # If the model ended all long completions after few tokens, this says nothing about the engine.
         return ended[0] != 1 and longest > 8
 
     async def check_cancellation(self) -> None:
-        """Checks that requests that are cancelled end, and that the others go on."""
+        """Checks that cancelled requests end, and that the other requests go on."""
         sampling = SamplingConfig(max_tokens=self._longest)
         given_up = []
         for _ in range(32):
             request = self._engine.generate([*self._prompts[0]], sampling, 4)
             given_up.append(asyncio.ensure_future(request))
         kept = asyncio.create_task(self._draw(self._prompts[1], sampling, 3))
-        # Time for the engine to begin. On a busy machine it may not have begun, or may have ended the requests already.
-        # The checks below hold in these cases too.
+        # This gives the engine time to begin. On a busy machine the engine may not have begun, or may have ended the
+        # requests already. The checks below hold in these cases too.
         await asyncio.sleep(0.01)
-        cancelled = [task for task in given_up if task.cancel()]
+        cancelled = [task for task in given_up if task.cancel()]  # `cancel` returns False if the task has ended
         await self._within("generate, once it was cancelled,", asyncio.wait(given_up))
         for task in cancelled:
             if not task.cancelled():
@@ -523,15 +555,16 @@ class _Exercise:
         with its weights."""
         with tempfile.TemporaryDirectory() as empty:
             for folder in (empty, str(Path(empty) / "gone")):
-                found = "nothing"
+                raised = "nothing"
                 try:
                     await self._within("load_weights", self._engine.load_weights(folder, self._version + 1))
-                except FileNotFoundError:
+                except FileNotFoundError:  # as it must be
                     continue
                 except Exception as error:
-                    found = f"{type(error).__name__}: {error}"
+                    raised = f"{type(error).__name__}: {error}"
                 what = "holds no weights" if folder == empty else "is gone"
-                self._fail(f"load_weights raised {found} for a folder that {what}: it must raise FileNotFoundError")
+                self._fail(f"load_weights raised {raised} for a folder that {what}: it must raise FileNotFoundError")
+        # The engine must still draw with its old weights.
         await self._draw(self._prompts[0], SamplingConfig(max_tokens=4), 2)
 
     async def check_weights(self, first: str, second: str, exact_versions: bool) -> None:
@@ -542,7 +575,8 @@ class _Exercise:
         before = await self._score(ids)
         await self._load(second)
         after = await self._score(ids)
-        if max(abs(old - new) for old, new in zip(before, after, strict=True)) <= self._tolerance:
+        largest_change = max(abs(old - new) for old, new in zip(before, after, strict=True))
+        if largest_change <= self._tolerance:
             self._fail(
                 "score says the same of the weights of both folders: load_weights must replace the weights (and the "
                 "two folders must hold different ones)"
@@ -557,14 +591,16 @@ class _Exercise:
         await self._check_damaged(first, second)
 
     async def _load(self, folder: str) -> None:
+        """Loads weights as the next policy version."""
         await self._within("load_weights", self._engine.load_weights(folder, self._version + 1))
         self._version += 1
 
     async def _check_reload(self, first: str, second: str, exact_versions: bool) -> bool:
-        """Checks completions that are under way while new weights are loaded: they go on, and each token has the
-        log-probability that the weights of its version give it.
+        """Checks completions that are under way while new weights are loaded. They must go on, and each token must have
+        the log-probability that the weights of its version give to the token.
 
-        Returns True if any completion has tokens of both versions.
+        `first` and `second`: the folders of the old and of the new weights. Returns True if any completion has tokens
+        of both versions.
         """
         sampling = SamplingConfig(max_tokens=self._longest)
         await self._load(first)
@@ -572,47 +608,52 @@ class _Exercise:
         tasks = []
         for prompt_ids in self._prompts:
             tasks.append(asyncio.create_task(self._draw(prompt_ids, sampling, 4, versions=versions)))
-        # The requests of `tasks` came before the second of these short requests, so the engine has begun them when it
-        # ends.
+        # The requests of `tasks` came before the second of these short requests. When the second one ends, the engine
+        # has begun the requests of `tasks`.
         for _ in range(2):
             await self._draw(self._prompts[0], SamplingConfig(max_tokens=2), 1)
         await self._load(second)
-        drawn = []
+        drawn = []  # each completion with its prompt
         for prompt_ids, completions in zip(self._prompts, await asyncio.gather(*tasks), strict=True):
             drawn += [(prompt_ids, completion) for completion in completions]
-        new_scores = [await self._score([*prompt_ids, *each.token_ids]) for prompt_ids, each in drawn]
-        await self._load(first)
+        new_scores = [await self._score([*prompt_ids, *completion.token_ids]) for prompt_ids, completion in drawn]
+        await self._load(first)  # for the scores by the old weights
         for (prompt_ids, completion), new in zip(drawn, new_scores, strict=True):
             old = await self._score([*prompt_ids, *completion.token_ids])
-            start = len(prompt_ids) - 1
+            start = len(prompt_ids) - 1  # the index of the score of the completion's first token
             for step, version in enumerate(completion.policy_versions):
                 by_version = {versions[0]: old[start + step], versions[1]: new[start + step]}
+                # Without exact versions, a token of a completion with both versions may be of either version.
                 if exact_versions or len({*completion.policy_versions}) == 1:
                     by_version = {version: by_version[version]}
                 self._check_token(step, completion.logprobs[step], [*by_version.values()])
         return any(len({*completion.policy_versions}) == 2 for _, completion in drawn)
 
     async def _check_damaged(self, first: str, second: str) -> None:
-        """Checks that the engine draws no token after damaged weights, until it has loaded whole weights."""
+        """Checks that the engine draws no token after it was given damaged weights, until it has loaded whole weights.
+        `first` and `second`: folders with different weights."""
         await self._load(first)
         old = self._version
         sampling = SamplingConfig(max_tokens=self._longest)
         with tempfile.TemporaryDirectory() as temporary:
             damaged = Path(shutil.copytree(second, Path(temporary) / "damaged"))
-            largest = max(damaged.iterdir(), key=lambda file: file.stat().st_size)
+            largest = max(damaged.iterdir(), key=lambda file: file.stat().st_size)  # a file of weights
             content = largest.read_bytes()
             largest.write_bytes(content[: len(content) // 2])
             try:
                 await self._within("load_weights", self._engine.load_weights(str(damaged), old + 1))
-            except Exception:
+            except Exception:  # any error is right
                 pass
             else:
                 self._fail("load_weights raised nothing for a file that is cut off: it must raise an error")
+        # The damaged weights would have had the version old + 1, and the whole weights below have old + 2. The engine
+        # may have noticed the damage before it gave up the old weights, and then goes on drawing with them.
         task = asyncio.create_task(self._draw(self._prompts[0], sampling, 4, versions=[old, old + 2]))
         await asyncio.wait([task], timeout=0.1)  # time in which a wrong engine would draw tokens
         self._version = old + 1
         await self._load(second)
         completions = await task
+        # The log-probability of each token must be that by the weights of its version.
         for completion in completions:
             await self._check_logprobs(self._prompts[0], completion, self._version)
         await self._load(first)
@@ -633,7 +674,7 @@ SAMPLINGS = (
     SamplingConfig(max_tokens=1, min_p=0.3),
     SamplingConfig(max_tokens=1, top_p=0.5, sampling_masks=0),
 )
-"""The samplings with which the first tokens are checked."""
+"""The samplings with which `check_distributions` checks the first tokens of completions."""
 
 
 def _described(sampling: SamplingConfig) -> str:
@@ -656,7 +697,8 @@ def _masks(completion: Completion) -> list[list[int]]:
 
 
 def _is_impossible(first: Sequence[Completion], second: Sequence[Completion]) -> bool:
-    """True if both lists have the same tokens, and this is too improbable for chance."""
+    """True if both lists have the same tokens, and this is too improbable for chance: the log-probability of all tokens
+    of one list is below IMPOSSIBLE. Tokens whose log-probability is unknown (NaN) do not count."""
     if [completion.token_ids for completion in first] != [completion.token_ids for completion in second]:
         return False
     total = sum(float(np.nansum(completion.logprobs)) for completion in second)

@@ -22,7 +22,7 @@ class Letters:
         return [ord(character) for character in text]
 
     def decode(self, token_ids: Sequence[int], **_: Any) -> str:
-        """The characters of the tokens; EOS has no character."""
+        """The characters of the tokens; EOS has no character. Options change nothing."""
         return "".join(chr(token) for token in token_ids if token != EOS)
 
 
@@ -67,7 +67,7 @@ class ScriptedEngine:
     hold: asyncio.Event | None = None
     """Requests do not end before this event is set. None: they end at once."""
     probe_scores: list[float] = field(default_factory=list)
-    """The result of `score`, whatever its tokens are."""
+    """The result of `score`, for all tokens the same."""
     prompts: list[list[int]] = field(default_factory=list)
     """The prompt of each request, as tokens."""
     seeds: list[int | None] = field(default_factory=list)
@@ -95,13 +95,13 @@ class ScriptedEngine:
         self.generating += 1
         self.most_generating = max(self.most_generating, self.generating)
         try:
-            await asyncio.sleep(0)
+            await asyncio.sleep(0)  # lets other requests begin, as every real engine does
             if self.hold is not None:
                 await self.hold.wait()
         finally:
             self.generating -= 1
         drawn = [self.completions[index % len(self.completions)] for index in range(n)]
-        return [replace(each, policy_versions=[version] * len(each.token_ids)) for each in drawn]
+        return [replace(completion, policy_versions=[version] * len(completion.token_ids)) for completion in drawn]
 
     def release(self) -> None:
         """Sets `hold`: the requests that wait for it end, and later requests do not wait."""
@@ -113,7 +113,7 @@ class ScriptedEngine:
         if not Path(path).is_dir():
             raise FileNotFoundError(f"no *.safetensors in {path}")
         self.generating_at_load.append(self.generating)
-        await asyncio.sleep(0)
+        await asyncio.sleep(0)  # requests may begin or end while weights are loaded
         self.loaded.append(path)
         self.version = version
 

@@ -1,1 +1,1 @@
-"""Users' code: calls functions of users so that none of them can end the process or block it unnoticed."""
+"""Users' code: calls functions of users so that none of them can end the process, or block the process unnoticed."""

@@ -3,12 +3,12 @@
 All calls of users' functions go through this module. Such a function may fail in any way, but it cannot end the
 process, and every failure is reported:
 
-* SystemExit, a KeyboardInterrupt from a `raise` in the user's code, and a CancelledError although nobody cancelled the
-  call become a UserCodeError, which names function, file and line. Ctrl-C and the cancellation of the caller are raised
-  unchanged.
-* A function without async runs in a thread. Only the main thread of a process can handle signals. So a function that
-  asks for a signal runs in a process of its own from then on (signal_process.py).
-* An async function runs on the event loop. If it blocks the loop, LoopWatch logs its name.
+* Three exceptions of a user's function would end the process or a task of ours: SystemExit, a KeyboardInterrupt from a
+  `raise` in the function, and a CancelledError although nobody cancelled the call. They become a UserCodeError, which
+  names function, file and line. Ctrl-C and the cancellation of the caller are raised unchanged.
+* A function without async runs in a thread. Only the main thread of a process can handle signals. Therefore a function
+  that asks for a signal runs in a process of its own from then on (signal_process.py).
+* An async function runs on the event loop. If the function blocks the loop, LoopWatch logs the name of the function.
 """
 
 from __future__ import annotations
@@ -48,28 +48,30 @@ Call = tuple[Sequence[Any], Mapping[str, Any]]
 """The positional arguments and the keyword arguments of one call."""
 
 PACKAGE = Path(__file__).parents[1]
-"""The folder of this package. Code in other files may be the user's."""
+"""The folder of this package. Code in files outside of this folder may be the user's."""
 STOOD_STILL = 5.0
-"""Seconds without a turn of the event loop after which LoopWatch logs a warning."""
+"""Seconds for which the event loop is blocked before LoopWatch logs a warning."""
 _LOOKS = 5
-"""The number of looks in a row that find the loop not turning, after which LoopWatch logs a warning."""
+"""How many times LoopWatch finds the event loop blocked before it logs a warning."""
 _calling: ContextVar[Function | None] = ContextVar("_calling", default=None)
 """The user's function that runs in this context; None: no user's function runs here."""
 MOST_LEFT = 8
-"""The most abandoned threads of one function: threads that still run, but that nobody waits for any more. If a function
-has so many, it is called in no further thread."""
+"""The most abandoned threads of one function: threads that still run, but that nobody waits for any more. A function
+with so many abandoned threads is not called in another thread."""
 _left: dict[int, set[_Thread]] = {}
-"""The abandoned threads, by the id of their function. A thread holds a reference to its function, so that no other
+"""The abandoned threads, by the `id` of their function. A thread holds a reference to its function, so that no other
 function gets this id."""
 _left_lock = threading.Lock()
+"""Held while `_left` is read or changed."""
 _processes: dict[int, tuple[Function, SignalProcess]] = {}
-"""The functions that run in a process of their own, each with its process, by the id of the function. The reference to
-the function keeps its id from being used again."""
+"""The functions that run in a process of their own, each with its process, by the `id` of the function. The reference
+to the function keeps other functions from getting this id."""
 _processes_lock = threading.Lock()
+"""Held while `_processes` is changed."""
 
 
 class UserCodeError(ReplayError):
-    """A function of the user's own tried to end the process, cannot be called in the way that is needed, or failed in a
+    """A function of the user tried to end the process, cannot be called in the way that is needed, or failed in a
     process of its own."""
 
     def __init__(self, function: str, how: str, place: str) -> None:
@@ -89,12 +91,14 @@ class UserCodeValueError(UserCodeError, ValueError):
 
 def is_async(function: Function) -> bool:
     """True if a call of `function` returns a coroutine, which runs on the event loop."""
-    called = getattr(function, "__call__", None)  # noqa: B004
-    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(called)
+    # An object that can be called is async if its method `__call__` is.
+    method = getattr(function, "__call__", None)  # noqa: B004
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(method)
 
 
 async def call(function: Function, *args: Any, **options: Any) -> Any:
-    """The result of one call. An async function runs on the event loop, and any other function in a thread."""
+    """The result of one call. An async function runs on the event loop, and any other function in a thread. Raises the
+    errors of the function, and UserCodeError."""
     if is_async(function):
         result = _begin(function, args, options)
     else:
@@ -117,7 +121,7 @@ async def call_each(function: Function, calls: Sequence[Call]) -> list[Any]:
 
 
 def call_here(function: Function, *args: Any, **options: Any) -> Any:
-    """The result of a call in this thread. Use this for fast functions, and to get a coroutine for `awaited`."""
+    """The result of a call in this thread. Use `call_here` for fast functions, and to get a coroutine for `awaited`."""
     return _begin(function, args, options)
 
 
@@ -126,7 +130,7 @@ def call_plain(function: Function, *args: Any) -> Any:
     async."""
     result = call_here(function, *args)
     if inspect.iscoroutine(result):
-        result.close()
+        result.close()  # otherwise Python warns that nobody awaited the coroutine
         how = "is async, and here nobody awaits it: write it without async"
         raise UserCodeError(name_of(function), how, where(function))
     return result
@@ -144,10 +148,10 @@ def decision_of(function: Function, *args: Any) -> bool:
 
 
 async def awaited(function: Function, result: Awaitable[T]) -> T:
-    """The value of `result`, which a call of the async `function` returned. Tasks that `function` starts are guarded
-    too."""
+    """Awaits `result`, which a call of `function` has returned, and returns its value. Tasks that `function` starts are
+    guarded too."""
     loop = asyncio.get_running_loop()
-    if loop.get_task_factory() is None:
+    if loop.get_task_factory() is None:  # from now on, `_make_task` makes all tasks of this loop
         loop.set_task_factory(_make_task)
     token = _calling.set(function)
     try:
@@ -159,8 +163,8 @@ async def awaited(function: Function, result: Awaitable[T]) -> T:
 
 @asynccontextmanager
 async def entered(hook: AbstractAsyncContextManager[T]) -> AsyncIterator[T]:
-    """Enters and leaves an async context manager of the user's own, as `async with` does."""
-    kind = type(hook)
+    """Enters and leaves an async context manager of the user, as `async with` does, with a guard around both steps."""
+    kind = type(hook)  # `async with` finds both methods in the class, too
     inside = await awaited(kind.__aenter__, kind.__aenter__(hook))
     try:
         yield inside
@@ -174,15 +178,18 @@ async def entered(hook: AbstractAsyncContextManager[T]) -> AsyncIterator[T]:
 
 
 def run(main: Coroutine[Any, Any, T]) -> T:
-    """The result of `main`, in which users' code runs, for callers without an event loop.
+    """Runs the coroutine `main`, in which users' code is called, and returns its result. For callers without an event
+    loop.
 
-    Users' code may have passed a callback to the event loop, which then calls it without a guard. If such a callback
-    raises SystemExit or KeyboardInterrupt, the loop ends, and this function raises UserCodeError.
+    Users' code may give the event loop a callback, for example by `call_later`. The loop calls this callback without a
+    guard. If the callback raises SystemExit or KeyboardInterrupt, the loop ends, and this function raises
+    UserCodeError.
     """
     try:
         return event_loop.run(main)
     except (SystemExit, KeyboardInterrupt) as error:
-        if isinstance(error, KeyboardInterrupt) and not _is_raised_by_a_line(error):
+        is_ctrl_c = isinstance(error, KeyboardInterrupt) and not _is_raised_by_a_line(error)
+        if is_ctrl_c:
             raise
         frames = traceback.extract_tb(error.__traceback__)
         users_frames = []
@@ -194,12 +201,13 @@ def run(main: Coroutine[Any, Any, T]) -> T:
 
 
 def name_of(function: Function) -> str:
-    """The name of a function. For another object that can be called, the name of its class."""
+    """The name of a function. For an object that can be called but has no name: the name of its class."""
     return getattr(function, "__name__", type(function).__name__)
 
 
 def in_words(error: BaseException) -> str:
-    """The type and the message of an error. For a group of errors: those of the first error in it."""
+    """The type and the message of an error. For a group of errors: type and message of the first error in the group.
+    For a UserCodeError: its description of the failure, without function and line."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     if isinstance(error, UserCodeError):
@@ -217,6 +225,7 @@ def shown(value: Any, most: int = 200) -> str:
 
 
 def _message_of(error: BaseException) -> str:
+    """The message of an error. The class of the error may be the user's, so that making the message may fail."""
     try:
         return str(call_here(str, error))
     except Exception as other:
@@ -224,8 +233,8 @@ def _message_of(error: BaseException) -> str:
 
 
 def where(function: Function, error: BaseException | None = None) -> str:
-    """The user's line from which `error` came, as file and line in brackets. Without an error, or if no such line is
-    found: the line where the function begins."""
+    """The line of users' code from which `error` came, as file and line in brackets. Without an error, or if there is
+    no such line: the line at which the function begins; "" if the function has no source."""
     users_frames = [] if error is None else _users_frames(error)
     if users_frames:
         return own_line(users_frames)
@@ -236,18 +245,19 @@ def where(function: Function, error: BaseException | None = None) -> str:
 
 
 def _users_frames(error: BaseException) -> list[traceback.FrameSummary]:
-    """The frames of users' code in the traceback of an error, after the last call that this file made."""
+    """The frames of users' code in the traceback of an error, after the last frame of this file. Empty: no function of
+    this file is in the traceback."""
     frames = list(traceback.extract_tb(error.__traceback__))
-    calls = [index for index, frame in enumerate(frames) if frame.filename == __file__]
-    if not calls:
+    own_indices = [index for index, frame in enumerate(frames) if frame.filename == __file__]
+    if not own_indices:
         return []
-    return [frame for frame in frames[calls[-1] :] if not _is_ours(frame.filename)]
+    return [frame for frame in frames[own_indices[-1] :] if not _is_ours(frame.filename)]
 
 
 def own_line(frames: Sequence[traceback.FrameSummary]) -> str:
-    """The last line in the file of the first frame, as file and line in brackets.
+    """The last line in the file of the first frame, as file and line in brackets. `frames`: at least one.
 
-    The first frame is the user's. So this is a line of the user even if a library that the user called has failed.
+    The first frame is the user's. Therefore the line is the user's even if a library that the user called has failed.
     """
     users_file = frames[0].filename
     last = [frame for frame in frames if frame.filename == users_file][-1]
@@ -255,17 +265,19 @@ def own_line(frames: Sequence[traceback.FrameSummary]) -> str:
 
 
 def _is_ours(filename: str) -> bool:
+    """True for a file of the package replay_generator."""
     return PACKAGE in Path(filename).parents
 
 
 def _is_pythons(filename: str) -> bool:
-    """True for a file of an event loop, and for a name that is no file, such as that of Python's built-in modules."""
+    """True for a file of an event loop, and for a name that is no file: built-in modules have such a name."""
     path = Path(filename)
     loop_folders = {Path(asyncio.__file__).parent, Path(event_loop.__file__).parent}
     return path.parent in loop_folders or not path.is_file()
 
 
 def _code_of(function: Function) -> CodeType | None:
+    """The code of a function, without its decorators and bound arguments; None: it has no Python code."""
     plain: Any = inspect.unwrap(function)
     while isinstance(plain, partial):
         plain = plain.func
@@ -275,13 +287,14 @@ def _code_of(function: Function) -> CodeType | None:
 
 
 def _begin(function: Function, args: Sequence[Any], options: Mapping[str, Any]) -> Any:
-    """The result of a guarded call. If the result is an iterator, such as a generator, it would run users' code later,
-    without a guard. So it becomes a list here."""
+    """The result of a guarded call; for an async function, a coroutine. An iterator, such as a generator, would run
+    users' code later, without a guard. Therefore its values are returned as a list."""
     with _Guard(function):
         return at_once(function(*args, **options))
 
 
 async def _resolved(function: Function, result: Any) -> Any:
+    """The result of a call. If the function has returned something to await: its value."""
     if inspect.isawaitable(result):
         return await awaited(function, result)
     return result
@@ -294,9 +307,9 @@ class _Guard:
     """Surrounds users' code. An exception that would end the process becomes a UserCodeError."""
 
     def __init__(self, function: Function, *, of_a_task: bool = False) -> None:
-        """`of_a_task`: True if the guard surrounds a step of a task that users' code has started. There a
-        CancelledError passes unchanged, because it ends only that task. For example, aiohttp's server ends its tasks in
-        this way: it cancels the futures that they wait for."""
+        """`of_a_task`: True if the guard surrounds a step of a task that users' code has started. In such a task a
+        CancelledError is raised unchanged, because it ends only this task. For example, aiohttp's server ends its tasks
+        by cancelling the futures that they wait for."""
         self._function = function
         self._of_a_task = of_a_task
 
@@ -304,6 +317,8 @@ class _Guard:
         pass
 
     def __exit__(self, kind: object, error: BaseException | None, trace: TracebackType | None) -> None:
+        """Raises UserCodeError in the place of an exception that would end the process or a task of ours. An ordinary
+        Exception is the failure of one call, and is raised unchanged."""
         if error is None or isinstance(error, Exception) or _passes(error):
             return
         if self._of_a_task and isinstance(error, asyncio.CancelledError):
@@ -314,18 +329,19 @@ class _Guard:
 
 
 def _passes(error: BaseException) -> bool:
-    """True if not users' code raised the error, but Python or this program while users' code ran."""
+    """True if Python or this program raised the error while users' code ran. False: users' code raised it."""
     if isinstance(error, asyncio.CancelledError):
         return _is_cancelled()
     if isinstance(error, KeyboardInterrupt | GeneratorExit) and threading.current_thread() is threading.main_thread():
-        # Python raises these errors for Ctrl-C and at the end of a coroutine, and then the traceback does not end at a
-        # `raise`. Users' code can raise them only by a `raise`.
+        # Python raises KeyboardInterrupt for Ctrl-C, and GeneratorExit when a coroutine is closed. Then the traceback
+        # does not end at a `raise` statement. Users' code can raise these errors only by a `raise` statement.
         return not _is_raised_by_a_line(error)
     return False
 
 
 def _is_cancelled() -> bool:
-    """True if the current task was cancelled, or if this code runs on an event loop outside of a task."""
+    """True if the current task was cancelled. Also true in a callback of the event loop, which runs outside of a task:
+    there nobody can tell."""
     try:
         task = asyncio.current_task()
     except RuntimeError:  # a thread without an event loop, which nobody can cancel
@@ -338,14 +354,15 @@ def _is_raised_by_a_line(error: BaseException) -> bool:
     trace = error.__traceback__
     if trace is None:
         return False
-    while trace.tb_next is not None:
+    while trace.tb_next is not None:  # to the frame that raised the error
         trace = trace.tb_next
+    # RAISE_VARARGS is the instruction of a `raise` statement. `tb_lasti` is the index of the instruction that ran last.
     return dis.opname[trace.tb_frame.f_code.co_code[trace.tb_lasti]] == "RAISE_VARARGS"
 
 
 def _make_task(loop: asyncio.AbstractEventLoop, coroutine: Any, **options: Any) -> asyncio.Task[Any]:
-    """A new task, for the event loop. A task that users' code starts gets a guard, because a SystemExit in it would end
-    the event loop."""
+    """A new task. The event loop calls this function for every task. A task that users' code starts gets a guard,
+    because a SystemExit in the task would end the event loop."""
     function = _calling.get()
     if function is not None:
         coroutine = _GuardedCoroutine(function, coroutine)
@@ -353,7 +370,8 @@ def _make_task(loop: asyncio.AbstractEventLoop, coroutine: Any, **options: Any) 
 
 
 class _GuardedCoroutine(Coroutine[Any, Any, Any]):
-    """A coroutine with a guard around each of its steps."""
+    """A coroutine with a guard around each of its steps. asyncio.Task calls `send` for a step, and `throw` for a step
+    that begins with an exception."""
 
     def __init__(self, function: Function, inner: Any) -> None:
         self._function = function
@@ -378,13 +396,14 @@ class _GuardedCoroutine(Coroutine[Any, Any, Any]):
 
 
 async def _call_plain(function: Function, calls: Sequence[Call]) -> list[Any]:
-    """The results of several calls of a function without async. They run in a thread, or in a process of its own if the
-    function has asked for a signal."""
+    """The results of several calls of a function without async. The calls run in a thread, or in a process of their own
+    if the function has asked for a signal. Raises the errors of the function, and UserCodeError."""
     _, process = _processes.get(id(function), (None, None))
     if process is None:
         results, requests = await _in_thread(function, calls)
         if not requests:
             return list(results)
+        # Each request for a signal was refused, so these results may be wrong. The process makes all calls again.
         process = _move(function, requests)
     try:
         return await process.call_each(calls)
@@ -406,9 +425,10 @@ class _Thread:
         self._function = function
         self._calls = calls
         self._has_ended = False
+        """True once all calls have returned."""
 
     def run(self) -> tuple[list[Any], SignalRequests]:
-        """Makes the calls. Returns the result of `_call_in_thread`."""
+        """Makes the calls, in the new thread. Returns their results, and the requests for signals."""
         threading.current_thread().name = f"replay-{name_of(self._function)}"
         try:
             return _call_in_thread(self._function, self._calls)
@@ -416,6 +436,7 @@ class _Thread:
             self._end()
 
     def _end(self) -> None:
+        """Notes that the thread ends, and is no abandoned thread any more."""
         key = id(self._function)
         with _left_lock:
             self._has_ended = True
@@ -448,8 +469,9 @@ def threads_left() -> int:
 
 
 async def _in_thread(function: Function, calls: Sequence[Call]) -> tuple[list[Any], SignalRequests]:
-    """The result of `_call_in_thread`, in a new thread. Raises UserCodeError if the function has too many abandoned
-    threads."""
+    """Makes the calls in a new thread. Returns their results, and the requests for signals: if there are requests, the
+    results must not be used. Raises the errors of the function, and UserCodeError if the function has too many
+    abandoned threads."""
     with _left_lock:
         count = len(_left.get(id(function), ()))
     if count >= MOST_LEFT:
@@ -459,31 +481,34 @@ async def _in_thread(function: Function, calls: Sequence[Call]) -> tuple[list[An
     try:
         result: tuple[list[Any], SignalRequests] = await in_daemon_thread(thread.run)
         return result
-    except asyncio.CancelledError:
+    except asyncio.CancelledError:  # a thread cannot be ended from outside
         thread.leave()
         raise
 
 
 def _call_in_thread(function: Function, calls: Sequence[Call]) -> tuple[list[Any], SignalRequests]:
-    """The results of the calls, and the requests for signals. If there are requests, the results must not be used."""
+    """The results of the calls, and the requests for signals. If there are requests, the results must not be used: they
+    may be wrong, and some are missing. Raises the errors of the function if there are no requests."""
     results: list[Any] = []
     with signal_requests() as requests:
         try:
             for args, options in calls:
                 results.append(_begin(function, args, options))
-                if requests:
+                if requests:  # all calls are made again in a process
                     break
-        except Exception:
+        except Exception:  # with requests, the reason is probably that a request was refused
             if not requests:
                 raise
     return results, requests
 
 
 def _move(function: Function, requests: SignalRequests) -> SignalProcess:
-    """Makes the process that calls this function from now on. `requests`: the signals that the function asked for."""
+    """The process that calls this function from now on. `requests`: the calls with which the function asked for
+    signals."""
     with _processes_lock:
-        if id(function) in _processes:
-            return _processes[id(function)][1]
+        if id(function) in _processes:  # several calls of the function ran at the same time
+            _, process = _processes[id(function)]
+            return process
         process = SignalProcess(function, ", ".join(dict.fromkeys(requests)))
         _processes[id(function)] = function, process
     logger.warning(
@@ -500,16 +525,19 @@ def _move(function: Function, requests: SignalRequests) -> SignalProcess:
 
 
 class LoopWatch:
-    """A context that watches the running event loop. If the loop does not turn for some seconds, a warning in the log
-    names the function that blocks it."""
+    """A context that watches the running event loop. If the loop is blocked for some seconds, a warning in the log
+    names the function that blocks the loop."""
 
     def __init__(self, seconds: float = STOOD_STILL) -> None:
-        """`seconds`: the time without a turn of the loop after which the warning is logged."""
+        """`seconds`: the time for which the loop is blocked before the warning is logged."""
         self._look = seconds / _LOOKS
+        """Seconds between two looks at the loop."""
         self._seconds = seconds
         self._ended = threading.Event()
+        """Set when the context is left."""
 
     def __enter__(self) -> LoopWatch:
+        """Starts the thread that watches the running event loop of this thread."""
         self._loop = asyncio.get_running_loop()
         self._thread = threading.get_ident()
         threading.Thread(target=self._watch, name="replay-loop-watch", daemon=True).start()
@@ -519,14 +547,15 @@ class LoopWatch:
         self._ended.set()
 
     def _watch(self) -> None:
+        """Watches the loop, in a thread of its own, until the context is left."""
         while not self._ended.wait(self._look):
             turned = threading.Event()
             try:
-                self._loop.call_soon_threadsafe(turned.set)
+                self._loop.call_soon_threadsafe(turned.set)  # a loop that is not blocked sets the event soon
             except RuntimeError:  # the loop is closed
                 return
             # Looks are counted, and not seconds: if the machine sleeps or is busy, this thread is held up too, and then
-            # looks less often.
+            # looks less often. The loop below goes on after the warning, so that one blockade is logged once.
             for look in range(1, sys.maxsize):
                 if turned.wait(self._look) or self._ended.is_set():
                     break
@@ -534,6 +563,7 @@ class LoopWatch:
                     self._say()
 
     def _say(self) -> None:
+        """Logs where the loop stands still: in the function that this file called last in the thread of the loop."""
         frame = sys._current_frames().get(self._thread)
         frames: list[traceback.FrameSummary] = []
         if frame is not None:
@@ -544,7 +574,7 @@ class LoopWatch:
                 start = index + 1
         if 0 < start < len(frames):
             place = f"in function {frames[start].name!r}{own_line(frames[start:])}"
-        elif frames:
+        elif frames:  # this file has called no function, so the innermost frame is named
             place = f"in {frames[-1].name!r} ({frames[-1].filename}, line {frames[-1].lineno})"
         else:
             place = "in a thread that has ended"

@@ -1,7 +1,8 @@
 """Results: checks the numbers and names that users' code returns: rewards, metrics and priorities.
 
-A metric becomes a column of its group. Its name is sent to the server, and its numbers are stored in float32. A result
-is checked as soon as users' code returns it. Otherwise a bad number would be found only when the whole group is made.
+A metric becomes a column of its group. The name of the metric is sent to the server, and its numbers are stored in
+float32. A result is checked as soon as users' code returns it. Otherwise a bad number would be found only when the
+whole group is made.
 """
 
 from __future__ import annotations
@@ -21,17 +22,22 @@ from replay_generator.user_code import calls as user_code
 MOST_METRICS = 256
 """The most metrics of one rollout. A group has room for about a thousand columns, and other values need columns too."""
 MOST_NAME = 200
-"""The most bytes in UTF-8 of the name of a metric, of a reward function, and of a turn's role. The name of a column may
-have 256 bytes, with a prefix."""
+"""The most bytes in UTF-8 of the name of a metric, of a reward function, and of a turn's role. The names of metrics and
+functions become names of columns, with a prefix before them. The name of a column may have 256 bytes."""
 LARGEST = float(np.finfo(np.float32).max)
 """The largest number of float32."""
 
 
 def number_of(value: Any) -> float:
-    """A number of Python or NumPy, or a tensor with one element, as a float. Raises ValueError for any other value."""
+    """A number of Python or NumPy, or a tensor with one element, as a float. Raises ValueError for any other value.
+
+    The message begins with the value: the caller puts the words before it, such as "returned".
+    """
+    # The kinds of NumPy's numbers: bool, int, unsigned int, float and complex. A value without a kind may be a number.
     kind = getattr(getattr(value, "dtype", None), "kind", "f")
-    is_number = isinstance(value, numbers.Number) or hasattr(value, "item")
-    if kind not in "biufc" or not is_number:
+    # Arrays and tensors of one element have a method `item`.
+    may_be_number = isinstance(value, numbers.Number) or hasattr(value, "item")
+    if kind not in "biufc" or not may_be_number:
         raise ValueError(f"{user_code.shown(value)}, which is no number")
     try:
         return float(user_code.call_here(float, value))
@@ -53,14 +59,15 @@ def bounded(value: Any, largest: float = LARGEST) -> float:
     Raises ValueError for any other value. The message has no subject: the caller puts the name of the value before it.
     """
     number = number_or_nan(value)
-    if not abs(number) <= largest:
+    is_bounded = abs(number) <= largest  # False for NaN
+    if not is_bounded:
         raise ValueError(f"is {user_code.shown(value, 80)}: give a number from {-largest:g} to {largest:g}")
     return number
 
 
 def check_name(name: Any, what: str) -> None:
-    """Raises ValueError for a name that cannot be the name of a column. `what`: a description of the name, for the
-    message."""
+    """Raises ValueError for a name that cannot be part of the name of a column. `what`: a description of the name, for
+    the message."""
     if not isinstance(name, str):
         raise ValueError(f"{what} must be a text, not {user_code.shown(name, 80)}")
     if not name.isprintable():  # half of a surrogate pair is not printable either
@@ -68,14 +75,15 @@ def check_name(name: Any, what: str) -> None:
     size = len(name.encode())
     if not 0 < size <= MOST_NAME:
         raise ValueError(f"{what} must have 1 to {MOST_NAME} bytes, and {name!r:.80} has {size}")
-    if name.endswith(OFFSETS):
+    if name.endswith(OFFSETS):  # the names of offsets of ragged columns end so
         raise ValueError(f"{what} must not end with {OFFSETS!r}, as {name!r:.80} does")
 
 
 def numbers_of(reward: Any, metrics: Any) -> tuple[float | None, dict[str, float]]:
-    """The reward (None: there is none) and the metrics as numbers. A metric that is None is left out.
+    """The reward as a float (None: there is no reward), and the metrics as floats, by name. A metric that is None is
+    left out.
 
-    Raises ValueError for what no group can hold.
+    Raises ValueError for a reward or metrics that no group can hold.
     """
     if reward is not None:
         try:
@@ -107,7 +115,7 @@ def encode_info(info: Mapping[str, Any]) -> bytes:
     """The bytes of the `info` of a rollout. Raises ValueError for an `info` that msgpack cannot hold."""
     plain = info
     if isinstance(info, Mapping):
-        plain = dict(info)  # msgpack knows no other mappings
+        plain = dict(info)  # of all mappings, msgpack knows only dict
     try:
         packed: bytes = msgpack.packb(plain)
         return packed

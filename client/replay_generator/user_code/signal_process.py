@@ -1,18 +1,18 @@
 """SignalProcess: a process that calls one function in its main thread, because that function asks for signals.
 
-    function asks for a signal in a thread ──▶ `signal_requests` notes this ──▶ from then on SignalProcess calls it
+    a function asks for a signal in a thread ──▶ `signal_requests` notes this ──▶ SignalProcess calls the function
 
 Only the main thread of a process can handle signals. Many graders, such as math-verify, set an alarm to end comparisons
-that would take for ever. In any other thread this raises ValueError, which many graders take for a wrong answer. So
-this module notes that a function asks for a signal, whatever the function does with the error.
+that would take for ever. In any other thread, setting an alarm raises ValueError, and many graders then report a wrong
+answer. Therefore this module notes that a function asks for a signal, whatever the function does with the error.
 
 For this purpose the module replaces functions of `signal` when it is imported. Modules that are imported later, and say
-`from signal import alarm`, get the replaced functions too. Outside of `signal_requests` these do what Python's own
-functions do.
+`from signal import alarm`, get the replaced functions too. Outside of `signal_requests` the replaced functions do what
+Python's own functions do.
 
-SignalProcess is a child of this process, and both communicate through a pair of sockets. The child imports the module
-of the function. It imports the file of the program only if the function is defined there, because that file may do work
-when it is imported.
+The process of SignalProcess is a child of this process, and both communicate through a pair of sockets. The child
+imports the module of the function. The child imports the file of the program only if the function is defined in this
+file, because the file may start the work of the program when it is imported.
 """
 
 from __future__ import annotations
@@ -43,11 +43,12 @@ from replay_client.waits import in_daemon_thread, stop_signals
 SignalRequests = list[str]
 """The calls with which a function asked for signals, in order, such as "signal.signal(SIGALRM)"."""
 _CALLS = ("signal", "alarm", "setitimer", "set_wakeup_fd")
-"""The functions of `signal` that are replaced. They only work, or only make sense, in the main thread."""
+"""The functions of `signal` that are replaced. These functions only work, or only make sense, in the main thread."""
 _REFUSAL = "signal only works in main thread of the main interpreter"
 """The message of the ValueError that Python's own functions raise in another thread."""
 _noting = threading.local()
-"""Its attribute `requests` is the list to which this thread adds requests; None or missing: it notes none."""
+"""The attribute `requests` is the list to which this thread adds its requests for signals; None or missing: the
+requests of this thread are not noted."""
 _PROGRAM = """
 import sys
 from multiprocessing.connection import Connection
@@ -61,7 +62,7 @@ from replay_generator.user_code.signal_process import serve
 serve(connection)
 """
 """The program of the process. `prepare` sets the search path for imports and the working directory to those of the
-parent."""
+parent, and imports the file of the program if the function is defined there."""
 
 
 class NotImportableError(Exception):
@@ -86,7 +87,8 @@ class FunctionFailedError(Exception):
 
 @contextmanager
 def signal_requests() -> Iterator[SignalRequests]:
-    """Notes the requests for signals of the code in this block and thread, and refuses them as Python does."""
+    """Notes the requests for signals that the block makes in this thread. Each request raises ValueError, as Python
+    does outside of the main thread."""
     requests: SignalRequests = []
     _noting.requests = requests
     try:
@@ -108,12 +110,14 @@ def _note_requests() -> None:
 
 
 def _noted(name: str, real: Callable[..., Any]) -> Callable[..., Any]:
-    """A function that replaces `real`, and notes requests."""
+    """A function that replaces `real` and notes requests. `name`: the name of `real` in `signal`."""
 
     @functools.wraps(real)
     def request(*args: Any, **options: Any) -> Any:
+        """Calls `real`. Under `signal_requests`, notes the call and raises ValueError instead."""
         requests = getattr(_noting, "requests", None)
-        # If the function forks a child process, this thread is the main thread there, and may ask for signals.
+        # If the user's function forks a child process, this thread is the main thread of the child, and may ask for
+        # signals.
         if requests is None or threading.current_thread() is threading.main_thread():
             return real(*args, **options)
         argument = ""
@@ -126,6 +130,7 @@ def _noted(name: str, real: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _name_of_signal(number: Any) -> str:
+    """The name of a signal, such as "SIGALRM". For a value that is no signal: the value as text."""
     try:
         return signal.Signals(number).name
     except ValueError:
@@ -139,10 +144,11 @@ _note_requests()
 
 
 def portable(function: Callable[..., Any]) -> bytes:
-    """The function as bytes that another process can load. Raises NotImportableError if there is no way."""
+    """The function as bytes that another process can load: pickled, or else found by a name in a module. Raises
+    NotImportableError if neither is possible."""
     try:
         return bytes(ForkingPickler.dumps(function))
-    except Exception as error:
+    except Exception as error:  # pickling a user's object may raise anything
         place = _place_of(function)
         if place is None:
             raise NotImportableError(
@@ -153,17 +159,18 @@ def portable(function: Callable[..., Any]) -> bytes:
 
 
 class _ByName:
-    """Stands for a value that pickle refuses, such as a lambda or a decorated function. When it is loaded, it becomes
-    the value of a name in a module."""
+    """Is pickled in the place of a value that pickle refuses, such as a lambda or a decorated function. Loading the
+    bytes gives the value of a name in a module."""
 
     def __init__(self, module: str, name: str) -> None:
         self._place = (module, name)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _imported, self._place
+        return _imported, self._place  # loading the bytes calls `_imported(*self._place)`
 
 
 def _imported(module: str, name: str) -> Any:
+    """The value of a name in a module."""
     return getattr(importlib.import_module(module), name)
 
 
@@ -177,13 +184,15 @@ def _place_of(function: Callable[..., Any]) -> tuple[str, str] | None:
 
 
 def _preparation(function: bytes) -> dict[str, Any]:
-    """The data that a process needs before it can load the function. `function`: the result of `portable`.
+    """The data that the child needs before it can load the function, for `prepare`. `function`: the result of
+    `portable`.
 
-    Raises NotImportableError if the process would have to import a program that starts its work when it is imported.
+    Raises NotImportableError if the child would have to import a program that starts its work when it is imported.
     """
     prepared = multiprocessing.spawn.get_preparation_data("replay-signals")
-    prepared.pop("authkey")  # only processes of multiprocessing need it
-    if b"__main__" not in function:
+    prepared.pop("authkey")  # only processes of multiprocessing need this key
+    is_in_program = b"__main__" in function  # the bytes name the module of the function
+    if not is_in_program:  # without these entries, `prepare` does not import the file of the program
         prepared.pop("init_main_from_name", None)
         prepared.pop("init_main_from_path", None)
     elif not _is_main_guarded():
@@ -195,14 +204,14 @@ def _preparation(function: bytes) -> dict[str, Any]:
 
 
 def _is_main_guarded() -> bool:
-    """True if the main file does its work only if it is the program (`if __name__ == "__main__":`). Also true if there
-    is no such file."""
+    """True if the file of the program starts its work only under `if __name__ == "__main__":`, and not when another
+    process imports the file. Also true if there is no such file, as in an interactive session."""
     path = getattr(sys.modules["__main__"], "__file__", None)
     if path is None:
         return True
     try:
         statements = ast.parse(Path(path).read_bytes()).body
-    except (OSError, SyntaxError, ValueError):
+    except (OSError, SyntaxError, ValueError):  # nobody can tell, and running a program twice is the worse mistake
         return False
     tests = [statement.test for statement in statements if isinstance(statement, ast.If)]
     return any("__name__" in ast.unparse(test) for test in tests)
@@ -212,31 +221,35 @@ def _is_main_guarded() -> bool:
 
 
 class SignalProcess:
-    """Calls one function in the main thread of a process, one call after the other. It starts with the first call."""
+    """Calls one function in the main thread of a process, one call after the other. The process starts with the first
+    call."""
 
     def __init__(self, function: Callable[..., Any], requests: str) -> None:
         """`requests`: the calls with which the function asked for signals, as text."""
         self.requests = requests
         self._function = function
         self._turn = threading.Lock()
+        """Held by the thread of the caller whose calls the process makes now. Other callers wait for this lock."""
         self._process: subprocess.Popen[bytes] | None = None
+        """The process that was started last; None: no process was started yet."""
         self._connection: Connection | None = None
+        """The connection to a process that has loaded the function; None: there is no such process."""
         self._caller: object = None
-        """The `caller_is_done` of the caller whose calls the process makes now; None: the process waits."""
+        """The event `caller_is_done` of the caller whose calls the process makes now; None: the process waits."""
         atexit.register(self.end)
 
     async def call_each(self, calls: Sequence[tuple[Sequence[Any], Mapping[str, Any]]]) -> list[Any]:
         """The results of these calls. Raises NotImportableError and FunctionFailedError.
 
-        If the caller is cancelled, the process is killed, because the function may hang. The next call starts another
-        process.
+        If the caller is cancelled while the process makes its calls, the process is killed, because the function may
+        hang. The next call starts another process.
         """
         caller_is_done = threading.Event()  # set when the caller has its results, or gives up
         try:
             results: list[Any] = await in_daemon_thread(functools.partial(self._ask, calls, caller_is_done))
         finally:
             caller_is_done.set()
-            if self._caller is caller_is_done:
+            if self._caller is caller_is_done:  # the caller was cancelled: with results, `_ask` has set None
                 self.end()
         return results
 
@@ -247,15 +260,17 @@ class SignalProcess:
             self._process.wait()
 
     def _ask(self, calls: Sequence[Any], caller_is_done: threading.Event) -> list[Any]:
+        """The results of these calls, when the process is free. Runs in a thread of the caller's own. Raises
+        NotImportableError and FunctionFailedError."""
         with self._turn:
-            if caller_is_done.is_set():
+            if caller_is_done.is_set():  # the caller was cancelled while it waited, so nobody reads the results
                 return []
             self._caller = caller_is_done
             try:
                 answer = self._answered(self._packed(calls))
             finally:
                 self._caller = None
-        kind, *values = answer
+        kind, *values = answer  # as `_called` returns it, in the process
         if kind == "raised":
             message, place, is_value_error = values
             raise FunctionFailedError(message, place, is_value_error=is_value_error)
@@ -263,15 +278,17 @@ class SignalProcess:
         return results
 
     def _answered(self, calls: bytes) -> Any:
-        """The answer of the process to these calls.
+        """The answer of the process to these calls. `calls`: the result of `_packed`.
 
         A scheduler that stops a program may send its signal to the child processes too. The program still waits for
-        this answer before it ends. So if such a signal has ended the process, another process makes the calls again.
+        this answer before it ends. Therefore, if such a signal has ended the process, another process makes the calls
+        again.
         """
         try:
             return self._answer_to(self._connected(), calls)
         except FunctionFailedError:
             process = self._process
+            # The return code of a process that a signal ended is the number of the signal, with a minus sign.
             if process is None or process.returncode is None or -process.returncode not in stop_signals():
                 raise
         return self._answer_to(self._connected(), calls)
@@ -279,7 +296,7 @@ class SignalProcess:
     def _connected(self) -> Connection:
         """The connection to the process, which is started if it does not run. Raises NotImportableError if the process
         cannot load the function."""
-        if self._connection is not None and self._process is not None and self._process.poll() is None:
+        if self._connection is not None and self._process is not None and self._process.poll() is None:  # it runs
             return self._connection
         function = portable(self._function)
         prepared = _preparation(function)
@@ -291,11 +308,11 @@ class SignalProcess:
                 command,
                 pass_fds=[number],
                 stdin=subprocess.DEVNULL,
-                start_new_session=True,  # Ctrl-C in the terminal must reach only the parent: it still waits for answers
+                start_new_session=True,  # Ctrl-C must not end the child, because the parent still waits for answers
             )
         connection = Connection(parent_socket.detach())
         connection.send(prepared)
-        failure = self._answer_to(connection, function)
+        failure = self._answer_to(connection, function)  # `serve` answers None if it could load the function
         if failure is not None:
             self.end()
             raise NotImportableError(f"a process of its own cannot import it ({failure})")
@@ -303,6 +320,7 @@ class SignalProcess:
         return connection
 
     def _packed(self, calls: Sequence[Any]) -> bytes:
+        """The calls as bytes for the process. Raises NotImportableError if pickle refuses their arguments."""
         try:
             return bytes(ForkingPickler.dumps(list(calls)))
         except Exception as error:
@@ -316,7 +334,7 @@ class SignalProcess:
         try:
             connection.send_bytes(question)
             return connection.recv()
-        except (EOFError, OSError):
+        except (EOFError, OSError):  # the process ended
             code = None
             if self._process is not None:
                 code = self._process.wait()
@@ -329,12 +347,16 @@ class SignalProcess:
 
 
 def serve(connection: Connection) -> None:
-    """The work of the process: receives the function, and calls it in this thread until the parent has ended."""
+    """The work of the process: receives the function, and calls the function in this thread until the parent has ended.
+
+    Sends one answer to each message of the parent. The answer to the first message, the function, is None, or the
+    reason why the function cannot be loaded. The answer to each further message is the result of `_called`.
+    """
     questions: queue.SimpleQueue[bytes] = queue.SimpleQueue()
     threading.Thread(target=_read, args=(connection, questions), daemon=True).start()
     try:
         function = ForkingPickler.loads(questions.get())
-    except BaseException as error:
+    except BaseException as error:  # the module of the function may raise anything
         connection.send(f"{type(error).__name__}: {error}")
         return
     connection.send(None)
@@ -342,15 +364,15 @@ def serve(connection: Connection) -> None:
         answer = _called(function, questions.get())
         try:
             connection.send(answer)
-        except OSError:
+        except OSError:  # the parent has ended
             return
-        except Exception as error:
+        except Exception as error:  # pickle refuses a result
             connection.send(_raised(error))
 
 
 def _read(connection: Connection, questions: queue.SimpleQueue[bytes]) -> None:
-    """Puts the messages of the parent into a queue. Ends the whole process when the parent has ended, even while the
-    function hangs."""
+    """Puts the messages of the parent into a queue, in a thread of its own. Ends the whole process when the parent has
+    ended, even while the function hangs."""
     while True:
         try:
             questions.put(connection.recv_bytes())
@@ -359,8 +381,9 @@ def _read(connection: Connection, questions: queue.SimpleQueue[bytes]) -> None:
 
 
 def _called(function: Callable[..., Any], question: bytes) -> tuple[Any, ...]:
+    """The answer to a message with calls: "returned" and the results, or the result of `_raised`."""
     try:
-        # The arguments are loaded in this main thread, because a module that this imports may ask for signals.
+        # The arguments are loaded in this main thread: loading may import a module, which may ask for signals.
         calls = ForkingPickler.loads(question)
         return "returned", [at_once(function(*args, **options)) for args, options in calls]
     except BaseException as error:
@@ -368,14 +391,15 @@ def _called(function: Callable[..., Any], question: bytes) -> tuple[Any, ...]:
 
 
 def at_once(result: Any) -> Any:
-    """The result of a call. If it is an iterator: the list of its values."""
+    """The result of a call. If the result is an iterator, for example a generator: the list of its values."""
     if isinstance(result, Iterator) and not isinstance(result, Awaitable):
         return list(result)
     return result
 
 
 def _raised(error: BaseException) -> tuple[Any, ...]:
-    """The answer after a call that failed: "raised", the message, the user's line, and True if it is a ValueError."""
+    """The answer after a call that failed: "raised", the message, the user's line, and True if the error is a
+    ValueError."""
     message = f"raised {type(error).__name__}: {error}"
     return "raised", message, _line_of(error), isinstance(error, ValueError)
 
@@ -385,6 +409,7 @@ def _line_of(error: BaseException) -> str:
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename != __file__]
     if not frames:
         return ""
+    # The first of these frames is the function that was called, so its file is the function's own.
     last = [frame for frame in frames if frame.filename == frames[0].filename][-1]
     return f" ({last.filename}, line {last.lineno})"
 

@@ -14,10 +14,10 @@ if TYPE_CHECKING:
 def load_environment(
     source: str, args: str | Mapping[str, Any] | None = None, config: GeneratorConfig | None = None
 ) -> VerifiersEnvironment:
-    """The environment that `source` names, as "verifiers:NAME".
+    """Loads an environment. `source`: its package and its name, as "verifiers:NAME".
 
-    `args`: the arguments of the environment, as a mapping or as JSON. `config`: the settings of the generator, which
-    bound each rollout (`max_session_turns`, `max_session_bytes`); None: the defaults.
+    `args`: the arguments of the environment, as a mapping or as JSON; None: no arguments. `config`: the settings of the
+    generator, which bound each rollout (`max_session_turns`, `max_session_bytes`); None: the defaults.
 
     Raises ValueError if the name or the arguments are wrong, or if the environment cannot be loaded.
     """
@@ -35,6 +35,7 @@ def load_environment(
         raise ValueError(
             f'environment_args must be a JSON object, like {{"agent": {{"max_turns": 4}}}}, not {arguments!r}'
         )
+    # Imported only here, because `verifiers` is an optional package.
     from replay_generator.rollouts.environments.verifiers import VerifiersEnvironment
 
     return VerifiersEnvironment(name, arguments, config)

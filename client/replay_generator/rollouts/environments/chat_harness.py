@@ -1,8 +1,9 @@
 """ChatHarness: lets a policy answer the messages of a `verifiers` task, without tools and without another process.
 
-The harnesses that come with `verifiers` are programs, and each rollout starts a process. ChatHarness does the same work
-in the process of the generator, for tasks without tools. `verifiers` finds a harness by the name of a module. Therefore
-import ChatHarness in the module of the taskset, or in a module beside it:
+A harness of `verifiers` is the program that asks a policy on behalf of a task. The harnesses that come with `verifiers`
+start a process for each rollout. ChatHarness does the same work in the process of the generator, for tasks without
+tools. `verifiers` finds a harness by the name of a module. Therefore import ChatHarness in the module of the taskset,
+or in a module beside it:
 
     from replay_generator.rollouts.environments.chat_harness import ChatHarness
 
@@ -25,8 +26,11 @@ class ChatHarnessConfig(vf.HarnessConfig):  # type: ignore[misc]
 class ChatHarness(vf.Harness[ChatHarnessConfig]):  # type: ignore[misc]
     """Asks the policy once for each turn of the user."""
 
+    # These flags tell `verifiers` what the harness does.
     APPENDS_SYSTEM_PROMPT = True
+    """True: the system prompt is a message of its own, and not a part of the user's prompt."""
     SUPPORTS_RESUME = True
+    """True: after the next turn of the user, `verifiers` calls `launch` again, with all messages so far as prompt."""
     EXECUTES_CODE = False
     NEEDS_CONTAINER = False
 
@@ -40,6 +44,11 @@ class ChatHarness(vf.Harness[ChatHarnessConfig]):  # type: ignore[misc]
         mcp_urls: dict[str, str],
         data: Any,
     ) -> Any:
+        """Sends one request with the prompt of a task to the policy. `verifiers` calls this method.
+
+        `endpoint` and `secret`: the base URL of the policy, and its API key. `data`: the data of the task. Returns the
+        result in the form of a program that has ended, with exit code 1 if the request was refused.
+        """
         system, prompt = self.resolve_prompt(data)
         messages = []
         if system:
@@ -48,10 +57,13 @@ class ChatHarness(vf.Harness[ChatHarnessConfig]):  # type: ignore[misc]
             messages.append({"role": "user", "content": prompt})
         else:
             messages += [message_to_wire(message) for message in prompt or ()]
+        # The endpoint is an address of `verifiers` on this machine. No proxy could reach this address (`trust_env`),
+        # and it has no certificate to check. The time limit of the whole rollout also bounds this request.
         async with httpx.AsyncClient(
             timeout=None, verify=False, trust_env=False, headers={"Authorization": f"Bearer {secret}"}
         ) as client:
-            # The answer is not read here: `verifiers` writes it into the trace, and also the reason of a refusal.
+            # The text of the answer is not read here, because `verifiers` writes it into the trace. There it also
+            # writes the reason of a refusal.
             response = await client.post(
                 f"{endpoint}/chat/completions", json={"model": ctx.model, "messages": messages}
             )

@@ -1,9 +1,9 @@
 """TemplateRenderer: makes token ids of chats for models that the package `renderers` does not know by name.
 
 The package has DefaultRenderer for such models. But DefaultRenderer passes the messages to the chat template without
-any preparation. It also renders the whole chat again for each turn, and so tokenizes again what the policy wrote.
-TemplateRenderer renders by `chat.render`, as all prompts are rendered. It keeps the token ids of all turns so far, and
-renders only the messages behind them.
+any preparation. DefaultRenderer also renders the whole chat again for each turn, and so tokenizes again what the policy
+wrote. TemplateRenderer renders by `chat.render`, as all prompts are rendered. For a further turn, TemplateRenderer
+keeps the token ids of all turns so far, and renders only the messages that follow them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ DAY = "replay_day"
 """The name of a template argument: the day on which the rollout began, in ISO format. Templates that ask for today's
 date get this day."""
 _MARK = "[a turn of the policy]"
-"""The text that is rendered in the place of a turn of the policy."""
+"""The text that stands for a turn of the policy when a chat is rendered only to find the text behind this turn."""
 
 
 class TemplateRenderer(DefaultRenderer):  # type: ignore[misc]
@@ -37,8 +37,9 @@ class TemplateRenderer(DefaultRenderer):  # type: ignore[misc]
     ) -> RenderedTokens:
         """The tokens of a chat, and for each token the index of its message.
 
-        `renderers` finds these indices by rendering the beginnings of the chat. A beginning may have more tokens than
-        the whole chat, so the list of indices is cut to the number of tokens of the chat.
+        DefaultRenderer finds these indices by rendering the first message, the first two messages, and so on. Such a
+        beginning may have more tokens than the whole chat. Therefore the list of indices is cut to the number of tokens
+        of the chat.
         """
         rendered = super().render(messages, tools=tools, add_generation_prompt=add_generation_prompt)
         rendered.message_indices = rendered.message_indices[: len(rendered.token_ids)]
@@ -47,16 +48,20 @@ class TemplateRenderer(DefaultRenderer):  # type: ignore[misc]
     def _apply(
         self, messages: list[Any], *, tools: list[Any] | None = None, add_generation_prompt: bool = False
     ) -> list[int]:
+        """The tokens of a chat. DefaultRenderer calls this method wherever it renders.
+
+        `add_generation_prompt` True: `messages` is the whole chat, and the policy writes after it. False: `messages` is
+        the whole chat or a beginning of it, and the tokens only tell where its last message ends. Many templates refuse
+        such a beginning. Then the list is empty: the indices of the messages are less exact, and nothing else is lost.
+        """
         if add_generation_prompt:
             text = self._text(messages, tools)
             return rendered_ids(self._tokenizer, text)
-        # These tokens of a beginning of the chat only tell where a message ends. Many templates refuse such a
-        # beginning. Then the indices of the messages are less exact, and nothing else is lost.
         try:
             ids: list[int] = super()._apply(clean(messages), tools=tools)
-        except ChatError:
+        except ChatError:  # the messages themselves are at fault, so the whole chat would be refused too
             raise
-        except Exception:
+        except Exception:  # a template may raise anything
             return []
         return ids
 
@@ -68,11 +73,13 @@ class TemplateRenderer(DefaultRenderer):  # type: ignore[misc]
         *,
         tools: list[Any] | None = None,
     ) -> RenderedTokens | None:
-        """The tokens so far, with those of `new_messages` and of the beginning of the next turn.
+        """The tokens so far, followed by the tokens of `new_messages` and of the beginning of the policy's next turn.
 
-        The template renders a short chat with a mark in the place of the policy's turn. The text behind the mark is the
-        text behind that turn. None: the template leaves out the mark, so `renderers` has to render the whole chat.
+        The template renders a short chat with a mark in the place of the policy's last turn. The rendered text behind
+        the mark is also the text behind that turn in the whole chat. None: the template leaves out the mark, and
+        `renderers` then renders the whole chat.
         """
+        # Many templates refuse a chat that does not begin with a message of the user.
         chat = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _MARK}, *new_messages]
         rendered = self._text(chat, tools)
         _, mark, after = rendered.partition(_MARK)
@@ -80,10 +87,12 @@ class TemplateRenderer(DefaultRenderer):  # type: ignore[misc]
             return None
         last = previous_completion_ids[-1]
         if last in self.get_stop_token_ids():
-            # The template ends the turn of the policy as the policy has ended it.
+            # The policy has drawn the token that ends its turn, and the template writes this token once more.
             after = after.removeprefix(self._tokenizer.decode([last]))
         before = [*previous_prompt_ids, *previous_completion_ids]
         added = rendered_ids(self._tokenizer, after)
+        # -1: no message of `new_messages` has the token. All added tokens count for the last new message, because the
+        # new messages are tokenized together.
         last_message = len(new_messages) - 1
         return RenderedTokens(
             token_ids=[*before, *added],
@@ -92,8 +101,9 @@ class TemplateRenderer(DefaultRenderer):  # type: ignore[misc]
         )
 
     def _text(self, messages: list[Any], tools: list[Any] | None) -> str:
-        """The rendered text, after which the policy writes. Its date is the day on which the rollout began."""
-        arguments = dict(self.config.model_extra or {})
+        """The rendered text, after which the policy writes. If the template writes today's date, it writes the day on
+        which the rollout began."""
+        arguments = dict(self.config.model_extra or {})  # the template arguments of the request
         day = arguments.pop(DAY, None)
         began = None if day is None else datetime.fromisoformat(day)
         return render(self._tokenizer, messages, tools or (), arguments, began)

@@ -1,17 +1,17 @@
 """VerifiersEnvironment: an environment of the package `verifiers` as a source of rollouts.
 
-    its tasks ──▶ prompts
-    its episode ──chat──▶ `verifiers`, which makes token ids of it ──ids──▶ SessionServer, a Session ──▶ RolloutPolicy
+    tasks of the environment ──▶ prompts
+    episode of a task ──chat──▶ `verifiers` makes token ids of it ──ids──▶ SessionServer: Session ──▶ RolloutPolicy
          └──traces──▶ branches ──▶ sequences of the session; rewards ──▶ the reward
 
 An episode of `verifiers` has a trace for each agent. A trace is a tree of messages, each with the tokens that it added.
 Every path from the root to a leaf is a branch: the conversation of some request to the policy. Each branch of an agent
-that is trained becomes a sequence. The session has the sequences (sessions/exchanges.py), and a branch finds its own by
-its tokens.
+that is trained becomes a sequence. The sequences are made of the exchanges of the session (sessions/exchanges.py). The
+exchanges of a branch are those with the same tokens.
 
-The client of `verifiers`, TrainClient, sends requests of vLLM's `/inference/v1/generate`: token ids in, token ids and
-log-probabilities out. These answers have no field for policy versions and extras. Therefore the completions that the
-session has kept are trained on, and not those in the traces.
+The client of `verifiers`, TrainClient, sends requests of vLLM's `/inference/v1/generate`: a request has token ids, and
+an answer has token ids and log-probabilities. An answer has no field for policy versions and extras. Therefore the
+trainer gets the completions that the session has stored, and not those in the traces.
 """
 
 from __future__ import annotations
@@ -52,24 +52,26 @@ from replay_generator.rollouts.sessions.turns import Ask, Refusal
 from replay_protos.settings import explain
 
 _TEMPLATE_RENDERER = "replay_generator.rollouts.environments.template_renderer.TemplateRenderer"
+"""The path by which `renderers` imports TemplateRenderer."""
 _PATH = "/inference/v1/generate"
+"""The path at which `verifiers` asks for completions. This path is vLLM's."""
 _TRACE = "X-Session-ID"
 """The header in which `verifiers` names the trace that a request belongs to."""
 
 
 class EpisodeSession(Session):
-    """The session of an episode. It remembers which traces have asked the policy for a completion."""
+    """The session of an episode. The session remembers which traces have asked the policy for a completion."""
 
     def __init__(self, task: Task, policy: RolloutPolicy, config: GeneratorConfig) -> None:
         super().__init__(
             task,
             policy,
-            Parsers(),
+            Parsers(),  # parses nothing: `verifiers` itself divides the turns into thoughts, text and calls
             most_turns=config.max_session_turns,
             most_bytes=config.max_session_bytes,
         )
         self.trace_ids: set[str] = set()
-        """The ids of these traces, from the header _TRACE of the requests."""
+        """The ids of the traces for which a completion was requested, from the header _TRACE of the requests."""
 
 
 class VerifiersEnvironment(SessionServer):
@@ -79,10 +81,12 @@ class VerifiersEnvironment(SessionServer):
         """`name`: the name by which `verifiers` finds the taskset. `args`: the fields of the EnvConfig of `verifiers`,
         and perhaps `renderer`, an object with the fields of a RendererConfig. `config`: the settings of the generator,
         which bound each rollout; None: the defaults. Raises ValueError if the environment cannot be loaded."""
+        # A refusal at _PATH has the form of Chat's errors, which TrainClient reads.
         super().__init__(posted=((_PATH, Chat(), _generate),))
         self._config = config or GeneratorConfig()
         env_fields = dict(args or {})
         self._renderer = env_fields.pop("renderer", None) or {}
+        """The fields of a RendererConfig that the user gave, by name. Empty: the user gave none."""
         self._name = name
         taskset = env_fields.get("taskset") or {}
         try:
@@ -90,7 +94,8 @@ class VerifiersEnvironment(SessionServer):
                 raise ValueError(f"taskset must be an object, not {taskset!r}")
             if not isinstance(self._renderer, Mapping):
                 raise ValueError(f"renderer must be an object, not {self._renderer!r}")
-            vf.TrainClientConfig(renderer=self._renderer_of(""))  # raises an error for fields that cannot be used
+            # Made only for its checks: it raises a ValueError for fields that cannot be used.
+            vf.TrainClientConfig(renderer=self._renderer_of(""))
             env_fields["taskset"] = {**taskset, "id": name}
             self._env: Any = load_environment(resolve_env_config(env_fields))
         except ModuleNotFoundError as error:
@@ -100,6 +105,7 @@ class VerifiersEnvironment(SessionServer):
         except Exception as error:  # a module of the user's own, which may raise anything
             raise ValueError(f"environment 'verifiers:{name}': {type(error).__name__}: {error}") from error
         self._held = AsyncExitStack()
+        """Holds the HTTP server and the environment while this context is entered. `__aexit__` ends both."""
 
     def prompts(self, seed: int = 0) -> Iterator[Prompt]:
         """A prompt for each task, without end, shuffled anew for each epoch. An endless taskset keeps its own order.
@@ -120,10 +126,11 @@ class VerifiersEnvironment(SessionServer):
         return cycle_prompts(prompts, seed=seed)
 
     async def __aenter__(self) -> VerifiersEnvironment:
+        """Starts the HTTP server, and the resources of the environment."""
         # `renderers` 0.1 has one lock for the whole process, and the first event loop that waits for the lock owns it.
         # Without a new lock, a second run in the same process, with another event loop, would fail.
         renderers.client._max_prompt_len_lock = asyncio.Lock()
-        async with AsyncExitStack() as held:
+        async with AsyncExitStack() as held:  # ends the server if the environment cannot be entered
             await super().__aenter__()
             held.push_async_exit(super().__aexit__)
             await held.enter_async_context(self._env.serving())
@@ -134,20 +141,22 @@ class VerifiersEnvironment(SessionServer):
         await self._held.aclose()
 
     async def __call__(self, task: Task, policy: RolloutPolicy) -> Rollout:
-        """Plays one episode. Raises RolloutError if it failed, with the reason that the episode gives."""
+        """Plays one episode. Raises RolloutError if the episode failed, with the reason that the episode gives."""
         session = EpisodeSession(task, policy, self._config)
         async with self.playing(session) as address:
-            (slot,) = self._env.slots(task.row["task"])
+            (slot,) = self._env.slots(task.row["task"])  # a slot is the plan of one episode
             episode = await self._env.run_slot(slot, self._context(task, f"{address}/v1"))
             if not self._env.complete(episode):
                 raise RolloutError(_why(episode))
         return _rollout(episode, session)
 
     def _context(self, task: Task, base_url: str) -> Any:
-        """The model that the agents of an episode ask, its address, and its sampling."""
+        """The ModelContext of `verifiers` for an episode: the model that the agents ask, its address, and its sampling.
+        `base_url`: the address."""
         model = task.tokenizer.name_or_path
         client = vf.TrainClientConfig(
             base_url=base_url,
+            # A variable that is not set. The default names a key of the user, which has no business here.
             api_key_var="REPLAY_NO_KEY",
             renderer=self._renderer_of(model),
             renderer_model_name=model,
@@ -174,8 +183,9 @@ class VerifiersEnvironment(SessionServer):
         return "strftime_now" in str(getattr(tokenizer, "chat_template", ""))
 
     def _renderer_of(self, model: str) -> dict[str, Any] | None:
-        """The fields of the RendererConfig; None: `renderers` knows the model by its name."""
-        if self._renderer.get("name"):
+        """The fields of the RendererConfig for a model. None: `renderers` knows the model by its name, and chooses a
+        renderer itself. `model` "": the model is not known yet."""
+        if self._renderer.get("name"):  # the user has chosen a renderer
             return dict(self._renderer)
         if model in MODEL_RENDERER_MAP and not self._renderer:
             return None
@@ -183,17 +193,19 @@ class VerifiersEnvironment(SessionServer):
 
 
 async def _generate(dialect: Dialect, session: Session, request: web.Request, raw: bytes) -> web.StreamResponse:
-    """Answers a request of vLLM's `/inference/v1/generate`."""
+    """Answers a request of vLLM's `/inference/v1/generate`. `raw`: its body."""
     assert isinstance(session, EpisodeSession)
     size = len(raw)
-    ask = await worked(size, partial(parsed, _PATH, raw, session.task.max_length, partial(_ask_of, size)))
+    parse = partial(parsed, _PATH, raw, session.task.max_length, partial(_ask_of, size))
+    ask = await worked(size, parse)
     session.trace_ids.add(request.headers.get(_TRACE, ""))
     completion = await session.draw(ask)
     return web.json_response(_answer(completion))
 
 
 def _ask_of(size: int, body: dict[str, Any]) -> Ask:
-    """The request with this body. `size`: its bytes. Raises Refusal."""
+    """The request with this body, as an Ask. `size`: the bytes of the body. Raises Refusal for a body with images, or
+    with token ids that are no numbers."""
     if body.get("features") or body.get("content_parts"):
         raise Refusal("the generator takes text only, no images", field="features")
     token_ids = body["token_ids"]
@@ -208,12 +220,12 @@ def _ask_of(size: int, body: dict[str, Any]) -> Ask:
 
 
 def _answer(completion: Completion) -> dict[str, Any]:
-    """The body of an answer with this completion."""
+    """The body of an answer with this completion, in the form of vLLM's `/inference/v1/generate`."""
     logprobs = []
     for token, logprob in zip(completion.token_ids, completion.logprobs, strict=True):
         if not math.isfinite(logprob):
-            # JSON has only finite numbers. This answer is not trained on: the session's completion, which still has
-            # NaN here, is.
+            # JSON has only finite numbers. The 0 reaches no trainer: the trainer gets the session's completion, which
+            # still has NaN for this token.
             logprob = 0.0
         logprobs.append({"token": f"token_id:{token}", "logprob": logprob})
     choice = {
@@ -237,10 +249,10 @@ def _rollout(episode: Any, session: EpisodeSession) -> Rollout:
     """The rollout of an episode, with its reward. Raises RolloutError if there is nothing to train on, or if the agents
     have different rewards."""
     traces = [trace for trace in episode.traces if trace.agent.trainable and trace.id in session.trace_ids]
-    ends: list[Exchange] = []
+    ends: list[Exchange] = []  # the last exchange of each branch
     for trace in traces:
         for tokens in _branches(trace):
-            ends.append(session.exchanges.that_drew(tokens, ends))
+            ends.append(session.exchanges.that_drew(tokens, besides=ends))
     sequences = session.exchanges.sequences(session.task.sampling, ends)
     if not sequences:
         raise RolloutError("no agent of the environment that is trained asked the policy for anything")
@@ -254,8 +266,11 @@ def _rollout(episode: Any, session: EpisodeSession) -> Rollout:
 
 
 def _reward_of(traces: Sequence[Any]) -> float | None:
-    """The reward of an episode; None: the environment gave none. Raises RolloutError if its agents got different
-    rewards."""
+    """The reward that all agents of an episode got; None: the environment gave no reward. Raises RolloutError if the
+    agents got different rewards.
+
+    `traces`: the traces of the agents that are trained, at least one.
+    """
     rewards = [trace.reward for trace in traces]
     if len(set(rewards)) > 1:
         listed = ", ".join(f"{trace.agent.name} {trace.reward:g}" for trace in traces)
@@ -271,17 +286,17 @@ def _reward_of(traces: Sequence[Any]) -> float | None:
 
 def _metrics_of(traces: Sequence[Any], session: EpisodeSession) -> dict[str, float]:
     """The metrics of an episode, by name: the parts of the reward and the metrics of `verifiers`, each as its mean over
-    the traces, and the number of refused requests."""
+    the traces that have it, and the number of refused requests."""
     values: dict[str, list[float]] = {"refusals": [float(session.refusals)]}
     for trace in traces:
-        parts = {}
+        trace_values = {}
         for name, reward in trace.rewards.items():
             if reward is not None:
-                parts[name] = reward.value
-        for name, metric in trace.metrics.items():
+                trace_values[name] = reward.value
+        for name, metric in trace.metrics.items():  # a metric replaces a part of the reward with the same name
             if metric is not None:
-                parts[name] = metric
-        for name, value in parts.items():
+                trace_values[name] = metric
+        for name, value in trace_values.items():
             values.setdefault(name, []).append(float(value))
     return {name: float(np.mean(numbers)) for name, numbers in values.items()}
 
@@ -292,9 +307,10 @@ def _branches(trace: Any) -> Iterator[list[int]]:
     for branch in trace.branches:
         tokens: list[int] = []
         end = 0
-        for node in branch.nodes:
+        for node in branch.nodes:  # a node is a message
             tokens += node.token_ids
-            if any(node.mask):
+            is_of_policy = any(node.mask)  # the mask is True for tokens that the policy drew
+            if is_of_policy:
                 end = len(tokens)
         if branch.trainable and end:
             yield tokens[:end]
@@ -319,11 +335,16 @@ def _why(episode: Any) -> str:
             errors += trace.errors
     if not errors:
         return "the environment says that the episode is not complete, and gives no reason"
+    # The last error ended the episode: an episode may have survived earlier errors.
     return f"the episode failed with {errors[-1].type}: {_in_one_line(errors[-1].message):.500}"
 
 
 def _missing(error: ModuleNotFoundError) -> str:
-    """The module that is missing: the environment itself, or one that it imports."""
+    """The reason why an environment cannot be imported: its own module is missing, or a module that it imports.
+
+    `error`: the error of `verifiers`, caused by Python's error. The message of `verifiers` names only the module of the
+    environment.
+    """
     cause = error.__cause__
     if isinstance(cause, ModuleNotFoundError) and f"import {cause.name!r}" not in str(error):
         return f"it needs the module {cause.name!r}, which is not installed"
@@ -331,6 +352,7 @@ def _missing(error: ModuleNotFoundError) -> str:
 
 
 def _in_one_line(error: object) -> str:
+    """The message of an error without line breaks. `error`: an error, or its message."""
     if isinstance(error, ValidationError):
         return explain(error)
     return " ".join(str(error).split())

@@ -1,11 +1,11 @@
 """SessionHook: plays rollouts with agents that need no change. An agent asks an address for turns and returns a reward.
 
-    task ──▶ Session ──its address──▶ the agent: a function, a command, or one elsewhere (remote.py)
+    task ──▶ Session ──its address──▶ the agent: a function, a command, or a program elsewhere (remote.py)
                                                   │
-    Rollout ◀── what was drawn through it ◀──result─┘
+    Rollout ◀── turns of the Session ◀──── result ┘
 
-A command, and an agent elsewhere, are also called through a function: Command here, and `RemoteHook._play`. It returns
-the result of the agent.
+For SessionHook, every agent is an async function that returns the result of the agent. For a command this function is
+`Command.__call__`, and for agents elsewhere it is `RemoteHook._play`.
 """
 
 from __future__ import annotations
@@ -43,13 +43,14 @@ logger = logging.getLogger(__name__)
 MOST_SHOWN = 2000
 """The most characters of the end of a command's output that the failure of its rollout shows."""
 GRACE = 10.0
-"""Seconds in which a supervisor must end its agent. If the agent has stopped the supervisor (SIGSTOP), it cannot."""
+"""Seconds in which the supervisor of a command must end all its processes. After that the generator kills them: for
+example, the command may have stopped its supervisor (SIGSTOP)."""
 _KEPT = 1 << 16
-"""Bytes that are kept from the end of a command's stdout, and from the end of its stderr."""
+"""The number of bytes at the end of a command's stdout that are stored. The same number is stored of its stderr."""
 
 
 def _no_text(value: Any) -> Any:
-    """The value. Raises ValueError for a text, which pydantic would read as a number."""
+    """Returns the value unchanged. Raises ValueError for a text, because pydantic would read "1" as a number."""
     if isinstance(value, str | bytes):
         raise ValueError(f"must be a number, not {value!r}")
     return value
@@ -61,9 +62,11 @@ _Number = Annotated[float, Field(allow_inf_nan=False, strict=False), BeforeValid
 
 @dataclass(frozen=True)
 class Address:
-    """The address at which the agent of one rollout asks the policy. It is a secret: all who know it may ask."""
+    """The address at which the agent of one rollout asks the policy. The address is a secret: everybody who knows it
+    may ask."""
 
     url: str
+    """The base URL for clients of Anthropic. Clients of OpenAI need "/v1" behind it."""
     key: str
     """The API key for clients. The server does not check it, but clients refuse to work without a key."""
 
@@ -99,7 +102,7 @@ def result_of(end: Any, *, needs_reward: bool) -> Result:
     if isinstance(end, Mapping):
         fields = end
     result: Result = user_code.call_here(Result, **fields)
-    numbers_of(result.reward, result.metrics)
+    numbers_of(result.reward, result.metrics)  # only for its checks: raises ValueError for numbers that no group holds
     if result.reward is None and needs_reward:
         raise ValueError('the agent gave no {"reward": NUMBER}, and no --reward names a function that gives one')
     return result
@@ -134,6 +137,8 @@ class SessionHook(SessionServer):
         self._parsers = Parsers(config.tool_parser, config.reasoning_parser)
 
     async def __call__(self, task: Task, policy: RolloutPolicy) -> Rollout:
+        """Plays one rollout. Raises RolloutError if the agent gives no usable result, or if there is nothing to train
+        on, and any error of the agent."""
         config = self._config
         session = Session(
             task,
@@ -148,7 +153,8 @@ class SessionHook(SessionServer):
                 playing = user_code.call_here(self._agent, task, Address(url, session.id))
                 end = await user_code.awaited(self._agent, playing)
             except asyncio.CancelledError as error:
-                # rollout.py shows the first note if the rollout takes too long.
+                # If the rollout takes too long, rollout.py shows the first note of the error. The agent may have added
+                # a note before this one.
                 error.add_note("its agent has not ended")
                 raise
             try:
@@ -159,11 +165,12 @@ class SessionHook(SessionServer):
 
 
 def load_agent(name: str) -> Agent:
-    """The agent that `name` stands for: the function of "package.module:function", or else a command.
+    """The agent with this name: the function "package.module:function", or a command if the name has no such form.
 
     Raises ValueError for a function that does not exist or is not async, and for a command that does not exist.
     """
-    if re.fullmatch(r"[\w.]+:\w+", name) is None:
+    is_function = re.fullmatch(r"[\w.]+:\w+", name) is not None
+    if not is_function:
         return Command(name)
     function = load_function("agent", name, {})
     if not user_code.is_async(function):
@@ -172,12 +179,13 @@ def load_agent(name: str) -> Agent:
 
 
 class Command:
-    """An agent that is a command. Each rollout is a process, which finds the address in its environment variables.
+    """An agent that is a command. Each rollout starts the command as a process, which finds the address of its session
+    in environment variables.
 
     The process reads the row of the prompt from stdin, as one line of JSON. The last line of its stdout may be a JSON
     object with `reward` and `metrics`. Reward functions find the end of its output in `rollout.info["output"]`. When
-    the process ends, all its descendants are ended too (supervisor.py). If its exit code is not 0, the rollout has
-    failed.
+    the process ends, all its descendants are ended too (replay_client/supervisor.py). If its exit code is not 0, the
+    rollout has failed.
     """
 
     def __init__(self, command: str) -> None:
@@ -187,24 +195,29 @@ class Command:
             raise ValueError(f"agent {command!r}: there is no such command")
 
     async def __call__(self, task: Task, address: Address) -> Any:
+        """Runs the command for one rollout. Returns the fields of a Result. Raises RolloutError if the command fails.
+
+        If the caller is cancelled, all processes of the command are ended.
+        """
         stdout = bytearray()
         stderr = bytearray()
         words = supervisor.supervised(self._words)
         variables = _variables(address, os.environ)
-        with TemporaryFile() as row:
+        with TemporaryFile() as row:  # a file needs nobody who writes into it while the process reads
             line = json.dumps(dict(task.row), default=str)
             row.write(line.encode() + b"\n")
             row.seek(0)
             # Popen, and not asyncio: uvloop would fork, which is slow in a process with much memory and disturbs gRPC.
             process = Popen(words, stdin=row, stdout=PIPE, stderr=PIPE, env=variables, start_new_session=True)
         try:
+            # The supervisor holds both pipes open, so they end only when the supervisor has ended.
             await asyncio.gather(_keep_end(process.stdout, stdout), _keep_end(process.stderr, stderr))
         except asyncio.CancelledError as error:
-            # rollout.py shows the note if the rollout takes too long.
+            # If the rollout takes too long, rollout.py shows this note.
             error.add_note(f"the agent's output ends with: {_shown(stdout, stderr)}")
             raise
         finally:
-            code = await in_daemon_thread(partial(_end, process))
+            code = await in_daemon_thread(partial(_end, process))  # in a thread, because it waits for the processes
         if code:
             raise RolloutError(f"the agent ended with exit code {code}, its output with: {_shown(stdout, stderr)}")
         result = _last_object(bytes(stdout))
@@ -223,9 +236,9 @@ _OURS = re.compile(r"REPLAY_\w+|(HF|HUGGING_?FACE)_\w*TOKEN(_PATH)?")
 
 
 def _variables(address: Address, own: Mapping[str, str]) -> dict[str, str]:
-    """The environment variables of an agent, in which clients of all kinds find the address.
+    """The environment variables of an agent, by name. Clients of OpenAI and of Anthropic find the address in them.
 
-    `own`: the environment variables of the generator.
+    `own`: the environment variables of the generator, by name.
     """
     variables = {}
     for name, value in own.items():
@@ -237,11 +250,12 @@ def _variables(address: Address, own: Mapping[str, str]) -> dict[str, str]:
         variables[name] = address.anthropic["base_url"]
     for name in ("OPENAI_API_KEY", "ANTHROPIC_API_KEY", "CODEX_API_KEY"):
         variables[name] = address.key
-    # A proxy could not reach this process. Some clients read `no_proxy`, others read `NO_PROXY`.
+    # The agent must not ask this process through a proxy, which could not reach it. Some clients read `no_proxy`,
+    # others read `NO_PROXY`, so both get the hosts of both.
     direct_hosts = []
     for name in ("no_proxy", "NO_PROXY"):
-        for part in own.get(name, "").split(","):
-            host = part.strip()
+        for host in own.get(name, "").split(","):
+            host = host.strip()
             if host and host not in direct_hosts:
                 direct_hosts.append(host)
     direct_hosts.append(urlsplit(address.url).hostname or "")
@@ -251,7 +265,10 @@ def _variables(address: Address, own: Mapping[str, str]) -> dict[str, str]:
 
 
 def _end(process: Popen[bytes]) -> int:
-    """Ends a supervisor and all processes that it supervises. Returns the supervisor's exit code."""
+    """Ends a supervisor and all processes that it supervises. Returns the supervisor's exit code.
+
+    `process`: the supervisor. If the agent has ended before, the exit code is that of the agent.
+    """
     process.terminate()  # this does nothing if the supervisor has ended already
     try:
         return process.wait(GRACE)
@@ -264,7 +281,7 @@ def _end(process: Popen[bytes]) -> int:
 
 
 async def _keep_end(pipe: Any, end: bytearray) -> None:
-    """Reads a pipe to its end. `end` gets the last _KEPT bytes."""
+    """Reads a pipe to its end, and puts the last _KEPT bytes into `end`. `end` always has the last bytes so far."""
     stream = asyncio.StreamReader()
     protocol = asyncio.StreamReaderProtocol(stream)
     transport, _ = await asyncio.get_running_loop().connect_read_pipe(lambda: protocol, pipe)
@@ -277,7 +294,7 @@ async def _keep_end(pipe: Any, end: bytearray) -> None:
 
 
 def _shown(*ends: bytearray) -> str:
-    """The ends of a command's outputs as one text, or "nothing"."""
+    """The ends of a command's outputs as one text of at most MOST_SHOWN characters; "nothing": there was no output."""
     texts = []
     for end in ends:
         text = bytes(end).decode(errors="replace").strip()
@@ -287,7 +304,8 @@ def _shown(*ends: bytearray) -> str:
 
 
 def _last_object(stdout: bytes) -> dict[str, Any]:
-    """The object in the last line, if it has a reward or metrics; otherwise an empty dictionary."""
+    """The JSON object in the last line of a command's output, if the object has a reward or metrics; otherwise an empty
+    dictionary. The command may end with a line that is no result."""
     last_line = stdout.rstrip().rpartition(b"\n")[2]
     try:
         value = json.loads(last_line)

@@ -1,9 +1,10 @@
 """Connections: the listening side of a server of aiohttp, with the bounds of `replay_protos.connection_bounds`.
 
-    a connection ──▶ TLS ──▶ a request, whole within SECONDS_PER_REQUEST ──▶ its answer, however long ──▶ the next
+    a connection ──▶ TLS ──▶ a whole request, within SECONDS_PER_REQUEST ──▶ its answer, after any time ──▶ the next
 
-* If the number of open connections is at its limit, a connection is closed for a new one: the oldest that has sent only
-  part of its request, or else an idle one. If all connections wait for answers, the new one waits too.
+* If the number of open connections is at its limit, one of them is closed to make room for a new connection: the oldest
+  that has sent only part of its request, or else an idle one. If all connections wait for answers, the new one waits
+  until one of them has its answer.
 * A connection that waits for an answer is never closed.
 """
 
@@ -27,11 +28,15 @@ logger = logging.getLogger(__name__)
 _BACKLOG = 1024
 """The most connections that the kernel holds until this process accepts them."""
 _PAUSE = 0.1
-"""Seconds until the next attempt after an error of the machine, for example if it has no file descriptors left."""
+"""Seconds until the next attempt to accept a connection after an error, for example if the process has no file
+descriptors left."""
 
 
 class _Connection(asyncio.Protocol):
-    """One connection. It passes all bytes on to aiohttp's protocol, and is closed if its client is too slow."""
+    """One connection. It passes all bytes on to aiohttp's protocol, and closes itself if its client is too slow.
+
+    The event loop calls the methods of asyncio.Protocol. Connections calls the other methods.
+    """
 
     def __init__(
         self,
@@ -45,6 +50,7 @@ class _Connection(asyncio.Protocol):
         self._lost = lost
         self._loop = asyncio.get_running_loop()
         self._late: asyncio.TimerHandle | None = None
+        """The timer that ends the connection if its client is too slow; None: the client has no time limit now."""
         self.since = self._loop.time()
         """The time at which the connection was opened, or at which its newest request began."""
         self._transport: asyncio.Transport | None = None
@@ -59,7 +65,8 @@ class _Connection(asyncio.Protocol):
         self.wait(connection_bounds.SECONDS_PER_REQUEST)
 
     def wait(self, seconds: float | None) -> None:
-        """Ends the connection after so many seconds, unless `wait` is called again. None: does not end it."""
+        """Starts the time limit of the client anew: the connection ends after `seconds`, unless `wait` is called again
+        before. None: the client has no time limit."""
         if self._late is not None:
             self._late.cancel()
             self._late = None
@@ -67,7 +74,7 @@ class _Connection(asyncio.Protocol):
             self._late = self._loop.call_later(seconds, self.abort)
 
     def begin(self) -> None:
-        """Notes that the first byte of a request has come."""
+        """Notes that bytes of a request have come. Only the first byte after an idle time starts a time limit."""
         if self.is_idle:
             self.is_idle = False
             self.since = self._loop.time()
@@ -82,10 +89,10 @@ class _Connection(asyncio.Protocol):
 
     def answered(self) -> None:
         """Notes that the request is answered. From now on the client has a limited time for its next request."""
-        if not self.is_answered:
+        if not self.is_answered:  # the answer came before the whole request, whose end calls this method again
             return
         self.is_answered = False
-        if self._has_next:
+        if self._has_next:  # the next request has begun already
             self.is_idle = False
             self.wait(connection_bounds.SECONDS_PER_REQUEST)
         else:
@@ -97,15 +104,16 @@ class _Connection(asyncio.Protocol):
         self.wait(None)
         if self._transport is not None:
             self._transport.abort()
-        elif self.opening is not None:
+        elif self.opening is not None:  # the handshake is under way
             self.opening.cancel()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast("asyncio.Transport", transport)  # uvloop's transports are no subclass of it
+        self._transport = cast("asyncio.Transport", transport)  # uvloop's transports are no subclass of Transport
         self._begun(self, self._transport)
         self._inner.connection_made(transport)
 
     def data_received(self, data: bytes) -> None:
+        """Passes bytes of the client on. While a request is answered, they belong to the next request."""
         if self.is_answered:
             self._has_next = True
         else:
@@ -128,40 +136,49 @@ class _Connection(asyncio.Protocol):
 
 
 class Connections:
-    """The connections of one address."""
+    """The listening address of a server, and its connections."""
 
     def __init__(self, make: Callable[[], asyncio.Protocol], ssl_context: SSLContext | None) -> None:
         """`make` makes aiohttp's protocol for one connection. `ssl_context` None: connections are not encrypted."""
         self._make = make
         self._ssl = ssl_context
         self._most = connection_bounds.most_connections()
+        """The most connections that may be open."""
         self._open: dict[_Connection, None] = {}
-        """The open connections, the oldest first. It is a dictionary because a set would not keep the order; its values
-        are all None."""
+        """The open connections, the oldest first. The dictionary serves as a set that keeps this order: all its values
+        are None."""
         self._by_transport: dict[asyncio.BaseTransport, _Connection] = {}
+        """The open connections whose handshake has ended, by their transports."""
         self._changed = asyncio.Event()
         """Set when a connection is lost or becomes idle."""
         self._is_full_said = False
+        """True once a warning was logged because of too many connections."""
         self._tasks: set[asyncio.Task[None]] = set()
+        """The tasks that accept connections, and those that set up connections."""
         self._listeners: list[socket.socket] = []
 
     async def listen(self, host: str, port: int) -> tuple[str, int]:
-        """Listens at an address. Returns its host and port. Raises OSError if the address is not available."""
+        """Listens at an address. Returns its host and port. Raises OSError if the address is not available.
+
+        `host`: a name or an IP address. A name may have several IP addresses, which are all listened at. `port` 0: any
+        free port.
+        """
         loop = asyncio.get_running_loop()
-        found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        resolved = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
         try:
-            for family, _, _, _, address in dict.fromkeys(found):
-                where: Any = address
+            for family, _, _, _, address in dict.fromkeys(resolved):  # each address once
+                socket_address: Any = address
                 if self._listeners and port == 0:
                     # All addresses get the port that the kernel has chosen for the first one.
                     chosen_port = self._listeners[0].getsockname()[1]
-                    where = (where[0], chosen_port, *where[2:])
-                self._listeners.append(_listener(family, where))
+                    socket_address = (socket_address[0], chosen_port, *socket_address[2:])
+                self._listeners.append(_listener(family, socket_address))
         except BaseException:
             self._close_listeners()
             raise
         for listener in self._listeners:
-            # The current context may belong to a user's hook: tasks that start there count as the user's code.
+            # The task gets an empty context. In the current context a user's hook may run, and every task that starts
+            # in such a context counts as the user's code (user_code/calls.py).
             accepting = loop.create_task(self._accept(listener), context=contextvars.Context())
             self._tasks.add(accepting)
         return self._listeners[0].getsockname()[:2]  # type: ignore[no-any-return]
@@ -175,7 +192,8 @@ class Connections:
 
     @asynccontextmanager
     async def answering(self, request: web.Request) -> AsyncIterator[None]:
-        """Surrounds one request from its head to its answer."""
+        """Surrounds the handling of one request, from its head to its answer. Notes when the whole request has come,
+        and when it is answered."""
         connection = None
         if request.transport is not None:
             connection = self._by_transport.get(request.transport)
@@ -186,8 +204,9 @@ class Connections:
         is_answer_made = False
 
         def on_whole_request() -> None:
+            """aiohttp calls this when the last byte of the request has come, or at once if it has come already."""
             connection.answer()
-            if is_answer_made:  # the answer was made without the body, so `answered` came too early
+            if is_answer_made:  # the answer was made without the whole body, and the call of `answered` did nothing
                 connection.answered()
 
         request.content.on_eof(on_whole_request)
@@ -203,11 +222,12 @@ class Connections:
             listener.close()
 
     async def _accept(self, listener: socket.socket) -> None:
+        """Accepts connections until `close` cancels this task."""
         loop = asyncio.get_running_loop()
         while True:
             try:
                 accepted, _ = await loop.sock_accept(listener)
-            except OSError as error:
+            except OSError as error:  # without the pause, this loop would take the whole CPU while the error lasts
                 logger.debug("a connection cannot be accepted: %s", error)
                 await asyncio.sleep(_PAUSE)
                 continue
@@ -237,14 +257,16 @@ class Connections:
             logger.debug("a connection was not agreed on: %s", error)
         finally:
             connection.opening = None
-            if transport is None:
+            if transport is None:  # the handshake failed, so `connection_lost` may never be called
                 connection.wait(None)
                 self._lost(connection, None)
 
     def _begun(self, connection: _Connection, transport: asyncio.Transport) -> None:
+        """Notes that the transport of a connection is ready."""
         self._by_transport[transport] = connection
 
     def _lost(self, connection: _Connection, transport: asyncio.Transport | None) -> None:
+        """Forgets a connection that has ended. `transport` None: its transport was never ready."""
         if transport is not None:
             self._by_transport.pop(transport, None)
         self._open.pop(connection, None)
@@ -262,15 +284,17 @@ class Connections:
                 )
             self._changed.clear()
             seconds = self._close_one()
+            # Waits until a connection is lost or becomes idle, or until `_close_one` may close another connection.
             with suppress(TimeoutError):
                 async with asyncio.timeout(seconds):
                     await self._changed.wait()
 
     def _close_one(self) -> float | None:
-        """Closes one connection that does not wait for an answer, if there is any.
+        """Closes one connection that does not wait for an answer, if any may be closed.
 
-        Returns the seconds after which the oldest connection with part of a request may be closed. None: no connection
-        has part of a request, or the oldest one was closed now.
+        Connections with part of a request come first, but not in their first SECONDS_SAFE. Returns the seconds after
+        which the oldest of them may be closed. None: no connection has part of a request, or the oldest of them was
+        closed now.
         """
         half_done = [connection for connection in self._open if not connection.is_answered and not connection.is_idle]
         idle = [connection for connection in self._open if connection.is_idle]
@@ -287,14 +311,17 @@ class Connections:
         return seconds_safe
 
 
-def _listener(family: int, where: Any) -> socket.socket:
+def _listener(family: int, address: Any) -> socket.socket:
+    """A socket that listens at an address, in the form of `getaddrinfo`. Raises OSError."""
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:
+        # A server that restarts must not wait until the kernel has forgotten the connections of its predecessor.
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         if family == socket.AF_INET6:
+            # IPv4 has a socket of its own, which could not get the same port otherwise.
             listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
         listener.setblocking(False)
-        listener.bind(where)
+        listener.bind(address)
         listener.listen(_BACKLOG)
     except BaseException:
         listener.close()

@@ -1,13 +1,14 @@
 """Conversation: messages as the chat template renders them, and the tokens between two turns of the policy.
 
-The turns of the policy stay the token ids that it drew. Only the tokens between two of its turns are made from text:
-the template renders the conversation with a mark in the place of each turn of the policy, and the text behind the last
-mark is tokenized by itself.
+The turns of the policy stay the token ids that the policy drew. Only the tokens between two of its turns are made from
+text: the template renders the conversation with a mark in the place of each turn of the policy, and the text behind the
+last mark is tokenized by itself.
 
-Some templates change earlier turns when the conversation goes on, for example by leaving out their thoughts. With such
-a template the model reads other text in use than in training. So each rendering must begin with the rendering before
-it. This is checked twice: with marks in the place of the policy's turns, and with their text. White space in that text
-may differ, because templates trim it, and the sequence has the tokens of the policy in any case.
+Some templates change earlier turns when the conversation goes on, for example by leaving out their thoughts. A model
+trained with such a template would read other texts in use than it read in training. Therefore each rendering must begin
+with the rendering before it. This is checked twice: with marks in the place of the policy's turns, and with the text of
+these turns. In the second check white space may differ: templates trim it, but the sequence has the policy's own tokens
+in any case.
 """
 
 from __future__ import annotations
@@ -21,31 +22,36 @@ from replay_generator.prompts.chat import ChatError, Message, render, rendered_i
 from replay_generator.rollouts.rollout import RolloutError, Task
 
 _THINKS = "<think>"
+"""The text at the beginning of thoughts."""
 _THOUGHT = "</think>"
+"""The text at the end of thoughts."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Conversation:
     """Messages up to the point where the policy has to write. Conversations are immutable: `go_on` makes the next one.
 
-    A conversation holds only the messages that are new in it, so that many turns take no more memory than their text.
+    A conversation holds only its new messages, and refers to the conversation before it. Therefore many turns take no
+    more memory than their text.
     """
 
     task: Task
     tools: Sequence[Any]
+    """The tools that the template describes, in the form that the template takes."""
     before: Conversation | None
     """The conversation that this one continues; None: this is the first."""
     new_messages: tuple[Message, ...]
-    """The messages behind the messages of `before`. The turn of the policy among them has its text."""
+    """The messages behind the messages of `before`: a turn of the policy, as text, and the messages that answer it. In
+    the first conversation: the messages of the prompt."""
     new_marked: tuple[Message, ...]
-    """The same messages, with a mark in the place of the turn of the policy."""
+    """The same messages, with a mark in the place of the text of the policy's turn."""
     new_rendered: str
     """The text that the template adds for `new_marked`, behind the text of `before`."""
     size: int
     """The number of all messages, including those of `before`."""
     words: str = ""
-    """The text of the assistant at the end of the prompt, which the first turn of the policy continues; "": the prompt
-    does not end with such a text."""
+    """The text of an assistant's message at the end of the prompt, which the first turn of the policy continues; "":
+    the prompt does not end with such a message. The message is not in `new_messages`."""
 
     @property
     def _path(self) -> list[Conversation]:
@@ -83,17 +89,18 @@ class Conversation:
     def begin(
         cls, task: Task, messages: Sequence[Message], tools: Sequence[Any] = (), *, ended: bool = False
     ) -> tuple[Conversation, list[int]]:
-        """A conversation in which the policy has written nothing yet, and its tokens.
+        """A conversation in which the policy has written nothing yet, and the tokens that the policy continues.
 
-        If the last message is a message of the assistant, the first turn of the policy continues its text. `ended`
-        True: that message is complete, and the policy takes another turn behind it. Raises RolloutError if the chat
-        template is missing or refuses the messages.
+        If the last message is a message of the assistant, the first turn of the policy continues the text of this
+        message. `ended` True: the last message is complete, and the policy takes another turn behind it. Raises
+        RolloutError if the chat template is missing or refuses the messages.
         """
         if not getattr(task.tokenizer, "chat_template", None):
             raise RolloutError("a conversation needs a model whose tokenizer has a chat template")
-        whole = _render(task, messages, tools, ended=ended)
+        whole = _render(task, messages, tools, ended=ended)  # with the text of a last message that is continued
         opening = tuple(messages)
-        if opening[-1]["role"] == "assistant" and not ended:
+        is_continued = opening[-1]["role"] == "assistant" and not ended
+        if is_continued:
             opening = opening[:-1]
         rendered = _render(task, opening, tools, ended=ended)
         begun = cls(
@@ -113,27 +120,29 @@ class Conversation:
         and the next turn of the policy.
 
         `text`: the turn as text. `last_token`: the last token of the turn. If `following` is empty, the policy takes
-        one more turn. Raises RolloutError if the template would let the policy read something else than it wrote.
+        one more turn. Raises RolloutError if the template changes or leaves out what the policy wrote.
         """
-        text = f"{self.words}{text}"
-        before = self.messages
-        before_marked = self.marked
+        text = f"{self.words}{text}"  # the message that the turn has continued
+        earlier = self.messages
+        earlier_marked = self.marked
         mark = self._mark_of(text)
         turn = {"role": "assistant", "content": mark}
         if following and following[0]["role"] == "tool" and self.before is None:
-            # The template is the same for all turns, so one check in the first turn is enough.
-            self._check_tool_answer([*before_marked, turn], following[0])
-        rendered = _render(self.task, (*before_marked, turn, *following), self.tools, ended=True)
-        rendered_before = self.rendered
-        expected_start = rendered_before + mark
+            # To save time, only an answer to the first turn is checked: the template is the same for all turns.
+            self._check_tool_answer([*earlier_marked, turn], following[0])
+        # The first check: with marks in the place of the policy's turns.
+        rendered = _render(self.task, (*earlier_marked, turn, *following), self.tools, ended=True)
+        rendered_earlier = self.rendered
+        expected_start = rendered_earlier + mark
         if not rendered.startswith(expected_start):
             raise RolloutError(
                 "the chat template renders earlier turns differently after an answer of a tool, so the policy would "
                 "read what it never wrote: use a template that keeps all turns as they are"
             )
+        # The second check: with the text of the policy's turns.
         new_messages = ({"role": "assistant", "content": text}, *following)
-        whole = (*before, *new_messages)
-        text_so_far = _render(self.task, before, self.tools, ended=True) + text
+        whole = (*earlier, *new_messages)
+        text_so_far = _render(self.task, earlier, self.tools, ended=True) + text
         whole_text = _render(self.task, whole, self.tools, ended=True)
         if not _without_space(whole_text).startswith(_without_space(text_so_far)):
             raise RolloutError(
@@ -141,7 +150,7 @@ class Conversation:
                 "thoughts: use a template that keeps all turns as they are, or a hook of your own that begins a new "
                 "RolloutSequence for each turn"
             )
-        # The template adds the end of the turn, but the policy has drawn this end already.
+        # The template writes the token that ends the turn, and the policy may have drawn this token already.
         ending = text_of(self.task.tokenizer, [last_token])
         between = self._tokens(rendered.removeprefix(expected_start).removeprefix(ending))
         conversation = Conversation(
@@ -150,7 +159,7 @@ class Conversation:
             before=self,
             new_messages=new_messages,
             new_marked=(turn, *following),
-            new_rendered=rendered[len(rendered_before) :],
+            new_rendered=rendered[len(rendered_earlier) :],
             size=len(whole),
         )
         assert conversation.size == self.size + len(new_messages), (conversation.size, self.size, len(new_messages))
@@ -159,30 +168,32 @@ class Conversation:
     def _mark_of(self, text: str) -> str:
         """The mark in the place of a turn with this text.
 
-        No text contains such a mark by chance, and no template changes it. Some templates move thoughts to another
-        place, so a turn with thoughts has a second mark in the place of its thoughts.
+        No text contains such a mark by chance, and no template changes a mark. Some templates move thoughts to another
+        place, or leave them out. Therefore a turn with thoughts gets a mark that has thoughts too.
         """
-        place = f"{self.size}-{id(self)}"
-        mark = f"[turn-{place}]"
+        unique = f"{self.size}-{id(self)}"
+        mark = f"[turn-{unique}]"
         if _THOUGHT not in text:
             return mark
-        thought = f"[thought-{place}]\n{_THOUGHT}\n\n{mark}"
-        if _THINKS in text:
-            return f"{_THINKS}\n{thought}"
-        return thought
+        marked_turn = f"[thought-{unique}]\n{_THOUGHT}\n\n{mark}"
+        if _THINKS in text:  # otherwise the template itself has begun the thoughts
+            return f"{_THINKS}\n{marked_turn}"
+        return marked_turn
 
     def _check_tool_answer(self, messages: Sequence[Message], answer: Message) -> None:
-        """Raises RolloutError if the template leaves out the answer of a tool behind these messages."""
+        """Raises RolloutError if the template leaves out an answer of a tool behind these messages."""
         mark = f"[answer-{self.size}-{id(self)}]"
         marked_answer = {**answer, "content": mark}
         if mark not in _render(self.task, (*messages, marked_answer), self.tools):
             raise RolloutError("the chat template leaves out the answer of a tool: use one that knows the role tool")
 
     def _tokens(self, text: str) -> list[int]:
+        """The tokens of a text that the template has rendered."""
         return rendered_ids(self.task.tokenizer, text)
 
 
 def _render(task: Task, messages: Sequence[Message], tools: Sequence[Any], *, ended: bool = False) -> str:
+    """The text that `chat.render` makes of the messages. Raises RolloutError in the place of ChatError."""
     try:
         return render(task.tokenizer, messages, tools, task.chat_template_kwargs, task.began, ended=ended)
     except ChatError as error:
@@ -190,4 +201,5 @@ def _render(task: Task, messages: Sequence[Message], tools: Sequence[Any], *, en
 
 
 def _without_space(text: str) -> str:
+    """The text without any white space."""
     return "".join(text.split())

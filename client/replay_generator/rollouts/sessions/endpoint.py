@@ -4,11 +4,12 @@
 
 * The end of a path decides which function answers. Clients differ in what they write before this end: nothing, /v1, or
   /v1 twice.
-* An answer is sent when the policy has written all of it. Until then a stream gets comments, so that it stays open.
-* A failure is answered with a status and a body in the form of the protocol. If a stream has begun, the failure is its
-  last event.
-* If a client hangs up, its turn goes on: the client may send its request again, and then gets the answer. Only the end
-  of the session ends turns.
+* An answer is sent when the policy has written all of it. Until then the server sends comments on a stream, so that the
+  connection stays open.
+* After a failure the client gets an HTTP status, and a body in the form of the protocol. If a stream has begun, the
+  failure is the last event of the stream.
+* If a client hangs up, the policy goes on writing its turn: the client may send the request again, and then gets the
+  answer. Only the end of the session ends turns.
 """
 
 from __future__ import annotations
@@ -44,8 +45,10 @@ from replay_protos import connection_bounds
 logger = logging.getLogger(__name__)
 
 _REFUSALS = web.AppKey("refusals", Refusals)
+"""The key of the server's Refusals in its application."""
 T = TypeVar("T")
 Dialect = Chat | Responses | Messages
+"""A protocol. The class Chat says what its methods do."""
 _MOST = 32
 """The most requests of one session that are answered at the same time. Further requests wait."""
 MOST_WAITING = 1024
@@ -54,31 +57,33 @@ MOST_WAITING_BYTES = 64 << 20
 """The most bytes of the requests of one session that wait, all bodies together."""
 _MOST_VALUES = 1 << 18
 """The most JSON values in a request, besides one value for each token that fits into the engine. The JSON parser lets
-no other thread run until it has read the last value. So many values take it some hundredths of a second."""
+no other thread run until it has read the last value. For this number of values it needs some hundredths of a second."""
 _MOST_NESTED = 256
-"""The deepest nesting of lists and objects in a request. Templates and `json` read and write them by recursion."""
+"""The deepest nesting of lists and objects in a request. Templates and `json` read and write nested values by
+recursion, which has a limit."""
 _EMPTY = Answer("", "", "", (), "stop", None, 0, 0)
-"""An answer for a trial: see `_parsed`."""
+"""An empty answer. `_parsed` tries to write this answer before the policy draws a real one."""
 _QUIET_S = 10.0
-"""Seconds without an answer after which a stream gets a comment, and then another one each time."""
+"""Seconds between two comments on a stream that waits for its answer."""
 
 
 class _AtDebug(logging.LoggerAdapter[logging.Logger]):
-    """A logger for aiohttp. It logs bytes that are no request at level DEBUG, and not as errors.
+    """A logger for aiohttp. It logs at level DEBUG what aiohttp logs as exceptions: bytes that are no request.
 
-    Anybody can send such bytes, as often as they like, and would fill the log.
+    Anybody can send such bytes, as often as they like, and would fill the log with errors.
     """
 
     def exception(self, msg: object, *args: object, **options: Any) -> None:
+        """Logs an exception at level DEBUG."""
         self.debug(msg, *args, **{"exc_info": True, **options})
 
 
 @web.middleware
 async def _faults(request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]) -> Any:
-    """Counts refusals. Logs and answers errors of this server."""
+    """Answers a request whose handler raises an error, and counts the refusal. Logs errors of this server."""
     try:
         return await handler(request)
-    except web.HTTPException as error:
+    except web.HTTPException as error:  # aiohttp makes the answer of this error
         request.config_dict[_REFUSALS].count(error.status, error.text or error.reason)
         raise
     except ConnectionError:  # the client has hung up, so nobody can be answered
@@ -96,15 +101,20 @@ class _Line:
     """The requests of one session. At most _MOST of them are answered at the same time, and the others wait in line."""
 
     def __init__(self, *, is_taken: bool) -> None:
+        """`is_taken` False: the session waits until an agent takes it."""
         self.is_taken = is_taken
         """True once an agent has taken the session."""
         self.under_way = 0
         """The number of requests that are being answered, or wait."""
         self.asked_at = time.monotonic()
-        """The time at which the last request was answered. Before the first request: when an agent took the session."""
+        """The time at which the last request was answered. Before the first request: the time at which an agent took
+        the session."""
         self._turns = asyncio.Semaphore(_MOST)
+        """Bounds the number of requests that are being answered."""
         self._waiting = 0
+        """The number of requests that wait."""
         self._waiting_bytes = 0
+        """The bytes of the requests that wait, all bodies together."""
 
     def take(self) -> None:
         """Notes that an agent has taken the session."""
@@ -113,8 +123,8 @@ class _Line:
 
     @asynccontextmanager
     async def turn(self, size: int) -> AsyncIterator[None]:
-        """Surrounds the answering of a request of `size` bytes, and waits in line before. Raises Refusal if the line is
-        full."""
+        """Surrounds the answering of a request of `size` bytes. Before the block begins, the request waits in line.
+        Raises Refusal if the line is full."""
         is_full = self._waiting >= MOST_WAITING or self._waiting_bytes + size > MOST_WAITING_BYTES
         if self._turns.locked() and is_full:
             why = f"the session has {_MOST} requests under way, and {self._waiting} wait: wait for an answer"
@@ -133,15 +143,16 @@ class _Line:
             self.asked_at = time.monotonic()
 
     async def _acquire(self, size: int) -> None:
+        """Waits until a request of `size` bytes may be answered."""
         try:
             await self._turns.acquire()
-        finally:
+        finally:  # if the waiting was cancelled, the request waits no longer either
             self._waiting -= 1
             self._waiting_bytes -= size
 
 
 class SessionServer(Watch):
-    """An HTTP server for sessions. Everybody who knows the address of a session may send requests to it."""
+    """An HTTP server for sessions. Everybody who knows the address of a session may send requests to this session."""
 
     agents_come = False
     """True if a session begins without an agent, and waits until an agent takes it (`take`)."""
@@ -155,23 +166,28 @@ class SessionServer(Watch):
         largest: int = 8 << 20,
         posted: Sequence[PostedPath] = (),
     ) -> None:
-        """`port` 0: any free port. `largest`: the most bytes of a request; the default has room for a million tokens.
-        `posted`: paths of a session that are served besides those of OpenAI and Anthropic."""
+        """`port` 0: any free port. `ssl_context` None: without encryption. `largest`: the most bytes of a request; the
+        default has room for a million tokens. `posted`: paths of a session that are served besides those of OpenAI and
+        Anthropic."""
         self._posted = (*posted, *_POSTED)
+        """All paths of a session to which a client sends POST. The first entry that fits a request decides."""
         self.app = web.Application(client_max_size=largest, middlewares=[self._answering, _faults])
         """The application. A subclass may add routes before the server is entered."""
         self.app[_REFUSALS] = Refusals()
         self.base_url = ""
-        """Scheme, host and port, once the server is entered."""
+        """Scheme, host and port of the server; "": the server is not entered yet."""
         self._host = host
         self._port = port
         self._ssl = ssl_context
         self._sessions: dict[str, tuple[Session, _Line]] = {}
-        """The open sessions and their requests, by the id of the session."""
+        """The open sessions, each with the line of its requests, by the id of the session."""
         self._connections: Connections | None = None
+        """The listening address; None: the server is not entered yet."""
         self._runner = web.AppRunner(self.app, access_log=None, shutdown_timeout=1.0, logger=_AtDebug(logger, {}))
 
     async def __aenter__(self) -> SessionServer:
+        """Starts the server. Raises OSError if its address is not available."""
+        # These routes come last: they fit every path, and a subclass has added its own routes before.
         self.app.router.add_route("*", "/sessions/{id}{rest:/.*|}", self._serve)
         self.app.router.add_route("*", "/{rest:.*}", self._serve)
         await self._runner.setup()
@@ -184,7 +200,7 @@ class SessionServer(Watch):
             await self._runner.cleanup()
             raise
         scheme = "http" if self._ssl is None else "https"
-        if ":" in host:
+        if ":" in host:  # an address of IPv6
             host = f"[{host}]"
         self.base_url = f"{scheme}://{host}:{port}"
         return self
@@ -198,6 +214,7 @@ class SessionServer(Watch):
     async def _answering(
         self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
     ) -> web.StreamResponse:
+        """Notes the beginning and the end of each answer in Connections, which closes no connection in between."""
         assert self._connections is not None
         async with self._connections.answering(request):
             return await handler(request)
@@ -206,14 +223,15 @@ class SessionServer(Watch):
     def description(self) -> dict[str, str]:
         """The state of the sessions, for the replay server: JSON under the key "sessions".
 
-        `open` is the number of open sessions. Of these, `nobody` sessions wait until an agent takes them, `policy`
-        sessions wait for an answer of the policy, and `agent` sessions wait for the next request of their agent, or for
-        its end. `silent`: the longest time without a request among the `agent` sessions, in seconds, rounded down to
-        tens. The facts of Refusals come beside them.
+        `open`: the number of open sessions, which is the sum of the next three. `nobody`: the number of sessions that
+        wait until an agent takes them. `policy`: the number of sessions with a request that the policy answers.
+        `agent`: the number of sessions whose agent has to send the next request, or the end. `silent`: the longest time
+        without a request among the sessions of `agent`, in seconds, rounded down to tens. The JSON also has the facts
+        of Refusals.
         """
         lines = [line for _, line in self._sessions.values()]
         taken = [line for line in lines if line.is_taken]
-        silent = [line for line in taken if not line.under_way]
+        silent = [line for line in taken if not line.under_way]  # these sessions wait for their agent
         facts: dict[str, Any] = {
             "open": len(lines),
             "nobody": len(lines) - len(taken),
@@ -226,8 +244,8 @@ class SessionServer(Watch):
         return {"sessions": json.dumps(facts | self.app[_REFUSALS].facts())}
 
     def open(self, session: Session) -> str:
-        """Serves a session from now on. Returns its address, which is the base URL for clients of Anthropic. Clients of
-        OpenAI take this address with "/v1" behind it."""
+        """Serves a session from now on. Returns the address of the session, which is the base URL for clients of
+        Anthropic. The base URL for clients of OpenAI is this address with "/v1" behind it."""
         line = _Line(is_taken=not self.agents_come)
         self._sessions[session.id] = (session, line)
         return f"{self.base_url}/sessions/{session.id}"
@@ -245,8 +263,8 @@ class SessionServer(Watch):
     async def playing(self, session: Session) -> AsyncIterator[str]:
         """Serves a session until the block ends, and yields the address of the session.
 
-        Raises the fault of the session, even if the block ends without an error. If the block raises a RolloutError,
-        the last refusal of the session is added to its message.
+        If the session has a fault (`Session.fault`), raises this fault, even if the block ends without an error. If the
+        block raises a RolloutError, the last refusal of the session is added to the message of this error.
         """
         try:
             yield self.open(session)
@@ -254,9 +272,11 @@ class SessionServer(Watch):
                 raise session.fault
         except Exception as error:
             if session.fault is not None and error is not session.fault:
+                # An agent whose request fails because of the fault may raise any error.
                 raise session.fault from error
             refusal = session.last_refusal
-            if not isinstance(error, RolloutError) or refusal is None or refusal in str(error):
+            may_add = isinstance(error, RolloutError) and refusal is not None and refusal not in str(error)
+            if not may_add:
                 raise
             why = f"{error}; the last request that was refused: {refusal}"
             raise RolloutError(why).with_traceback(error.__traceback__) from error
@@ -265,6 +285,7 @@ class SessionServer(Watch):
             await session.close()
 
     async def _serve(self, request: web.Request) -> web.StreamResponse:
+        """Answers a request for a session. After an error, the answer is a refusal in the form of the protocol."""
         dialect, work = _work_of(request, self._posted)
         session, line = self._sessions.get(request.match_info.get("id", ""), (None, None))
         try:
@@ -284,57 +305,64 @@ class SessionServer(Watch):
 
 
 Work = Callable[[Dialect, Session, web.Request, bytes], Awaitable[web.StreamResponse]]
-"""A function that answers a request. Its last argument is the body. Raises Refusal."""
+"""A function that answers a request to a session. Its last argument is the body of the request. Raises Refusal."""
 PostedPath = tuple[str, Dialect, Work]
-"""The end of a path, the dialect in whose form its requests are refused, and the function that answers its requests."""
+"""The end of a path, the dialect of refusals at this path, and the function that answers requests for this path."""
 
 
 async def _answer(dialect: Dialect, session: Session, request: web.Request, raw: bytes) -> web.StreamResponse:
     """Answers a request with a turn of the policy, as a body or as a stream."""
     key = request.headers.get("Idempotency-Key", "")
-    repeated = bool(key) or request.headers.get("x-stainless-retry-count", "0") != "0"
+    # The clients of OpenAI and Anthropic count their attempts in this header.
+    may_be_repeated = bool(key) or request.headers.get("x-stainless-retry-count", "0") != "0"
     ask, body = await _ask(dialect, session, raw)
     size = len(raw)
+    # Requests with equal digests are the same request: they have the same path, key and body.
     head = b"\n".join([dialect.path.encode(), key.encode(errors="surrogatepass"), b""])
     digest = await worked(size, partial(_digest_of, head, raw))
-    drawing = asyncio.ensure_future(session.ask(ask, digest, repeated))
+    drawing = asyncio.ensure_future(session.ask(ask, digest, may_be_repeated))
     streams = bool(body.get("stream"))
     content_type = "text/event-stream" if streams else "application/json"
     response = web.StreamResponse(headers={"Content-Type": content_type})
     await asyncio.wait({drawing}, timeout=_QUIET_S)
     while not drawing.done():
-        if streams:
+        if streams:  # the first comment begins the stream, with status 200
             await _written(request, response, b": waiting\n\n")
         await asyncio.wait({drawing}, timeout=_QUIET_S)
     try:
         answer = await drawing
         data = await worked(size, lambda: _answered(dialect, answer, body))
     except Exception as error:
-        if not response.prepared:
+        has_begun = response.prepared
+        if not has_begun:  # `_serve` answers with a status and a body
             raise
         refusal = _refusal(request, error, session)
         await _written(request, response, _event(dialect.error(refusal)), is_all=True)
     else:
-        if await _written(request, response, data, is_all=True):
+        is_read = await _written(request, response, data, is_all=True)
+        if is_read:
             session.delivered(answer)
     return response
 
 
 async def _count(dialect: Dialect, session: Session, request: web.Request, raw: bytes) -> web.StreamResponse:
+    """Answers a request with the number of tokens that the policy would read for it."""
     ask, _ = await _ask(dialect, session, raw)
     return web.json_response({"input_tokens": await session.count(ask)})
 
 
 async def _models(dialect: Dialect, session: Session, request: web.Request, raw: bytes) -> web.StreamResponse:
+    """Answers with the list of models: the policy alone."""
     return web.json_response({"object": "list", "data": [_card(session, MODEL)]})
 
 
 async def _model(dialect: Dialect, session: Session, request: web.Request, raw: bytes) -> web.StreamResponse:
+    """Answers with the description of one model. Every name stands for the policy."""
     return web.json_response(_card(session, request.path.rstrip("/").rpartition("/models/")[2]))
 
 
 def _card(session: Session, name: str) -> dict[str, Any]:
-    """The policy as a client sees it in a list of models. `name`: the name by which the client asks for the policy."""
+    """The description of the policy in a list of models. `name`: the name by which the client asks for the policy."""
     return {
         "id": name,
         "object": "model",
@@ -347,8 +375,8 @@ def _card(session: Session, name: str) -> dict[str, Any]:
 async def _unknown(dialect: Dialect, session: Session, request: web.Request, raw: bytes) -> web.StreamResponse:
     """Refuses a request for a path that is not served."""
     if request.headers.get("Upgrade", "").lower() == "websocket":
-        # Codex tries a web socket first. After status 426 it sends a POST at once, after any other status only seven
-        # seconds later.
+        # Codex tries a web socket first. After status 426 Codex sends a POST at once, and after any other status only
+        # seven seconds later.
         raise Refusal("no path is served by web sockets: send a request by POST", status=426)
     paths = ", ".join(dialect.path for dialect in (Chat, Completions, Responses, Messages))
     path = request.match_info["rest"] or "/"
@@ -368,7 +396,7 @@ _POSTED: tuple[PostedPath, ...] = (
 
 
 def _work_of(request: web.Request, posted: Sequence[PostedPath]) -> tuple[Dialect, Work]:
-    """The dialect of a request, and the function that answers it."""
+    """The dialect of a request, and the function that answers the request. `posted`: the paths for POST."""
     path = request.path.rstrip("/")
     if request.method == "POST":
         for end, dialect, work in posted:
@@ -382,6 +410,7 @@ def _work_of(request: web.Request, posted: Sequence[PostedPath]) -> tuple[Dialec
 
 
 def _digest_of(*parts: bytes) -> bytes:
+    """The digest of all parts, one behind the other."""
     digest = hashlib.sha256()
     for part in parts:
         digest.update(part)
@@ -389,19 +418,23 @@ def _digest_of(*parts: bytes) -> bytes:
 
 
 async def _ask(dialect: Dialect, session: Session, raw: bytes) -> tuple[Ask, dict[str, Any]]:
-    """The request as an Ask, and its body. Raises Refusal."""
+    """The request as an Ask, and its body as an object. `raw`: the body. Raises Refusal."""
     return await worked(len(raw), lambda: _parsed(dialect, session.answers, session.task.max_length, raw))
 
 
 def _parsed(dialect: Dialect, answers: Sequence[Answer], max_length: int, raw: bytes) -> tuple[Ask, dict[str, Any]]:
-    """The result of `_ask`. This runs in a thread if the request is large."""
+    """The request as an Ask, and its body as an object. `answers`: the earlier answers of the session. Raises Refusal.
+
+    If the request is large, this function runs in a thread.
+    """
 
     def read(body: dict[str, Any]) -> tuple[Ask, dict[str, Any]]:
+        """The Ask of a body, and the body. `parsed` calls this once it has checked the size of the body."""
         if isinstance(dialect, Responses):
             ask = dialect.ask(body, answers)
         else:
             ask = dialect.ask(body)
-        # A trial with an empty answer: if no answer to this request can be written, it is refused before one is drawn.
+        # A trial with an empty answer: a request to which no answer can be written is refused before a turn is drawn.
         _answered(dialect, _EMPTY, body)
         return replace(ask, size=len(raw)), body
 
@@ -410,14 +443,16 @@ def _parsed(dialect: Dialect, answers: Sequence[Answer], max_length: int, raw: b
 
 def parsed(path: str, raw: bytes, max_length: int, read: Callable[[dict[str, Any]], T]) -> T:
     """The result of `read` for the body of a request. `raw`: the body, as JSON. `path`: the path, for error messages.
+    `max_length`: the most tokens of a sequence in the engine. `read` gets the body as an object.
 
     Raises Refusal for a body that is too large, or that is no request for this path.
     """
     try:
         values = _values(raw)
-        if values > _MOST_VALUES + max_length:
+        most_values = _MOST_VALUES + max_length
+        if values > most_values:
             raise Refusal(
-                f"the request has {values} values, and at most {_MOST_VALUES + max_length} are served: send less",
+                f"the request has {values} values, and at most {most_values} are served: send less",
                 status=413,
                 field="body",
             )
@@ -425,7 +460,7 @@ def parsed(path: str, raw: bytes, max_length: int, read: Callable[[dict[str, Any
         if is_deep(body, _MOST_NESTED):
             raise Refusal(f"the request has more than {_MOST_NESTED} lists and objects in each other", field="body")
         if rb"\u" in raw:
-            # An escape may stand for half of a surrogate pair, which is no text: `encode` then raises an error.
+            # An escape may stand for half of a surrogate pair, which is no text. Then `encode` raises an error.
             json.dumps(body, ensure_ascii=False).encode()
         return read(body)
     except Refusal:
@@ -435,24 +470,27 @@ def parsed(path: str, raw: bytes, max_length: int, read: Callable[[dict[str, Any
         raise Refusal(why, field=f"body of {path}") from error
 
 
-_TEXT = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"', re.DOTALL)
+_STRING = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"', re.DOTALL)
+"""A string in a JSON text, with its quotes. A backslash and the byte after it do not end the string."""
 
 
 def _values(raw: bytes) -> int:
-    """An upper bound for the number of values in a JSON text: the number of its lists, objects and commas.
+    """An upper bound for the number of values in a JSON text: the number of its lists, objects and commas. If the bound
+    is small, brackets and commas in strings count too.
 
-    The JSON parser lets no other thread run until it has read the last value, so the values are counted before. While
-    they are counted, other threads can run between two strings of the text.
+    The JSON parser lets no other thread run until it has read the last value. Therefore the values are counted before:
+    here other threads can run after each string of the text.
     """
     count = _structure(raw)
-    if count <= _MOST_VALUES:
+    if count <= _MOST_VALUES:  # the exact number does not matter
         return count
-    for string in _TEXT.finditer(raw):  # brackets and commas inside of strings do not count
+    for string in _STRING.finditer(raw):  # brackets and commas inside of strings do not count
         count -= _structure(string[0])
     return count
 
 
 def _structure(raw: bytes) -> int:
+    """The number of opening brackets and commas in a JSON text."""
     return raw.count(b"[") + raw.count(b"{") + raw.count(b",")
 
 
@@ -480,7 +518,8 @@ async def read_body(request: web.Request) -> bytes:
 
 
 def _answered(dialect: Dialect, answer: Answer, body: dict[str, Any]) -> bytes:
-    """The body of an answer, or its events if the request asks for a stream."""
+    """The bytes of an answer: its JSON, or its events if the request asks for a stream. `body`: the body of the
+    request."""
     if body.get("stream"):
         return b"".join(_event(data) for data in dialect.events(answer, body))
     return json.dumps(dialect.answer(answer, body)).encode()
@@ -497,12 +536,12 @@ def _event(data: dict[str, Any] | str) -> bytes:
 
 
 def _refusal(request: web.Request, error: Exception, session: Session | None) -> Refusal:
-    """The refusal with which a client is answered after an error. `session`: the session that remembers this refusal;
-    None: no session remembers it."""
+    """The refusal that a client gets after an error. Counts the refusal. `session`: the session that remembers this
+    refusal; None: no session remembers it."""
     if not isinstance(error, Refusal):
         logger.error("a request of an agent failed with %s: %s", type(error).__name__, error)
         error = Refusal(f"the policy failed with {type(error).__name__}: {error}", status=500)
-        session = None
+        session = None  # the session remembers only refusals for which the agent is responsible
     request.config_dict[_REFUSALS].count(error.status, str(error))
     if session is not None:
         session.refused(error)
@@ -510,10 +549,14 @@ def _refusal(request: web.Request, error: Exception, session: Session | None) ->
 
 
 async def _written(request: web.Request, response: web.StreamResponse, data: bytes, *, is_all: bool = False) -> bool:
-    """Writes to a client. Returns True if the client was still there when all data was written."""
+    """Writes to a client. Returns True if the client was still connected when all data was written. `is_all`: this is
+    the end of the answer.
+
+    A client that does not read is disconnected after SECONDS_IDLE.
+    """
     try:
         if request.transport is not None:
-            # Without a buffer, `write` returns only once the kernel has all data.
+            # Without a buffer in this process, `write` returns only once the kernel has all data.
             request.transport.set_write_buffer_limits(0)
         async with asyncio.timeout(connection_bounds.SECONDS_IDLE):
             await response.prepare(request)

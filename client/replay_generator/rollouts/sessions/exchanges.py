@@ -1,21 +1,21 @@
 """Exchanges: the requests of an agent and the completions of the policy, as a tree from which sequences are made.
 
-A client sends the whole conversation with each request. By its first messages the last known exchange of the
-conversation is found (matching.py has the rule). The new request continues the tokens of that exchange, as they were
-drawn.
+An exchange is one request with its completion. A client sends the whole conversation with each request. The first
+messages of a request tell which exchange was the last one of this conversation (matching.py has the rule). The new
+exchange continues the tokens of that exchange, as they were drawn.
 
 * A request that continues the last exchange of a branch makes the branch longer.
-* A request that continues an exchange which another request has continued already begins a new branch. Sub-agents that
-  share a beginning do so.
+* A request that continues an exchange which another request has continued already begins a new branch. For example,
+  several sub-agents may continue the same exchange.
 * A conversation that begins with no known exchange begins a new tree, for example after the agent has edited or
   compacted the conversation.
 
 An exchange holds only its own tokens, so that a session of many turns takes no more memory than its tokens do.
 
 Each branch becomes a sequence. A turn that several branches share is trained on in the first of these sequences, and is
-context in the others. A client may hang up and never ask again. Then its last turn belongs to no sequence, because no
-client has read that turn. A turn of a model of `untrained_models` is not trained on. It belongs to a sequence only as
-context of later turns that are trained on.
+context in the others. If a client hangs up before it has read the answer, and never asks again, the last turn of its
+branch belongs to no sequence. A turn that was requested from a model of `untrained_models` is not trained on. Such a
+turn belongs to a sequence only as context of later turns that are trained on.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Exchange:
     completion: Completion | None = None
     """The completion; None: it is not drawn yet."""
     sampling: SamplingConfig | None = None
-    """The sampling of the completion."""
+    """The sampling with which the completion was drawn; None: it is not drawn yet."""
     text: str = ""
     """The text that the client sent, with the completion behind it; "": the client sent no text."""
     read: bool = False
@@ -69,7 +69,7 @@ class Exchange:
     answer: Answer | None = None
     """The answer to the request; None: the completion is not parsed yet, or the client sent tokens or a text."""
     digest: bytes = b""
-    """The digest of the conversation with its answer."""
+    """The digest of the conversation with its answer (matching.followed_by); b"": there is no answer."""
     size: int = field(init=False)
     """The number of `token_ids`."""
 
@@ -106,9 +106,9 @@ class Exchange:
         exchange: Exchange | None = self
         while exchange is not None:  # compares from the last tokens to the first
             completion_ids = exchange.completion.token_ids if exchange.completion else []
-            for part in (completion_ids, exchange.new_ids):
-                start = end - len(part)
-                if list(token_ids[start:end]) != list(part):
+            for own_ids in (completion_ids, exchange.new_ids):
+                start = end - len(own_ids)
+                if list(token_ids[start:end]) != list(own_ids):
                     return False
                 end = start
             exchange = exchange.before
@@ -122,12 +122,14 @@ class Beginning:
     messages: Sequence[Message]
     """All messages of the request, in the order in which the policy reads them."""
     before: Exchange | None
-    """The last exchange whose conversation and answer the messages begin with; None: there is no such exchange."""
+    """The known exchange that the request continues: the messages begin with its conversation and its answer. If there
+    are several such exchanges, the latest in the conversation. None: there is no such exchange."""
     count: int
-    """The number of messages of the conversation of `before`, with its answer. All later messages are new."""
+    """The number of messages that belong to known exchanges: those of the conversation of `before`, and its answer. All
+    later messages are new."""
     digests: Sequence[bytes]
-    """The digest of the conversation up to and with the answer of `before`, then the digest up to and with each new
-    message. The last one is the digest of the whole request."""
+    """First the digest of the messages up to and with the answer of `before`. Then, for each new message, the digest of
+    the messages up to and with this one. The last digest is that of all messages."""
 
 
 class Exchanges:
@@ -135,12 +137,14 @@ class Exchanges:
 
     def __init__(self) -> None:
         self._drawn: list[Exchange] = []
+        """All exchanges, the oldest first."""
         self._by_conversation: dict[bytes, list[Exchange]] = {}
-        """The exchanges that answered a conversation, the oldest first, by the digest of the conversation."""
+        """The exchanges that answered a conversation, the oldest first, by the digest of the conversation without the
+        answer."""
         self._beginnings: set[bytes] = set()
-        """The digests of all beginnings of conversations that were answered."""
+        """The digests of all conversations that were answered, and of their beginnings."""
         self._call_ids: dict[str, Exchange] = {}
-        """The exchange whose completion has a call, by the id of the call."""
+        """By the id of a call, the exchange whose completion has this call."""
 
     def add(self, exchange: Exchange, completion: Completion, sampling: SamplingConfig) -> None:
         """Adds an exchange, once its completion is drawn."""
@@ -163,20 +167,20 @@ class Exchanges:
             self._call_ids[call.id] = exchange
 
     def after_messages(self, tools: Sequence[Any], messages: Sequence[Message]) -> Beginning:
-        """The known beginning of these messages.
+        """The known exchanges with which these messages begin. `tools`: the tools of the request.
 
         If several exchanges have equal answers, `_rank` decides among them, and then their age: the oldest wins.
         """
         messages = in_order(messages, self._call_ids)
         start = begun(tools)
-        # The digests of all known conversations that consist of the messages up to here. There may be several, because
-        # a message of the assistant may match the answers of several exchanges.
+        # The digests of the known conversations that the messages up to here stand for. There may be several, because a
+        # message of the assistant may match the answers of several exchanges.
         reached: set[bytes] = {start}
-        best: Exchange | None = None
-        count = 0
+        best: Exchange | None = None  # the exchange that the messages up to here continue
+        count = 0  # the number of messages up to and with the answer of `best`
         for number, message in enumerate(messages, start=1):
             following = {followed_by(digest, message) for digest in reached} & self._beginnings
-            differs = ""
+            differs = ""  # the part in which the message differs from the answer that was compared last
             if message["role"] == "assistant":
                 for exchange in self._answers_to(reached):
                     assert exchange.answer is not None
@@ -184,11 +188,11 @@ class Exchanges:
                     if differs:
                         continue
                     following.add(exchange.digest)
-                    is_first = count < number
+                    is_first = count < number  # no other exchange has matched this message yet
                     if is_first or _rank(exchange, message) < _rank(best, message):
                         best = exchange
                         count = number
-            if not following:
+            if not following:  # no known conversation has this message: it and all later messages are new
                 self._say_what_differs(messages, number, differs)
                 break
             reached = following
@@ -207,13 +211,14 @@ class Exchanges:
     def _say_what_differs(self, messages: Sequence[Message], number: int, differs: str) -> None:
         """Logs which message of a conversation is the first one that belongs to no known exchange.
 
-        `number`: the number of this message, from 1. `differs`: the part in which it differs from an answer, or "".
+        `number`: the number of this message, from 1. `differs`: the part in which the message differs from an answer;
+        "": unknown.
         """
-        if not self._by_conversation:
+        if not self._by_conversation:  # nothing was answered yet, so every conversation is new
             return
         unknown = messages[number - 1 :]
         if all(message["role"] != "assistant" for message in unknown):
-            return  # all turns of the policy were found
+            return  # all turns of the policy were found: the conversation only goes on
         role = unknown[0]["role"]
         what = ""
         if differs:
@@ -244,18 +249,19 @@ class Exchanges:
         return longest
 
     def that_drew(self, token_ids: Sequence[int], besides: Sequence[Exchange]) -> Exchange:
-        """The exchange that has exactly these tokens. Of several, the first one that is not in `besides`.
+        """The exchange whose tokens are exactly `token_ids`, counted from the first exchange of its tree.
 
-        Raises RolloutError if no exchange has them.
+        If several exchanges have these tokens: the oldest that is not in `besides`, or the oldest of all if all are in
+        `besides`. Raises RolloutError if no exchange has them.
         """
         size = len(token_ids)
-        found = [exchange for exchange in self._drawn if exchange.size == size and exchange.begins(token_ids)]
-        if not found:
+        matching = [exchange for exchange in self._drawn if exchange.size == size and exchange.begins(token_ids)]
+        if not matching:
             raise RolloutError(f"the environment has {counted(size, 'token')} that the engine did not draw like this")
-        for exchange in found:
+        for exchange in matching:
             if exchange not in besides:
                 return exchange
-        return found[0]
+        return matching[0]
 
     @property
     def has_read(self) -> bool:
@@ -264,33 +270,38 @@ class Exchanges:
 
     def sequences(self, assumed: SamplingConfig, last: Sequence[Exchange] | None = None) -> list[RolloutSequence]:
         """A sequence for each branch. `assumed`: the sampling that the trainer assumes. `last`: the last exchange of
-        each branch; None: all branches that a client has read.
+        each branch; None: the branches are those that end with an exchange that a client has read.
 
-        Raises RolloutError for a turn that was drawn with another sampling.
+        The list is empty if there is nothing to train on. Raises RolloutError for a turn that was drawn with another
+        sampling.
         """
         if last is None:
             last = self._last_read()
-        trained: set[Exchange] = set()
+        trained: set[Exchange] = set()  # the exchanges that a sequence so far is trained on
         sequences = []
         for exchange in last:
-            if exchange not in trained:
+            if exchange not in trained:  # otherwise its branch is the beginning of an earlier one
                 sequences.append(_sequence(exchange.path, trained, vars(assumed)))
         return sequences
 
     def _last_read(self) -> list[Exchange]:
-        """The last exchange of each branch. A branch ends with a completion that a client has read and that is trained
-        on."""
-        on_path: set[Exchange] = set()
+        """The last exchange of each branch. A branch ends with the last completion that a client has read and that is
+        trained on."""
+        on_path: set[Exchange] = set()  # the exchanges of all branches
         for exchange in self._drawn:
             if exchange.read and exchange.is_trained:
                 on_path.update(exchange.path)
-        inner = {exchange.before for exchange in on_path}
+        inner = {exchange.before for exchange in on_path}  # the exchanges that another one of a branch continues
         return [exchange for exchange in self._drawn if exchange in on_path and exchange not in inner]
 
 
 def _sequence(path: Sequence[Exchange], trained: set[Exchange], assumed: Mapping[str, Any]) -> RolloutSequence:
-    """The sequence of a branch. The turns in `trained` are only context in this sequence. Its other turns are trained
-    on, and are added to `trained`."""
+    """The sequence of a branch. `path`: the exchanges of the branch. `assumed`: the sampling that the trainer assumes.
+
+    Exchanges in `trained` are only context in this sequence, because an earlier sequence is trained on them. All others
+    are trained on, unless `is_trained` is False, and are added to `trained`. Raises RolloutError for a turn that was
+    drawn with another sampling.
+    """
     sequence = RolloutSequence(path[0].new_ids, text=path[0].words)
     for exchange in path:
         assert exchange.completion is not None
@@ -314,10 +325,11 @@ def _sequence(path: Sequence[Exchange], trained: set[Exchange], assumed: Mapping
 
 
 def _rank(exchange: Exchange | None, message: Message) -> tuple[bool, ...]:
-    """How well an exchange fits a message of the assistant; the least rank fits best.
+    """The rank of an exchange whose answer matches a message of the assistant. The lowest rank fits best.
 
-    Exchanges come first whose calls have the ids of the calls of the message. Among equals, those with the thoughts of
-    the message come first, then those that a client has read, then those that no request has continued.
+    Four questions decide, in this order: do the calls of the answer have the ids of the calls of the message? Does the
+    answer have the thoughts of the message? Has a client read the answer? Has no request continued the exchange? An
+    element of the rank is False, and thus lower, if the answer to its question is yes.
     """
     assert exchange is not None
     assert exchange.answer is not None

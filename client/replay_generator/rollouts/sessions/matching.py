@@ -1,13 +1,14 @@
 """Matching: decides which assistant messages in a request are turns of our policy, even if a client rewrote them.
 
-A message is a turn of ours if the conversation before it is the conversation of an exchange (exchanges.py), and
+A message is a turn of our policy if the conversation before the message is the conversation of an exchange
+(exchanges.py), and
 
-* its text and its calls are exactly those of the answer, or
-* the ids of its calls are those of the answer. Then numbers in the calls may be written in another way, as JavaScript
+* the text and the calls of the message are exactly those of the answer, or
+* the ids of the calls are those of the answer. Then numbers in the calls may be written in another way, as JavaScript
   writes 100.0 as 100, and the text may be missing.
 
-The thoughts of the message may be missing, but may not differ. A message with any other difference is no turn of ours:
-if it were replaced by our turn, the policy would read what the agent did not send.
+The thoughts of the message may be missing, but may not differ. A message with any other difference is no turn of our
+policy. If such a message were replaced by the policy's turn, the policy would read what the agent did not send.
 """
 
 from __future__ import annotations
@@ -21,12 +22,13 @@ from replay_generator.prompts.chat import Message
 from replay_generator.rollouts.sessions.turns import Answer, object_of
 
 _Call = tuple[str, str, Any]
-"""The id of a call, the name of its function, and its arguments: an object, or the text that the policy wrote in its
-place."""
+"""The id of a call, the name of its function, and its arguments: an object, or the text that the policy wrote in the
+place of an object."""
 
 
 def difference(answer: Answer, message: Message) -> str:
-    """The part in which a message of the assistant differs from an answer; "": the message is our turn."""
+    """The part in which a message of the assistant differs from an answer, in words; "": the message is this turn of
+    the policy."""
     answer_calls = _calls_of(answer)
     calls = _calls(message)
     has_same_ids = has_ids(answer, message)
@@ -62,14 +64,15 @@ def in_order(messages: Sequence[Message], known: Mapping[str, Any]) -> list[Mess
     calls as keys.
 
     Results are put in order if they stand directly behind a turn of the policy, and if they have exactly the ids of
-    its calls, each once.
+    the calls in this turn, each once.
     """
     ordered = list(messages)
     for index, message in enumerate(messages):
         if message["role"] != "assistant":
             continue
         ids = [id for id, _, _ in _calls(message)]
-        if len(ids) < 2 or not all(id in known for id in ids):
+        are_policys = all(id in known for id in ids)
+        if len(ids) < 2 or not are_policys:  # there is no order, or the policy did not write these calls
             continue
         start = index + 1
         end = start + len(ids)
@@ -77,18 +80,19 @@ def in_order(messages: Sequence[Message], known: Mapping[str, Any]) -> list[Mess
         if any(result["role"] != "tool" for result in results):
             continue
         by_id = {result.get("tool_call_id"): result for result in results}
-        if len(results) == len(ids) == len(set(ids)) and set(by_id) == set(ids):
+        is_one_for_each = len(results) == len(ids) == len(set(ids)) and set(by_id) == set(ids)
+        if is_one_for_each:
             ordered[start:end] = [by_id[id] for id in ids]
     return ordered
 
 
 def begun(tools: Sequence[Any]) -> bytes:
-    """The digest of a conversation without messages."""
+    """The digest of a conversation that has these tools and no messages."""
     return hashlib.sha256(json.dumps(tools, sort_keys=True).encode()).digest()
 
 
 def followed_by(digest: bytes, message: Message) -> bytes:
-    """The digest of a conversation with one more message. Equal digests mean equal conversations.
+    """The digest of a conversation with one more message. Equal digests mean equal conversations, with equal tools.
 
     `digest`: the digest of the conversation before the message.
     """
@@ -97,12 +101,13 @@ def followed_by(digest: bytes, message: Message) -> bytes:
 
 
 def _calls(message: Message) -> list[_Call]:
+    """The calls of a message of the assistant."""
     calls = message.get("tool_calls") or ()
     return [(call["id"], call["function"]["name"], call["function"]["arguments"]) for call in calls]
 
 
 def _calls_of(answer: Answer) -> list[_Call]:
-    """The calls of an answer, in the form in which dialects return the calls of a message that a client sends back."""
+    """The calls of an answer, in the same form: as dialects read them when a client sends the answer back."""
     calls = []
     for call in answer.calls:
         arguments: Any = object_of(call.arguments)
@@ -113,8 +118,11 @@ def _calls_of(answer: Answer) -> list[_Call]:
 
 
 def _same(one: Any, other: Any, *, exactly: bool) -> bool:
-    """True if two JSON values are equal. `exactly` True: 100 and 100.0 are not equal."""
-    pairs = [(one, other)]
+    """True if two JSON values are equal. `exactly` True: 100 and 100.0 are not equal.
+
+    There is no recursion, because a client may send deeply nested values.
+    """
+    pairs = [(one, other)]  # the values that are still to be compared
     while pairs:
         one, other = pairs.pop()
         if isinstance(one, dict) and isinstance(other, dict):
@@ -134,4 +142,5 @@ def _same(one: Any, other: Any, *, exactly: bool) -> bool:
 
 
 def _is_number(value: Any) -> bool:
+    """True for numbers of JSON. In Python, True and False are ints too."""
     return isinstance(value, int | float) and not isinstance(value, bool)

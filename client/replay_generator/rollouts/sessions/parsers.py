@@ -19,20 +19,21 @@ from replay_generator.rollouts.sessions.turns import Refusal, WrittenCall, whole
 logger = logging.getLogger(__name__)
 
 _HARMONY = ("openai", "openai_gptoss")
-"""The names of vLLM's parsers for gpt-oss, which are refused: see the error in `_check_parser`."""
+"""The names of vLLM's parsers for gpt-oss. These are refused, because no chat template continues a conversation of
+gpt-oss."""
 
 
 class Parsers:
     """The parsers of one model, for all its sessions."""
 
     def __init__(self, tool_parser: str | None = None, reasoning_parser: str | None = None) -> None:
-        """Without a name, every turn is only text. Raises ValueError for a name that vLLM does not know, and if a name
-        is given but vLLM is not installed."""
+        """`tool_parser`, `reasoning_parser`: names of vLLM's parsers. Without both names, every turn is only text.
+        Raises ValueError for a name that vLLM does not know, and if a name is given but vLLM is not installed."""
         self.knows_tools = tool_parser is not None
         """True if requests may have tools."""
         self._kind: Any = None
         """The class of vLLM's parser; None: every turn is only text."""
-        if not (tool_parser or reasoning_parser):
+        if not (tool_parser or reasoning_parser):  # then vLLM need not be installed
             return
         try:
             from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
@@ -44,13 +45,15 @@ class Parsers:
         _check_parser("tool_parser", tool_parser, ToolParserManager.list_registered())
         _check_parser("reasoning_parser", reasoning_parser, ReasoningParserManager.list_registered())
         self._request = ChatCompletionRequest
+        """The class of the requests that vLLM's parser takes."""
         self._kind = ParserManager.get_parser(tool_parser, reasoning_parser, True)
 
     def ready(
         self, tokenizer: Any, prompt_ids: Sequence[int], tools: Sequence[Mapping[str, Any]], template: Mapping[str, Any]
     ) -> TurnParser:
-        """The parser for the next turn. `prompt_ids`: the tokens that the policy reads before it. `template`: the
-        arguments of the chat template. Raises Refusal if the parser cannot use the tools or the tokenizer."""
+        """The parser for the next turn. `prompt_ids`: the tokens that the policy reads before this turn. `tools`: the
+        tools of the request. `template`: the arguments of the chat template. Raises Refusal if the parser cannot use
+        the tools or the tokenizer."""
         if self._kind is None:
             return TurnParser(tokenizer)
         try:
@@ -62,7 +65,7 @@ class Parsers:
             raise Refusal(f"the tools are none that the parser can read: {why}", field="tools") from error
         try:
             parser = self._kind(tokenizer, request.tools, chat_template_kwargs=dict(template))
-            parser.set_prompt_token_ids(list(prompt_ids))
+            parser.set_prompt_token_ids(list(prompt_ids))  # the prompt may have begun the thoughts
             adjusted = parser.adjust_request(request)
         except Exception as error:  # each parser raises errors of its own if the tokenizer lacks something
             raise Refusal(
@@ -95,6 +98,7 @@ class TurnParser:
     request: Any = None
     """The request in vLLM's form, which the parser wants with each turn."""
     has_tools: bool = False
+    """True if the request has tools. Otherwise no calls are parsed."""
     skips_special_tokens: bool = True
     """False: the parser needs the special tokens in the text, because its format consists of them."""
 
@@ -103,8 +107,9 @@ class TurnParser:
     ) -> tuple[str, str, list[WrittenCall]]:
         """The thoughts, the text and the calls of a turn, in this order.
 
-        `stopped_by`: the stop text, at which the turn is cut off; None: there is none. `objects_only`: see Ask. The
-        policy may write anything: if the parser fails, the result is the whole turn as text.
+        `stopped_by`: the text of `Ask.stop` that ended the turn; this text, and all that stands behind it, is left out.
+        None: there is no such text. `objects_only`: see Ask. The policy may write anything: if the parser fails, the
+        result is the whole turn as text.
         """
         if self.parser is None:
             return "", _up_to(stopped_by, completion.text), []
@@ -118,7 +123,7 @@ class TurnParser:
             else:
                 if not objects_only or all(call.object is not None for call in calls):
                     return thoughts, content, calls
-        # Without tools, or if the calls cannot be used, calls stay part of the text.
+        # The request has no tools, or the calls cannot be used. Calls stay part of the text, and thoughts are parsed.
         try:
             thoughts, content, _ = _parsed(self.parser, text, self.request, ids, with_calls=False)
         except Exception as error:
@@ -127,11 +132,12 @@ class TurnParser:
         return thoughts, content, []
 
     def _text_of(self, completion: Completion) -> str:
-        """The text of a completion in the form that the parser wants."""
+        """The text of a completion in the form that the parser wants: with or without special tokens."""
         if self.skips_special_tokens:
             return completion.text
         ids = completion.token_ids
-        if completion.finish_reason == "stop" and ids[-1] in self.tokenizer.all_special_ids:
+        has_end = completion.finish_reason == "stop" and ids[-1] in self.tokenizer.all_special_ids
+        if has_end:
             ids = ids[:-1]  # the token that ends the turn is no part of its text
         return text_of(self.tokenizer, ids, skip_special_tokens=False)
 
@@ -139,16 +145,18 @@ class TurnParser:
 def _parsed(
     parser: Any, text: str, request: Any, ids: Sequence[int], *, with_calls: bool
 ) -> tuple[str, str, list[WrittenCall]]:
-    """The thoughts, the text and the calls that vLLM's parser finds. Raises any error of the parser."""
-    thoughts, content, found = parser.parse(text, request, with_calls, ids)
+    """The thoughts, the text and the calls that vLLM's parser finds, in this order. `text` and `ids`: the turn as text
+    and as tokens. `with_calls` False: no calls are parsed. Raises any error of the parser."""
+    thoughts, content, parsed_calls = parser.parse(text, request, with_calls, ids)
     calls = []
-    for call in found or ():
-        id = call.id or f"call_{secrets.token_hex(12)}"
+    for call in parsed_calls or ():
+        id = call.id or f"call_{secrets.token_hex(12)}"  # most models write no ids of calls
         calls.append(WrittenCall(whole_text(id), whole_text(call.name), whole_text(call.arguments)))
     return whole_text(thoughts or ""), whole_text(content or ""), calls
 
 
 def _up_to(end: str | None, text: str) -> str:
+    """The text before the first `end`; None: the whole text."""
     if end is None:
         return text
     return text.partition(end)[0]

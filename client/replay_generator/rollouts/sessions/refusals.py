@@ -12,18 +12,19 @@ from replay_generator.notices import beginning_of
 REFUSED_SECONDS = 600.0
 """A refusal is counted for this many seconds."""
 USUAL = frozenset((410, 426, 503))
-"""Statuses that also occur in a healthy run, and are not counted. 410: the request came too late. 426: it came by a web
-socket. 503: it asked for a rollout while no rollout waited."""
+"""Statuses that also occur in a healthy run, and are not counted. 410: the request came too late. 426: the request came
+by a web socket. 503: the request asked for a rollout while no rollout waited for an agent."""
 _MOST = 10_000
-"""The most refusals that are counted. Older ones are forgotten."""
+"""The most refusals that are remembered. If there are more, the oldest are forgotten."""
 _MOST_REASON = 400
-"""The most characters of a reason, as JSON."""
+"""The most characters of a reason in the report to the server, as JSON."""
 
 
 class Refusals:
     """The requests that were refused in the last REFUSED_SECONDS."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        """`clock` returns the time in seconds."""
         self._clock = clock
         self._last: deque[tuple[float, int]] = deque(maxlen=_MOST)
         """The time and the status of each refusal, the oldest first."""
@@ -39,7 +40,7 @@ class Refusals:
 
     def facts(self) -> dict[str, Any]:
         """The facts for the server: `refused`, the number of refusals by status, and `reason`, the reason of the last
-        one. Empty: there were no refusals."""
+        refusal. Empty: there were no refusals in the last REFUSED_SECONDS."""
         while self._last:
             time_of_oldest, _ = self._last[0]
             if self._clock() - time_of_oldest <= REFUSED_SECONDS:

@@ -4,14 +4,14 @@
                                  503 with Retry-After if no rollout waits for an agent, after some seconds
     POST /sessions/ID/end    {"reward": NUMBER, "metrics": {NAME: NUMBER}} or {"failed": "why"}
 
-* If no rollout waits, the answer is the error 503 and not an empty answer, because many clients repeat a request after
-  such an error by themselves.
-* Both requests need the token. The address of a session contains a secret and needs no token. So code that knows only
-  this address cannot report a reward.
-* The request that ends a rollout is answered when the rollout is safe: once it is played or, if partial groups are
-  stored, once it is stored. 410: no group will have the rollout. If a client repeats this request, it gets the same
-  answer.
-* The time of a rollout begins when an agent takes it. Until then the rollout waits without a limit.
+* If no rollout waits for an agent, the answer is the error 503 and not an empty answer, because many clients repeat a
+  request after such an error by themselves.
+* Both requests need the token. The address of a session contains a secret and needs no token. Code that knows only this
+  address cannot report a reward.
+* The request that ends a rollout is answered when the rollout is safe: once the rollout is played or, if partial groups
+  are stored, once it is stored. The status 410 means that no group will have the rollout. If a client repeats this
+  request, the client gets the same answer.
+* The time limit of a rollout begins when an agent takes the rollout. Before that, the rollout waits without a limit.
 * After the deadline the session ends, and its rollout is offered again, as another session.
 """
 
@@ -41,11 +41,11 @@ from replay_generator.user_code.results import encode_info, utf8
 logger = logging.getLogger(__name__)
 
 PATIENCE = 4.0
-"""Seconds for which a request for a rollout waits if there is none. Some clients give up after five."""
+"""Seconds for which a request waits if no rollout waits for an agent. Some clients give up after five seconds."""
 NOBODY = 60.0
 """Seconds without an agent after which a warning is logged."""
 _MOST_SAID = 2000
-"""The most characters of a failure that an agent reports, or that an agent is answered with."""
+"""The most characters of a failure that an agent reports, and of the reason why no group will have a rollout."""
 _HOST = re.compile(r"(?:\[[0-9a-f:.]+\]|[a-z0-9_.-]+)(?::([0-9]{1,5}))?", re.IGNORECASE)
 """The value of a Host header: a name or an address, and perhaps a port."""
 _MOST_ENDED = 4096
@@ -53,6 +53,7 @@ _MOST_ENDED = 4096
 
 
 def _new_future() -> asyncio.Future[Any]:
+    """A new future of the running event loop."""
     return asyncio.get_running_loop().create_future()
 
 
@@ -65,12 +66,14 @@ class _OfferedRollout:
     taken: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when an agent takes the rollout."""
     ended: asyncio.Future[Any] = field(default_factory=_new_future)
-    """The end that the agent reports. Cancelled: the generator does not wait for it any more."""
+    """The end that the agent reports: the fields of a Result, or `failed`. Cancelled: the generator does not wait for
+    the end any more."""
     settled: asyncio.Future[str] = field(default_factory=_new_future)
-    """Done when the request that ended the rollout may be answered. The value is "" if the rollout is safe, or the
-    reason why no group will have it."""
+    """Done when the request that ended the rollout may be answered. The value is "" if the rollout is safe, or if the
+    generator has noted that it failed. Otherwise the value is the reason why no group will have the rollout."""
 
     def settle(self, why_lost: str) -> None:
+        """Sets the value of `settled`. Further calls do nothing."""
         if not self.settled.done():
             self.settled.set_result(why_lost)
 
@@ -103,10 +106,11 @@ class RemoteHook(SessionHook):
         self.app.router.add_post("/sessions", self._offer)
         self.app.router.add_post("/sessions/{id}/end", self._end)
         self._free: asyncio.Queue[_OfferedRollout] = asyncio.Queue()
-        """The rollouts that wait for an agent. The generator may have given up some of them: then `ended` is done."""
+        """The rollouts that wait for an agent. If the generator has given up a rollout, its `ended` is done."""
         self._seen_at = -math.inf
-        """The time at which an agent sent a request last, on the clock of the event loop."""
+        """The time of the last request with the right token, on the clock of the event loop."""
         self._is_missed_said = False
+        """True once a warning was logged that no agents come."""
         self._taken: dict[str, _OfferedRollout] = {}
         """The rollouts that agents play, by the id of the session."""
         self._ended: dict[int, asyncio.Future[str]] = {}
@@ -116,6 +120,8 @@ class RemoteHook(SessionHook):
         """The rollouts that agents have ended and that are not settled yet, by the id of their task."""
 
     async def __call__(self, task: Task, policy: RolloutPolicy) -> Rollout:
+        """Plays one rollout, with one agent after the other until an agent ends it in time. Raises RolloutError if the
+        rollout fails."""
         while True:
             # `_played` raises TimeoutError after session_timeout. Then another agent may play the rollout anew.
             with suppress(TimeoutError):
@@ -123,8 +129,8 @@ class RemoteHook(SessionHook):
             logger.warning("prompt %r: an agent elsewhere did not end rollout %d in time", task.prompt_id, task.index)
 
     async def _played(self, task: Task, policy: RolloutPolicy) -> Rollout:
-        """Plays one attempt. Sees to it that the agent's last request is answered once the rollout is safe or has
-        failed."""
+        """Plays one attempt. The request with which the agent ends the rollout is answered by `settle` of its
+        _OfferedRollout: at once if the attempt fails, and otherwise when the rollout is safe."""
         try:
             rollout = await super().__call__(task, policy)
         except BaseException as error:
@@ -132,14 +138,18 @@ class RemoteHook(SessionHook):
             if offered is not None:
                 why_lost = "the generator has given up the rollout"
                 if isinstance(error, RolloutError):
-                    why_lost = ""  # the rollout has failed, and the generator has noted this end
+                    why_lost = ""  # the rollout has failed: the generator has noted this, and the agent need do nothing
                 offered.settle(why_lost)
             raise
         rollout.on_settled = self._settling.pop(id(task)).settle
         return rollout
 
     async def _play(self, task: Task, address: Address) -> Any:
-        """Offers a rollout to agents. Returns the end that an agent reports, or raises TimeoutError."""
+        """Offers a rollout to agents. Returns the end that an agent reports. Raises TimeoutError if an agent has taken
+        the rollout but does not end it in time, and RolloutError if the agent reports a failure.
+
+        SessionHook calls this method as its agent.
+        """
         offered = _OfferedRollout(task, address)
         self._free.put_nowait(offered)
         try:
@@ -148,20 +158,20 @@ class RemoteHook(SessionHook):
             async with asyncio.timeout(self._config.session_timeout):
                 end = await offered.ended
         except asyncio.CancelledError as error:
-            # rollout.py shows the note if the rollout takes too long.
+            # If the rollout takes too long, rollout.py shows this note.
             error.add_note("the agent elsewhere that took it has not ended it")
             raise
         finally:
-            offered.ended.cancel()
+            offered.ended.cancel()  # does nothing if the agent has reported the end
             self._taken.pop(address.key, None)
-        self._settling[id(task)] = offered
+        self._settling[id(task)] = offered  # from here on, `_played` settles it
         if "failed" in end:
             failure = str(end["failed"])[:_MOST_SAID]
             raise RolloutError(f"the agent elsewhere failed: {whole_text(failure)}")
         return end
 
     async def _wait_for_agent(self, offered: _OfferedRollout) -> None:
-        """Returns when an agent has taken the rollout, however long that takes. Logs once that no agents come."""
+        """Returns when an agent has taken the rollout, without a time limit. Logs once that no agents come."""
         loop = asyncio.get_running_loop()
         began = loop.time()
         while not offered.taken.is_set():
@@ -170,7 +180,7 @@ class RemoteHook(SessionHook):
                     await offered.taken.wait()
                     return
             beat()  # shows that the generator works, although nothing happens
-            away = loop.time() - max(began, self._seen_at)
+            away = loop.time() - max(began, self._seen_at)  # the seconds since an agent came last
             if not self._is_missed_said and not self._taken and away >= NOBODY:
                 self._is_missed_said = True
                 logger.warning(
@@ -182,7 +192,7 @@ class RemoteHook(SessionHook):
                 )
 
     async def _offer(self, request: web.Request) -> web.Response:
-        """Answers a request for a rollout. Waits up to PATIENCE until there is one."""
+        """Answers a request for a rollout. If no rollout waits for an agent, this method waits up to PATIENCE."""
         self._check(request)
         origin = _origin_of(request)
         try:
@@ -194,12 +204,13 @@ class RemoteHook(SessionHook):
             why = "no rollout waits for an agent now"
             raise web.HTTPServiceUnavailable(text=why, headers={"Retry-After": "1"}) from None
         if request.transport is None or request.transport.is_closing():  # the agent has hung up
-            self._free.put_nowait(offered)
+            self._free.put_nowait(offered)  # for another agent
             raise web.HTTPServiceUnavailable
-        self._taken[offered.address.key] = offered  # for `_end`
-        self.take(offered.address.key)  # for the endpoint, which serves the session
-        offered.taken.set()  # for `_play`, which waits for an agent
-        url = f"{origin}{offered.address.url.removeprefix(self.base_url)}"
+        self._taken[offered.address.key] = offered  # `_end` looks here for the rollout
+        self.take(offered.address.key)  # from now on, `description` counts the session as taken
+        offered.taken.set()  # `_play` goes on, and the time limit of the rollout begins
+        path = offered.address.url.removeprefix(self.base_url)
+        url = f"{origin}{path}"
         offer = {
             "id": offered.address.key,
             "prompt": offered.task.messages or offered.task.text,
@@ -212,55 +223,59 @@ class RemoteHook(SessionHook):
         return web.json_response(offer, dumps=partial(json.dumps, default=str))
 
     async def _end(self, request: web.Request) -> web.Response:
-        """Ends a rollout. Answers when the rollout is safe, or when no group will have it."""
+        """Ends a rollout. Answers when the rollout is safe, or when no group will have the rollout."""
         self._check(request)
-        name = request.match_info["id"]
+        session_id = request.match_info["id"]
         body = await read_body(request)
-        digest = hash((name, body))
-        if digest not in self._ended:
-            if name not in self._taken:
+        digest = hash((session_id, body))
+        is_repeated = digest in self._ended
+        if not is_repeated:
+            if session_id not in self._taken:
                 raise web.HTTPNotFound(text="no such session: it has ended or expired, or its generator has ended")
             end = self._parsed_end(body)
-            offered = self._taken.pop(name)
+            offered = self._taken.pop(session_id)
             offered.ended.set_result(end)
             self._ended[digest] = offered.settled
             if len(self._ended) > _MOST_ENDED:
                 oldest = next(iter(self._ended))
                 del self._ended[oldest]
+        # If this client hangs up, only the wait is cancelled, and not the future: a repeated request waits for it too.
         why_lost = await asyncio.shield(self._ended[digest])
         if why_lost:
             raise web.HTTPGone(text=utf8(why_lost[:_MOST_SAID]))
-        return web.json_response({"ended": name})
+        return web.json_response({"ended": session_id})
 
     def _parsed_end(self, body: bytes) -> dict[str, Any]:
-        """The end of a rollout, as an object. Raises Refusal for a body that is no end of a rollout."""
+        """The end of a rollout, as an object with the fields of a Result, or with `failed`. Raises Refusal for a body
+        that is no such object."""
         try:
             end = json.loads(body)
             if not isinstance(end, dict):
                 raise ValueError(f"an end is an object with `reward` or `failed`, not {end!r:.80}")
             if "failed" not in end:
                 result = result_of(end, needs_reward=self._needs_reward)
-                encode_info(result.info)  # otherwise the rollout could not be stored
+                encode_info(result.info)  # only for its check: raises ValueError for an `info` that cannot be stored
         except (ValueError, TypeError, RecursionError, OverflowError) as error:
             raise Refusal(f"this is no end of a rollout: {error}") from error
         return end
 
     def _check(self, request: web.Request) -> None:
-        """Raises HTTPUnauthorized unless the request has the token, as the token file has it at this moment."""
+        """Raises HTTPUnauthorized unless the request has the token that the token file has at this moment. Notes the
+        time of the request."""
         if not self._listen.authorized(request.headers.get("Authorization", "")):
             raise web.HTTPUnauthorized(text="the request needs the token of sessions_token_file, as a Bearer")
         self._seen_at = asyncio.get_running_loop().time()
 
 
 def _origin_of(request: web.Request) -> str:
-    """Scheme, host and port by which this client has reached the server.
+    """Scheme, host and port by which this client has reached the server, as in "http://example.org:8100".
 
     The server cannot know them otherwise, because it may listen on all addresses of its machine. Raises Refusal for a
     Host header from which no address can be made.
     """
     host = request.headers.get("Host", "")
-    found = _HOST.fullmatch(host)
-    is_usable = found is not None and int(found[1] or 80) in range(1, 1 << 16)
+    matched = _HOST.fullmatch(host)
+    is_usable = matched is not None and int(matched[1] or 80) in range(1, 1 << 16)  # a port is from 1 to 65535
     if not is_usable:
         raise Refusal(f"the header Host is {host!r:.80}: send the name of this server, as in example.org:8100")
     return f"{request.scheme}://{host}"

@@ -1,11 +1,11 @@
 """Session: one rollout that an agent plays through an address.
 
-    a request ──▶ the exchange that it goes on after, and the tokens of what is new ──▶ the policy ──▶ a completion
+    a request ──▶ the exchange that it continues, and the tokens of its new messages ──▶ the policy ──▶ a completion
                                                                                               │
     Rollout ◀── sequences ◀── the tree of exchanges (exchanges.py) ◀──────────────────────────┴──▶ Answer
 
 Only the new part of a request is rendered and tokenized. The tokens that the policy drew are used as they are. Each
-turn is drawn by a task of its own: if the client hangs up, the task goes on, because the client may send its request
+turn is drawn by a task of its own. If the client hangs up, the task goes on, because the client may send its request
 again.
 """
 
@@ -37,7 +37,7 @@ T = TypeVar("T")
 _LONGEST = 128
 """The characters of a very long token. Few vocabularies have a longer one."""
 _TOKEN = 64
-"""Bytes that a token takes in memory, with its log-probability and its version."""
+"""Bytes that a token takes in memory, with its log-probability and its policy version."""
 
 
 class Session:
@@ -61,14 +61,16 @@ class Session:
         self.id = secrets.token_urlsafe(16)
         self.task = task
         self.exchanges = Exchanges()
+        """The exchanges of all conversations."""
         self.context_full = False
         """True once a request left no room for another token, or exceeded a bound of the session."""
         self.answers: list[Answer] = []
-        """The answers that the agent got, in order."""
+        """The answers to the agent, in order. The agent may have hung up before it got one of them."""
         self.last_refusal: str | None = None
         """The text of the last refusal; None: no request was refused."""
         self.refusals = 0
-        """The number of refused requests, without requests that were too long for the model."""
+        """The number of refused requests. Requests that were too long for the model do not count, and neither do
+        requests that came too late or may come again."""
         self.fault: CompletionError | None = None
         """The error of a completion that no policy can have drawn: the rollout has failed. None: there was no such
         completion."""
@@ -85,19 +87,20 @@ class Session:
         """The newest turn of each request, by the digest of the request. Turns that failed are removed."""
         self._answered: dict[str, Exchange] = {}
         """The exchanges that were answered, by the id of the answer."""
-        self._slips: dict[WrittenCall, str] = {}
+        self._malformed: dict[WrittenCall, str] = {}
         """The calls of the policy whose arguments are no object. The value is the whole text of the turn that has the
         call."""
         self._under_way: set[asyncio.Task[Any]] = set()
         """The tasks that draw turns."""
         self._closed = False
+        """True once `close` was called."""
 
     async def ask(self, ask: Ask, digest: bytes, repeated: bool = False) -> Answer:
         """The next turn of the policy.
 
-        `digest`: the digest of the request. `repeated` True: the client may have sent this request before; if so, it
-        gets the answer to the first one. If the caller is cancelled, the turn is still drawn. Raises Refusal, and any
-        error of the engine.
+        `digest`: the digest of the request. `repeated` True: the client may have sent this request before; if so, the
+        client gets the answer to the earlier request. If the caller is cancelled, the turn is still drawn. Raises
+        Refusal, and any error of the engine.
         """
         turn = None
         if repeated:
@@ -118,10 +121,11 @@ class Session:
         self._answered[answer.id].read = True
 
     def refused(self, refusal: Refusal) -> None:
-        """Notes that a request was refused. The log and the rollout report it, because an agent may not."""
+        """Notes that a request was refused. The log and the rollout report the refusal, because the agent may not
+        report it."""
         if refusal.status in (410, 429):  # the request came too late, or may come again
             return
-        # Only the text is kept: the traceback of the refusal holds the whole request in memory.
+        # Only the text is stored: the traceback of the refusal would keep the whole request in memory.
         self.last_refusal = str(refusal)
         if refusal.code != "context_length_exceeded":
             self.refusals += 1
@@ -130,7 +134,7 @@ class Session:
     async def draw(self, ask: Ask) -> Completion:
         """A completion of a request with token ids, drawn with the sampling that the request asks for.
 
-        Raises Refusal, and any error of the engine.
+        Nothing is parsed, and no answer is noted. Raises Refusal, and any error of the engine.
         """
         exchange, _ = await self._exchange(ask)
         limit = ask.max_tokens or self.task.sampling.max_tokens
@@ -168,7 +172,7 @@ class Session:
             return "the agent has read no answer but those of untrained_models"
         if self.answers:
             return "the agent has read no answer: it hung up before each was sent"
-        if self.last_refusal is not None:
+        if self.last_refusal is not None:  # SessionServer.playing adds the refusal to this message
             return "the agent was answered nothing"
         return "the agent asked the policy for nothing: its address is in OPENAI_BASE_URL and ANTHROPIC_BASE_URL"
 
@@ -183,10 +187,12 @@ class Session:
     def _forget_failed(self, digest: bytes, turn: asyncio.Task[Answer]) -> None:
         """Forgets a turn that failed. If the client repeats the request, the turn is drawn anew.
 
-        This also frees memory, because the traceback of the error holds the whole request.
+        This also frees memory, because the traceback of the error holds the whole request. The event loop calls this
+        method when the task `turn` has ended.
         """
         has_failed = turn.cancelled() or turn.exception() is not None
-        if has_failed and self._turns_by_request.get(digest) is turn:
+        is_newest = self._turns_by_request.get(digest) is turn  # an equal request may have begun another turn
+        if has_failed and is_newest:
             del self._turns_by_request[digest]
 
     def _begin(self, turn: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
@@ -194,14 +200,15 @@ class Session:
         task = asyncio.create_task(turn)
         self._under_way.add(task)
         task.add_done_callback(self._under_way.discard)
-        if self._closed:
+        if self._closed:  # the session ended while the request was read
             task.cancel()
         return task
 
     # ------------------------------------------------------------------------------------------------ a turn
 
     async def _turn(self, ask: Ask) -> Answer:
-        """Draws a turn, and parses it. Raises Refusal."""
+        """Draws the turn that a request asks for, parses it, and notes the answer. Raises Refusal, and any error of the
+        engine."""
         self._check_servable(ask)
         exchange, beginning = await self._exchange(ask)
         exchange.is_trained = ask.model not in self._untrained_models
@@ -211,7 +218,7 @@ class Session:
         task = self.task
         limit = min(ask.max_tokens or task.sampling.max_tokens, task.sampling.max_tokens)
 
-        def ready() -> TurnParser:
+        def ready() -> TurnParser:  # `worked` calls this, perhaps in a thread
             return self._parsers.ready(task.tokenizer, exchange.token_ids, ask.tools, task.chat_template_kwargs)
 
         # The parser is made before the turn is drawn, so that a request without a usable parser costs no turn.
@@ -219,15 +226,15 @@ class Session:
         completion = await self._drawn_within_bounds(ask, exchange, limit)
         stopped_by = _first(ask.stop, completion.text)
 
-        def parse() -> tuple[str, str, list[WrittenCall]]:
+        def parse() -> tuple[str, str, list[WrittenCall]]:  # `worked` calls this, perhaps in a thread
             return parser.parse(completion, stopped_by, objects_only=ask.objects_only)
 
         thoughts, text, calls = await worked(len(completion.text), parse)
         for call in calls:
             if call.object is None:
-                self._slips[call] = completion.text
+                self._malformed[call] = completion.text
         exchange.text = ""
-        if isinstance(ask.prompt, str):
+        if isinstance(ask.prompt, str):  # a later prompt that begins with this text continues the exchange
             exchange.text = f"{ask.prompt}{completion.text}"
         answer = Answer(
             id=secrets.token_hex(12),
@@ -248,11 +255,11 @@ class Session:
     def _check_servable(self, ask: Ask) -> None:
         """Raises Refusal for a sampling that the trainer does not assume, and for tools if no tool parser is named."""
         own = vars(self.task.sampling)
-        other = other_sampling({**own, **ask.sampling}, own)
-        if other:
-            name, wanted, has = other
+        difference = other_sampling({**own, **ask.sampling}, own)
+        if difference:
+            name, wanted, assumed = difference
             raise Refusal(
-                f"{name} {wanted} is not that of the generator, {has}, which the trainer assumes: leave it out",
+                f"{name} {wanted} is not that of the generator, {assumed}, which the trainer assumes: leave it out",
                 field=name,
             )
         if ask.tools and not self._parsers.knows_tools:
@@ -264,11 +271,12 @@ class Session:
         self, ask: Ask, exchange: Exchange, limit: int, sampling: Mapping[str, Any] = MappingProxyType({})
     ) -> Completion:
         """Draws a turn, if the bounds of the session allow it. `limit`: the most tokens of the turn. `sampling`: values
-        that replace those of the generator. Raises Refusal."""
+        that replace those of the generator, by name. Raises Refusal, and any error of the engine."""
         text_bytes = len(exchange.words)
-        if exchange.before is None:
+        if exchange.before is None:  # the whole request is new; its tools, for example, are not in `words`
             text_bytes = max(ask.size, text_bytes)
-        # Room for all tokens that the turn may draw is reserved here. The unused room is released below.
+        # Room for all tokens that the turn may draw is reserved here, because other turns may begin while this turn is
+        # drawn. The unused room is released below.
         turn_bytes = text_bytes + _TOKEN * (len(exchange.new_ids) + limit)
         self._check_bound("max_session_turns", self._turns, 1, self._most_turns)
         self._check_bound("max_session_bytes", self._bytes, turn_bytes, self._most_bytes)
@@ -299,7 +307,8 @@ class Session:
             )
 
     def _full(self, what: str) -> Refusal:
-        """The refusal of a request that leaves no room for another token. `what`: its size, in words."""
+        """The refusal of a request that leaves no room for another token. `what`: the size of the request, in words.
+        Notes that the context is full."""
         self.context_full = True
         return Refusal(
             f"the request has {what}, and the model takes {self.task.max_length} tokens with those that it draws",
@@ -307,8 +316,8 @@ class Session:
         )
 
     async def _exchange(self, ask: Ask) -> tuple[Exchange, Beginning | None]:
-        """The new exchange for a request, without its completion, and the known beginning of the messages; None: the
-        request has no messages. Raises Refusal."""
+        """The new exchange for a request, without its completion, and the known beginning of its messages; None in the
+        place of the beginning: the request has no messages. Raises Refusal."""
         prompt = ask.prompt
         if prompt is not None and not isinstance(prompt, str) and len(prompt) >= self.task.max_length:
             raise self._full(counted(len(prompt), "token"))
@@ -316,7 +325,7 @@ class Session:
         return await worked(size, lambda: self._exchange_of(ask))
 
     def _exchange_of(self, ask: Ask) -> tuple[Exchange, Beginning | None]:
-        """The result of `_exchange`. This runs in a thread if the request is large."""
+        """Makes the result of `_exchange`, in a thread if the request is large. Raises Refusal."""
         self._check_characters(ask)
         try:
             if isinstance(ask.prompt, str):
@@ -334,13 +343,14 @@ class Session:
         This is checked first, because it takes long to tokenize a huge text.
         """
         characters = characters_of(ask)
-        if characters <= _LONGEST * self.task.max_length:
+        if characters <= _LONGEST * self.task.max_length:  # the usual case, which needs no look at the vocabulary
             return
-        longest_token = max(len(token) for token in self.task.tokenizer.get_vocab())
+        longest_token = max(len(token) for token in self.task.tokenizer.get_vocab())  # in characters
         if characters > max(_LONGEST, longest_token) * self.task.max_length:
             raise self._full(counted(characters, "character"))
 
     def _of_text(self, text: str) -> Exchange:
+        """The new exchange for a prompt that is a text. The prompt continues the exchange whose text it begins with."""
         tokenizer = self.task.tokenizer
         before = self.exchanges.after_text(text)
         if before is None:
@@ -351,17 +361,21 @@ class Session:
         return Exchange(before, rendered_ids(tokenizer, new), role="user", words=new)
 
     def _of_tokens(self, token_ids: list[int]) -> Exchange:
+        """The new exchange for a prompt of tokens. The prompt continues the exchange whose tokens it begins with."""
         before = self.exchanges.after_tokens(token_ids)
         if before is None:
             return Exchange(None, token_ids)
         return Exchange(before, token_ids[before.size :], role="user")
 
     def _of_messages(self, tools: Sequence[Any], beginning: Beginning) -> Exchange:
+        """The new exchange for messages. The messages continue the exchange `beginning.before`, if there is one and the
+        chat template allows it. Otherwise they begin a new tree. Raises RolloutError for messages that the policy
+        cannot answer."""
         before = beginning.before
-        messages = [self._without_slips(message) for message in beginning.messages]
+        messages = [self._without_malformed(message) for message in beginning.messages]
         new = messages[beginning.count :]
         if before and before.conversation and before.completion:
-            turn_ids = before.completion.token_ids or before.new_ids
+            turn_ids = before.completion.token_ids or before.new_ids  # the engine may have drawn no token
             before.followed = True
             try:
                 conversation, new_ids = before.conversation.go_on(before.completion.text, turn_ids[-1], new)
@@ -370,31 +384,34 @@ class Session:
             else:
                 role = new[-1]["role"] if new else "user"
                 return Exchange(before, new_ids, role=role, words=_words(new), conversation=conversation)
+        # Without new messages, the conversation ends with a turn of the policy, and the policy takes another turn.
         ended = before is not None and not new
         if messages[-1]["role"] == "assistant" and not ended:
             raise RolloutError("the conversation ends with words of the assistant: end it with a message of the user")
         conversation, new_ids = Conversation.begin(self.task, messages, tools, ended=ended)
         return Exchange(None, new_ids, words=_words(messages), conversation=conversation)
 
-    def _without_slips(self, message: Message) -> Message:
-        """The message. If it is a turn of the policy with a call whose arguments are no object: that turn as text.
+    def _without_malformed(self, message: Message) -> Message:
+        """Returns the message unchanged, unless it is a turn of the policy with a call whose arguments are no object.
+        For such a turn, returns a message with the whole text that the policy wrote.
 
-        No chat template has a form for such a call, so the policy reads its turn as the text that it wrote.
+        No chat template has a form for such a call.
         """
         for call in message.get("tool_calls") or ():
             function = call["function"]
             if not isinstance(function["arguments"], str):
                 continue
             written = WrittenCall(call["id"], function["name"], function["arguments"])
-            text = self._slips.get(written)
-            if text is not None:
+            text = self._malformed.get(written)
+            if text is not None:  # otherwise the client has written this call, and the chat template decides
                 return {"role": "assistant", "content": text}
         return message
 
     async def _draw(self, exchange: Exchange, sampling: Mapping[str, Any], stop: Sequence[str]) -> Completion:
         """Draws the completion of an exchange, and adds the exchange to the tree.
 
-        The completion is cut off behind the first text of `stop`. Raises Refusal.
+        The completion is cut off behind the first text of `stop`. `sampling`: values that replace those of the
+        generator, by name. Raises Refusal, and any error of the engine.
         """
         if self.fault is not None:
             raise _faulty(self.fault)
@@ -417,33 +434,36 @@ class Session:
         ids = completion.token_ids
 
         def read(last: int) -> str:
+            """The text of the tokens from the first to `last`."""
             return text_of(self.task.tokenizer, ids[: last + 1], skip_special_tokens=True)
 
-        # If some first tokens contain `text`, so do more tokens. So bisection finds the least number of tokens.
+        # Bisection finds the first token up to which the completion contains `text`: every longer beginning of the
+        # completion contains `text`, too.
         last = bisect_left(range(len(ids)), True, key=lambda index: text in read(index))
         return completion.cut(last + 1, read(last))
 
 
 def _faulty(fault: CompletionError) -> Refusal:
-    """The refusal after a fault. Its status is 422, after which clients do not repeat a request: the rollout has failed
-    anyway."""
+    """The refusal after a fault of the engine. Its status is 422, after which clients do not repeat a request: no
+    answer could save the rollout."""
     return Refusal(f"the rollout has failed: {fault}", status=422, field="completion")
 
 
 def _first(texts: Sequence[str], output: str) -> str | None:
     """The one of `texts` that stands first in `output`; None: `output` contains none of them."""
-    found = [text for text in texts if text in output]
-    return min(found, key=output.find, default=None)
+    contained = [text for text in texts if text in output]
+    return min(contained, key=output.find, default=None)
 
 
 def _words(messages: Sequence[Message]) -> str:
+    """The contents of messages as one text, for people who look at the rollout."""
     return "\n".join(str(message.get("content") or "") for message in messages)
 
 
 async def _result(task: asyncio.Task[T]) -> T:
-    """The result of a task. If the caller is cancelled, the task goes on. Raises Refusal if `close` has cancelled the
-    task."""
-    await asyncio.wait({task})
+    """The result of a task. If the caller is cancelled, the task goes on. Raises any error of the task, and Refusal if
+    `close` has cancelled the task."""
+    await asyncio.wait({task})  # unlike `await task`, this does not pass a cancellation on to the task
     if task.cancelled():
         raise Refusal("the session has ended", status=410)
     return task.result()

@@ -13,9 +13,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 MOST_NESTED = 64
-"""The deepest nesting of objects and lists in the arguments of a call. Clients read them by recursion."""
-
-
+"""The deepest nesting of objects and lists in the arguments of a call. Clients read arguments by recursion, which has a
+limit."""
 MOST_SENTENCE = 2000
 """The most characters of a refusal. Some refusals repeat words of the request, which may be long."""
 
@@ -24,7 +23,7 @@ class Refusal(Exception):
     """A request that is not served. The message is a sentence for the author of the client."""
 
     def __init__(self, message: str, *, status: int = 400, code: str | None = None, field: str | None = None) -> None:
-        """`status`: the HTTP status. Clients repeat a request by themselves after 429 and after every status from 500.
+        """`status`: the HTTP status. Clients repeat a request by themselves after 429 and after every status above 499.
         `code`: OpenAI's word for the kind of refusal, such as "context_length_exceeded"; None: OpenAI has no word.
         `field`: the field of the request that is the reason; None: the reason is not a field."""
         message = whole_text(message)[:MOST_SENTENCE]
@@ -50,13 +49,13 @@ class Ask:
     max_tokens: int | None = None
     """The most tokens of the turn; None: the generator's own limit."""
     stop: Sequence[str] = ()
-    """Texts that end the turn. They are not part of the answer."""
+    """Texts that end the turn. Such a text is not part of the answer."""
     sampling: Mapping[str, Any] = field(default_factory=dict)
     """The values of `temperature`, `top_p`, `top_k` and `min_p` that the client sends."""
     model: str = ""
     """The name by which the client asks for the policy; "": the client sends no name."""
     size: int = 0
-    """The bytes of the request; 0: the request did not come through a network."""
+    """The number of bytes of the request; 0: the request did not come through a network."""
     objects_only: bool = False
     """True if the protocol allows only objects as arguments of calls. Then a turn with other arguments is answered as
     text."""
@@ -67,7 +66,9 @@ class WrittenCall:
     """One call that the policy wrote."""
 
     id: str
+    """The id that the policy wrote, or a random id."""
     name: str
+    """The name of the function."""
     arguments: str
     """The arguments as the policy wrote them: the JSON of an object, unless the policy made a mistake."""
 
@@ -93,11 +94,14 @@ class Answer:
     stopped_by: str | None
     """The text of `Ask.stop` that ended the turn; None: no text did."""
     prompt_tokens: int
+    """The number of tokens that the policy read before the turn."""
     completion_tokens: int
+    """The number of tokens of the turn, with thoughts, calls and special tokens."""
 
 
 def object_of(arguments: str) -> dict[str, Any] | None:
-    """The object whose JSON `arguments` is; an empty object for "". None: it is no object that all clients can read.
+    """The object whose JSON is `arguments`; an empty object for "". None: `arguments` is no JSON of an object, or some
+    clients could not read the object.
 
     Some clients cannot read NaN, numbers too large for floating point, half of a surrogate pair, or more than
     MOST_NESTED levels.
@@ -108,7 +112,7 @@ def object_of(arguments: str) -> dict[str, Any] | None:
             return None
         if is_deep(value, MOST_NESTED):
             return None
-        # Raises for NaN, for infinity, and for half of a surrogate pair.
+        # Raises ValueError for NaN, for infinity (as large numbers are read), and for half of a surrogate pair.
         json.dumps(value, allow_nan=False, ensure_ascii=False).encode()
     except (ValueError, RecursionError):
         return None
@@ -116,16 +120,17 @@ def object_of(arguments: str) -> dict[str, Any] | None:
 
 
 def characters_of(ask: Ask) -> int:
-    """The number of characters that the policy reads with every template: contents and tools, or the text of a prompt.
+    """The number of characters of a request that the policy reads in any case: contents and tools, or the text of a
+    prompt; 0 for a prompt of tokens.
 
-    Thoughts and calls of earlier turns do not count, because a template may leave them out.
+    Thoughts and calls of earlier turns do not count, because a chat template may leave them out.
     """
     if isinstance(ask.prompt, str):
         return len(ask.prompt)
     count = 0
     parts: list[Any] = [message.get("content") for message in ask.messages]
     parts += ask.tools
-    while parts:
+    while parts:  # no recursion, because a client may send deeply nested tools
         part = parts.pop()
         if isinstance(part, str):
             count += len(part)
@@ -138,9 +143,9 @@ def characters_of(ask: Ask) -> int:
 
 
 def is_deep(value: Any, levels: int) -> bool:
-    """True if a list or an object is nested in at least `levels` others."""
+    """True if a list or an object is nested in at least `levels` other lists and objects."""
     values = [value]
-    for _ in range(levels):
+    for _ in range(levels):  # goes one level deeper each time
         inner_values: list[Any] = []
         for outer in values:
             if isinstance(outer, dict):

@@ -11,9 +11,15 @@ from replay_generator.rollouts.sessions.turns import Answer, Ask, Refusal
 
 
 class Chat:
-    """The protocol of chats: the client sends messages, and the policy answers with one message."""
+    """The protocol of chats: the client sends messages, and the policy answers with one message.
+
+    Like every dialect, this class has four methods: `ask` reads the body of a request; `answer` makes the body of an
+    answer, `events` the events of an answer that is sent as a stream, and `error` the body of a refusal. They may raise
+    any error for a body of a wrong form.
+    """
 
     path = "/v1/chat/completions"
+    """The path of the protocol, for error messages."""
     name = "chatcmpl"
     """The prefix of the id of each answer."""
     kind = "chat.completion"
@@ -22,27 +28,31 @@ class Chat:
     """The value of the field `object` in an event."""
 
     def ask(self, body: dict[str, Any]) -> Ask:
+        """The request with this body. Raises Refusal for a request that is not served."""
         messages = [_message(message) for message in fields.few("messages", body["messages"])]
         return fields.ask_of(body, messages=messages, tools=fields.tools_of(body, "function"))
 
     def answer(self, answer: Answer, body: dict[str, Any]) -> dict[str, Any]:
+        """The body of an answer. `body`: the body of the request."""
         about = self._about(self.kind, answer, body)
         return about | {"choices": [self._choice(answer)], "usage": _usage(answer)}
 
     def events(self, answer: Answer, body: dict[str, Any]) -> Iterator[dict[str, Any] | str]:
+        """Yields the events of an answer: objects for JSON, and at the end a text. `body`: the body of the request."""
         about = self._about(self.chunk, answer, body)
-        for part in self._parts(self._choice(answer)):
-            yield about | {"choices": [part]}
+        for choice in self._stream_choices(self._choice(answer)):
+            yield about | {"choices": [choice]}
         stream_options = body.get("stream_options") or {}
         if stream_options.get("include_usage"):
             yield about | {"choices": [], "usage": _usage(answer)}
         yield "[DONE]"
 
     def error(self, refusal: Refusal) -> dict[str, Any]:
+        """The body of a refusal."""
         return {"error": fields.error_of(refusal)}
 
     def _about(self, kind: str, answer: Answer, body: dict[str, Any]) -> dict[str, Any]:
-        """The fields that each body and each event has."""
+        """The fields that the body of an answer and each of its events have. `kind`: the value of `object`."""
         return {
             "id": f"{self.name}-{answer.id}",
             "object": kind,
@@ -51,7 +61,7 @@ class Chat:
         }
 
     def _choice(self, answer: Answer) -> dict[str, Any]:
-        """The only choice of an answer."""
+        """The only choice in the body of an answer."""
         calls = []
         for index, call in enumerate(answer.calls):
             function = {"name": call.name, "arguments": call.arguments}
@@ -60,16 +70,16 @@ class Chat:
         if calls and reason == "stop":
             reason = "tool_calls"
         text: str | None = answer.text
-        if calls and not text:
+        if calls and not text:  # OpenAI's answers have null here
             text = None
         message = fields.assistant_message(text, answer.reasoning, calls)
         return {"index": 0, "message": message, "logprobs": None, "finish_reason": reason}
 
-    def _parts(self, choice: dict[str, Any]) -> list[dict[str, Any]]:
-        """The choices that the events of a stream send, one an event.
+    def _stream_choices(self, choice: dict[str, Any]) -> list[dict[str, Any]]:
+        """The choices of the events of a stream: each event has one. `choice`: the choice of the answer as a whole.
 
-        Each field of the message has an event of its own, and so has each call, because some clients read only the
-        first call of an event. The last event has the finish reason.
+        Each field of the message has an event of its own. Each call also has an event of its own, because some clients
+        read only the first call of an event. The last event has the finish reason.
         """
         deltas = []
         for name, value in choice.pop("message").items():
@@ -77,9 +87,9 @@ class Chat:
                 deltas += [{name: [call]} for call in value]
             else:
                 deltas.append({name: value})
-        parts = [{"index": 0, "delta": delta, "finish_reason": None} for delta in deltas]
-        parts.append({**choice, "delta": {}})
-        return parts
+        choices = [{"index": 0, "delta": delta, "finish_reason": None} for delta in deltas]
+        choices.append({**choice, "delta": {}})
+        return choices
 
 
 class Completions(Chat):
@@ -91,11 +101,12 @@ class Completions(Chat):
     chunk = "text_completion"
 
     def ask(self, body: dict[str, Any]) -> Ask:
-        # No value asks for nothing: even a client that sends 0 expects log-probabilities.
+        """The request with this body. Raises Refusal for a request that is not served."""
+        # The field has no neutral value: even a client that sends 0 expects log-probabilities.
         fields.check(body, "logprobs", fields.LOGPROBS_STORED, ())
         prompt = body["prompt"]
         if isinstance(prompt, list) and len(prompt) == 1 and not isinstance(prompt[0], int):
-            prompt = prompt[0]  # a list of one prompt
+            prompt = prompt[0]  # the body has a list of prompts, with one prompt in it
         is_served = bool(prompt) and (isinstance(prompt, str) or all(type(token) is int for token in prompt))
         if not is_served:
             raise fields.refused("prompt", prompt, "send one text, or the token ids of one, in each request")
@@ -104,11 +115,12 @@ class Completions(Chat):
     def _choice(self, answer: Answer) -> dict[str, Any]:
         return {"index": 0, "text": answer.text, "logprobs": None, "finish_reason": answer.finish_reason}
 
-    def _parts(self, choice: dict[str, Any]) -> list[dict[str, Any]]:
+    def _stream_choices(self, choice: dict[str, Any]) -> list[dict[str, Any]]:
         return [choice]
 
 
 def _message(message: dict[str, Any]) -> dict[str, Any]:
+    """A message of a request, in the form of `Ask.messages`. Raises Refusal."""
     if message["role"] == "tool":
         return fields.answered(message["tool_call_id"], message["content"])
     if message["role"] != "assistant":
@@ -124,6 +136,7 @@ def _message(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def _usage(answer: Answer) -> dict[str, int]:
+    """The numbers of tokens that an answer reports."""
     return {
         "prompt_tokens": answer.prompt_tokens,
         "completion_tokens": answer.completion_tokens,

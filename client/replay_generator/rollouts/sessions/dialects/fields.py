@@ -1,9 +1,9 @@
 """Fields: the parts of a body that all dialects read and write in the same way.
 
-These are fields that are refused, texts, calls, tools, and errors. A client may repeat an answer in several ways: with
-no content, an empty content, or parts; with arguments as JSON or as an object. All these ways give equal messages. The
-functions here expect a body of the right form. For any other body they may raise any error, and the endpoint then
-refuses the request.
+These parts are fields that are refused, texts, calls, tools, and errors. A client that sends an earlier answer back may
+write it in several ways: with no content, an empty content, or parts; with arguments as JSON or as an object. All these
+ways become equal messages here. The functions expect a body of the right form. For any other body they may raise any
+error, and the endpoint then refuses the request.
 """
 
 from __future__ import annotations
@@ -17,10 +17,15 @@ from replay_generator.rollouts.sessions.turns import Ask, Refusal, object_of
 
 MODEL = "policy"
 """The name of the policy as a model."""
+# The remedies that refusals give to the author of a client.
 DRAWN = "leave it out, since tokens are drawn as the generator is configured"
+"""The remedy for a field that changes how tokens are drawn, or what the policy reads."""
 FREE = "leave it out and ask in words, since nothing forces a form on what the policy writes"
+"""The remedy for a field that forces a form on the answer."""
 WHOLE = "send the whole conversation instead, since nothing is stored"
+"""The remedy for a field that refers to something that the server would have to store."""
 LOGPROBS_STORED = "leave it out, since the generator keeps the log-probabilities itself"
+"""The remedy for a field that asks for log-probabilities, or for tokens."""
 MOST = 4096
 """The most messages in a request, and also the most tools, and the most texts of `stop`."""
 REFUSED = {
@@ -37,10 +42,10 @@ REFUSED = {
     "send tools and tool_choice instead": "functions function_call",
     "leave it out, since the policy writes text": "modalities",
 }
-"""Fields that are refused, because they would change an answer or its log-probabilities. The key is the remedy that the
-client is told. The value has the names of the fields, with spaces between them.
+"""Fields that are refused, because they would change an answer or its log-probabilities. The key is the remedy in the
+refusal. The value has the names of the fields, with spaces between them.
 
-Fields that are neither here nor read elsewhere are ignored: they change no token."""
+All fields that are neither in this list nor read elsewhere are ignored, because they change no token."""
 _NEUTRAL: tuple[Any, ...] = (False, [], {}, ["text"], {"type": "text"})
 """The neutral values of most fields: a field with such a value asks for nothing, and is not refused. 0 is neutral too,
 because it equals False."""
@@ -51,25 +56,30 @@ _EVEN_ZERO = ("prompt_logprobs", "truncate_prompt_tokens")
 _TRUE = ("skip_special_tokens", "add_generation_prompt")
 """Fields whose only neutral value is true."""
 _TOOLS = ("web_search_options", "mcp_servers", "container")
-"""Fields for tools that a provider would run itself. They are left out, with a notice in the log."""
+"""Fields for tools that a provider would run itself. These tools are left out, with a notice in the log."""
 _NO_TOOL = ("none", {"type": "none"})
 """The values of `tool_choice` that forbid calls."""
 _ROLES = {"system": "system", "developer": "system", "user": "user"}
+"""The roles of messages that are neither of the policy nor of a tool. The key is the role in the request, and the value
+the role that the chat template gets."""
 
 
 def refused(name: str, value: object, remedy: str) -> Refusal:
+    """The refusal of a field. `remedy`: what the author of the client can do."""
     return Refusal(f"{name} {reprlib.repr(value)} is not served: {remedy}", field=name)
 
 
 def few(name: str, value: Any) -> Any:
-    """The value. Raises Refusal if it is a list of more than MOST elements. `name`: their name in the message."""
+    """Returns the value unchanged. Raises Refusal if the value is a list of more than MOST elements. `name`: the name
+    of the elements in the message."""
     if isinstance(value, list | tuple) and len(value) > MOST:
         raise Refusal(f"the request has {len(value)} {name}, and at most {MOST} are served", field=name)
     return value
 
 
 def check(body: Mapping[str, Any], name: str, remedy: str, neutral: Iterable[Any] = _NEUTRAL) -> None:
-    """Raises Refusal if a field is there and its value is not in `neutral`. `remedy`: what the client is told to do."""
+    """Raises Refusal if the body has a field whose value is not in `neutral`. `remedy`: what the author of the client
+    can do."""
     value = body.get(name)
     if value is not None and value not in neutral:
         raise refused(name, value, remedy)
@@ -78,11 +88,12 @@ def check(body: Mapping[str, Any], name: str, remedy: str, neutral: Iterable[Any
 def ask_of(body: Mapping[str, Any], **conversation: Any) -> Ask:
     """The request as an Ask. `conversation`: the fields of the Ask that differ between dialects.
 
-    Raises Refusal for a field that asks for something that is not done.
+    Raises Refusal for a field that asks for something that the server does not do.
     """
     _check_all(body)
     few("messages", conversation.get("messages"))
-    if not conversation.get("messages", True):
+    has_empty_list = "messages" in conversation and not conversation["messages"]  # a prompt needs no messages
+    if has_empty_list:
         raise Refusal("the request has no message: send one that the policy is to answer", field="messages")
     max_tokens = _max_tokens_of(body)
     stop = _stop_of(body)
@@ -97,7 +108,8 @@ def ask_of(body: Mapping[str, Any], **conversation: Any) -> Ask:
 
 
 def _check_all(body: Mapping[str, Any]) -> None:
-    """Raises Refusal if any field in REFUSED, or in _TRUE, has a value that is not neutral."""
+    """Raises Refusal if any field in REFUSED, or in _TRUE, has a value that is not neutral. Logs that fields in _TOOLS
+    are left out."""
     for remedy, names in REFUSED.items():
         for name in names.split():
             neutral = _NEUTRAL
@@ -120,7 +132,8 @@ def _max_tokens_of(body: Mapping[str, Any]) -> int | None:
         value = body.get(name)
         if value is None:
             continue
-        if type(value) is not int or value < 1:
+        is_count = type(value) is int and value >= 1  # True is no count, although it is an int
+        if not is_count:
             raise refused(name, value, "send a whole number of at least 1")
         if max_tokens is None:  # the first of these fields counts
             max_tokens = value
@@ -128,7 +141,7 @@ def _max_tokens_of(body: Mapping[str, Any]) -> int | None:
 
 
 def _stop_of(body: Mapping[str, Any]) -> tuple[str, ...]:
-    """The texts that end a turn. Raises Refusal for a value that is no text, and for an empty one."""
+    """The texts that end a turn. Raises Refusal for a value that is no text, and for an empty text."""
     stop = few("texts of stop", body.get("stop") or body.get("stop_sequences") or ())
     texts = (stop,) if isinstance(stop, str) else tuple(stop)
     if not all(isinstance(text, str) and text for text in texts):
@@ -137,7 +150,8 @@ def _stop_of(body: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def kind_of(part: Mapping[str, Any], *served: str | None) -> Any:
-    """The `type` of a part of a request. Raises Refusal for a type that is not among `served`."""
+    """The `type` of a part of a request. Raises Refusal for a type that is not in `served`. None in `served`: the part
+    may have no type."""
     kind = part.get("type")
     if kind not in served:
         raise refused("type", kind, f"send {' or '.join(filter(None, served))} here")
@@ -145,10 +159,8 @@ def kind_of(part: Mapping[str, Any], *served: str | None) -> Any:
 
 
 def text_of(content: Any) -> str:
-    """The text of a content: a text, or the texts of its parts, joined without a separator; "" for None.
-
-    Raises Refusal for a part that is no text.
-    """
+    """The text of a message. `content`: the text, or a list of parts, or None. The texts of parts are joined without a
+    separator, and None becomes "". Raises Refusal for a part that is no text."""
     if content is None:
         return ""
     if isinstance(content, str):
@@ -161,7 +173,7 @@ def text_of(content: Any) -> str:
 
 
 def input_message(message: Mapping[str, Any]) -> dict[str, Any]:
-    """A message of the user, or of the system."""
+    """A message of the user, or of the system, in the form of `Ask.messages`. Raises Refusal for any other role."""
     role = message["role"]
     if role not in _ROLES:
         raise refused("role", role, f"send {', '.join(_ROLES)}, or one of those that answer")
@@ -169,18 +181,21 @@ def input_message(message: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def answered(id: Any, content: Any) -> dict[str, Any]:
-    """A message of a tool. `id`: the id of the call that it answers. Raises Refusal if the id is no text."""
+    """A message of a tool, in the form of `Ask.messages`. `id`: the id of the call that the tool answers. Raises
+    Refusal if the id is no text."""
     return {"role": "tool", "tool_call_id": _id_of(id), "content": text_of(content)}
 
 
 def _id_of(id: Any) -> str:
+    """The id of a call. Raises Refusal if the id is no text."""
     if not isinstance(id, str):
         raise refused("the id of a call", id, "send the text that the call was answered with")
     return id
 
 
 def assistant_message(text: str | None, thoughts: str | None = "", calls: Sequence[Any] = ()) -> dict[str, Any]:
-    """A message of the policy. Raises Refusal for thoughts that are no text."""
+    """A message of the policy, in the form of `Ask.messages`. `calls`: the results of `call_of`. Raises Refusal for
+    thoughts that are no text."""
     if not isinstance(thoughts, str | None):
         raise refused("reasoning_content", thoughts, "send the thoughts as the text that they were answered with")
     message: dict[str, Any] = {"role": "assistant", "content": text}
@@ -192,10 +207,11 @@ def assistant_message(text: str | None, thoughts: str | None = "", calls: Sequen
 
 
 def call_of(id: Any, function: Mapping[str, Any]) -> dict[str, Any]:
-    """A call of the policy, as a client repeats it. `function`: has the name and the arguments.
+    """A call in a turn of the policy that a client sends back. `function`: an object with the name and the arguments.
 
     The client sends the arguments as an object, as the JSON of an object, or as the text that the policy wrote in the
-    place of an object. Raises Refusal for an id or a name that is no text, and for other arguments.
+    place of an object. JSON of an object becomes the object. Raises Refusal for an id or a name that is no text, and
+    for other arguments.
     """
     name = function["name"]
     if not isinstance(name, str):
@@ -208,7 +224,7 @@ def call_of(id: Any, function: Mapping[str, Any]) -> dict[str, Any]:
     arguments = value
     if isinstance(value, str):
         value_object = object_of(value)
-        if value_object is not None:
+        if value_object is not None:  # otherwise the text stays, as the policy wrote it
             arguments = value_object
     return {"id": _id_of(id), "type": "function", "function": {"name": name, "arguments": arguments}}
 
@@ -217,12 +233,14 @@ def tools_of(body: Mapping[str, Any], *kinds: str | None) -> list[dict[str, Any]
     """The tools of a request, in the form that `vllm serve` gives to the chat template. The list is empty if the
     request says that no tool may be called.
 
-    Tools of other kinds than `kinds` are left out, because no chat template has a form for them. A request may ask that
-    arguments match their schema (`strict`), or that the policy calls one tool at a time. It is served, but without such
-    a guarantee: the policy writes what it draws.
+    `kinds`: the values of `type` that are served; None: a tool may have no type. Tools of other kinds are left out,
+    because no chat template has a form for them. A request may ask that arguments match their schema (`strict`), or
+    that the policy calls one tool at a time. Such a request is served, but without a guarantee: nothing forces the
+    policy to write such calls. Raises Refusal for a `tool_choice` that forces a call, and for a name that is no text.
     """
     choice = body.get("tool_choice")
     if isinstance(choice, Mapping):
+        # One call at a time is a wish that is not guaranteed, and no reason to refuse the request.
         choice = {name: value for name, value in choice.items() if name != "disable_parallel_tool_use"}
     check({"tool_choice": choice}, "tool_choice", FREE, ("auto", {"type": "auto"}, *_NO_TOOL))
     tools = []
@@ -230,16 +248,16 @@ def tools_of(body: Mapping[str, Any], *kinds: str | None) -> list[dict[str, Any]
         if tool.get("type") not in kinds:
             _left_out(f"a tool of the kind {tool['type']!r:.80}")
             continue
-        about = tool.get("function", tool)
-        if not isinstance(about["name"], str):
-            raise refused("the name of a tool", about["name"], "send a text")
+        sent = tool.get("function", tool)  # Chat has the fields in `function`, the other protocols in the tool itself
+        if not isinstance(sent["name"], str):
+            raise refused("the name of a tool", sent["name"], "send a text")
         function = {
-            "name": about["name"],
-            "description": about.get("description"),
-            "parameters": about.get("parameters", about.get("input_schema")),
+            "name": sent["name"],
+            "description": sent.get("description"),
+            "parameters": sent.get("parameters", sent.get("input_schema")),
         }
         for name in ("strict", "defer_loading"):
-            value = about.get(name, tool.get(name))
+            value = sent.get(name, tool.get(name))
             if value is not None:
                 function[name] = value
         tools.append({"type": "function", "function": function})
@@ -249,11 +267,12 @@ def tools_of(body: Mapping[str, Any], *kinds: str | None) -> list[dict[str, Any]
 
 
 def _left_out(what: str) -> None:
+    """Logs once that the policy is not told of something that an agent has sent."""
     say_once(f"an agent sends {what}, which the policy is not told: no chat template has a form for it")
 
 
 def error_of(refusal: Refusal) -> dict[str, Any]:
-    """An error in OpenAI's form. Anthropic's clients read its type and its message."""
+    """The error of a refusal in OpenAI's form. In this form Anthropic's clients find its type and its message, too."""
     kinds = {404: "not_found_error", 413: "request_too_large", 422: "api_error", 429: "rate_limit_error"}
     if refusal.status in kinds:
         kind = kinds[refusal.status]

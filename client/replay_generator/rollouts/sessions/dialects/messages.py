@@ -18,12 +18,14 @@ class Messages:
     """Anthropic's protocol: the client sends messages that consist of blocks, and the policy answers with blocks."""
 
     path = "/v1/messages"
+    """The path of the protocol, for error messages."""
 
     def ask(self, body: dict[str, Any]) -> Ask:
+        """The request with this body. Raises Refusal for a request that is not served."""
         fields.check(body.get("output_config") or {}, "format", fields.FREE)
         system = _without_billing(body.get("system") or "")
         received = [*fields.few("messages", body["messages"])]
-        if system:
+        if system:  # Anthropic has the system prompt in a field of the body, and OpenAI in a message
             received.insert(0, {"role": "system", "content": system})
         messages: list[dict[str, Any]] = []
         for message in received:
@@ -32,6 +34,7 @@ class Messages:
         return fields.ask_of(body, messages=messages, tools=tools, objects_only=True)
 
     def answer(self, answer: Answer, body: dict[str, Any]) -> dict[str, Any]:
+        """The body of an answer. `body`: the body of the request."""
         return {
             "id": f"msg_{answer.id}",
             "type": "message",
@@ -44,6 +47,8 @@ class Messages:
         }
 
     def events(self, answer: Answer, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        """Yields the events of an answer that is sent as a stream: a start, each block, and an end. `body`: the body of
+        the request."""
         message = self.answer(answer, body)
         start = {
             **message,
@@ -62,9 +67,10 @@ class Messages:
         yield {"type": "message_stop"}
 
     def error(self, refusal: Refusal) -> dict[str, Any]:
+        """The body of a refusal, which is also the data of an event."""
         error = fields.error_of(refusal)
         if refusal.code == "context_length_exceeded":
-            # Clients look for these words. Then they compact the conversation.
+            # Clients look for the words "prompt is too long", and then compact the conversation.
             error["message"] = f"prompt is too long: {refusal}"
         return {"type": "error", "error": error}
 
@@ -83,17 +89,18 @@ def _stop_reason(answer: Answer) -> str:
 def _without_billing(system: Any) -> Any:
     """The system prompt without the billing block that Claude Code puts before it.
 
-    That block changes with each request, so no conversation would continue an earlier one.
+    The billing block changes with each request. With this block, no conversation would begin with the messages of an
+    earlier one.
     """
     blocks = _as_blocks(system)
-    left = [block for block in blocks if not str(block.get("text")).startswith("x-anthropic-billing-header:")]
-    if len(left) == len(blocks):
+    kept = [block for block in blocks if not str(block.get("text")).startswith("x-anthropic-billing-header:")]
+    if len(kept) == len(blocks):
         return system
-    return left
+    return kept
 
 
 def _as_blocks(content: Any) -> Any:
-    """The blocks of a content. A content that is a text becomes one block."""
+    """The blocks of a content. If the content is a text, this is one block with the text."""
     if isinstance(content, str):
         return [{"type": "text", "text": content}]
     return content
@@ -102,12 +109,13 @@ def _as_blocks(content: Any) -> Any:
 def _messages(message: dict[str, Any]) -> list[dict[str, Any]]:
     """A message of Anthropic as messages of OpenAI.
 
-    With Anthropic, a message of the user also contains the results of tools. Each result becomes a message of its own.
+    In Anthropic's protocol, a message of the user also contains the results of tools. Each result becomes a message of
+    its own, before the message with the text. Raises Refusal for a block of another kind.
     """
     content = message["content"]
     is_of_policy = message["role"] == "assistant"
     kinds = _POLICY_BLOCKS if is_of_policy else _USER_BLOCKS
-    blocks: dict[str, list[Any]] = {kind: [] for kind in kinds}
+    blocks: dict[str, list[Any]] = {kind: [] for kind in kinds}  # the blocks of each kind, in order
     for block in _as_blocks(content):
         kind = fields.kind_of(block, *kinds)
         blocks[kind].append(block)
@@ -123,15 +131,18 @@ def _messages(message: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _blocks(answer: Answer) -> Iterator[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]]:
-    """The blocks of an answer. Each is a whole block, the fields that are empty when the block begins in a stream, and
-    the only delta of the block."""
+    """Yields each block of an answer, with what a stream needs for it.
+
+    Each result has three parts: the whole block; the fields that replace those of the block when the block begins in a
+    stream, with empty values; and the only delta of the block.
+    """
     block: dict[str, Any]
     thoughts = answer.reasoning
     if thoughts:
         block = {"type": "thinking", "thinking": thoughts, "signature": ""}
         yield block, {"thinking": ""}, {"type": "thinking_delta", "thinking": thoughts}
     text = answer.text
-    if text or not answer.calls:
+    if text or not answer.calls:  # an answer has at least one block besides its thoughts
         block = {"type": "text", "text": text}
         yield block, {"text": ""}, {"type": "text_delta", "text": text}
     for call in answer.calls:

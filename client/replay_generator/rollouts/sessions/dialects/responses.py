@@ -1,4 +1,4 @@
-"""Responses: OpenAI's `/v1/responses`, without anything that the server would have to store."""
+"""Responses: OpenAI's `/v1/responses`, except for requests for which the server would have to store conversations."""
 
 from __future__ import annotations
 
@@ -13,28 +13,33 @@ _NO_DETAILS = {
     "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
     "output_tokens_details": {"reasoning_tokens": 0},
 }
-"""Details of the usage that are not counted here."""
+"""Details of the usage that every answer has, but that are not counted here."""
 _TOOLS = "additional_tools"
 """The kind of items in which Codex sends tools."""
 _SETTINGS = (_TOOLS, "configuration_update")
-"""The kinds of items that become no message. In them Codex sends what other clients send in fields of the body."""
+"""The kinds of items that become no message. In these items Codex sends settings that other clients send in fields of
+the body."""
 
 
 class Responses:
     """The protocol of items: the client sends a conversation as a list of items, and the policy answers with items."""
 
     path = "/v1/responses"
+    """The path of the protocol, for error messages."""
 
     def ask(self, body: dict[str, Any], answers: Sequence[Answer] = ()) -> Ask:
-        """`answers`: the earlier answers of the session. The client may send references to their items instead of the
-        items."""
+        """The request with this body. Raises Refusal for a request that is not served.
+
+        `answers`: the earlier answers of the session. The client may send references to the items of these answers
+        instead of the items.
+        """
         fields.check(body, "prompt", fields.WHOLE)
         fields.check(body.get("text") or {}, "format", fields.FREE)
         included = [name for name in body.get("include") or () if "logprobs" in name]
         fields.check({"include": included}, "include", fields.LOGPROBS_STORED)
         inputs = fields.few("messages", body.get("input") or ())
         items: list[dict[str, Any]]
-        if isinstance(inputs, str):
+        if isinstance(inputs, str):  # the text of one message
             items = [{"role": "user", "content": inputs}]
         else:
             items = [*inputs]
@@ -50,6 +55,7 @@ class Responses:
         return fields.ask_of(body, messages=messages, tools=tools)
 
     def answer(self, answer: Answer, body: dict[str, Any]) -> dict[str, Any]:
+        """The body of an answer. `body`: the body of the request."""
         status = "completed"
         incomplete_details = None
         if answer.finish_reason == "length":
@@ -77,10 +83,12 @@ class Responses:
         }
 
     def events(self, answer: Answer, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        """Yields the events of an answer that is sent as a stream. `body`: the body of the request."""
         for number, event in enumerate(_events(self.answer(answer, body))):
             yield {**event, "sequence_number": number}
 
     def error(self, refusal: Refusal) -> dict[str, Any]:
+        """The body of a refusal, which is also the data of an event."""
         # An event has the fields of the error at its top level, and a body has them in `error`. The package `openai`
         # looks for `error` in both cases.
         error = fields.error_of(refusal)
@@ -88,8 +96,9 @@ class Responses:
 
 
 def _resolved(items: Sequence[dict[str, Any]], answers: Sequence[Answer]) -> list[dict[str, Any]]:
-    """The items. Each `item_reference` is replaced by the item that it names."""
-    if all(item.get("type") != "item_reference" for item in items):
+    """The items, with each `item_reference` replaced by the item that it names. Raises Refusal for a reference to an
+    item that is in none of `answers`."""
+    if all(item.get("type") != "item_reference" for item in items):  # saves making the items of all answers
         return [*items]
     sent: dict[str, dict[str, Any]] = {}
     for answer in answers:
@@ -106,22 +115,24 @@ def _resolved(items: Sequence[dict[str, Any]], answers: Sequence[Answer]) -> lis
 
 
 def _messages(items: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The messages that the items stand for. All items of one turn of the policy become one message."""
+    """The messages that the items stand for, in the form of `Ask.messages`. All items of one turn of the policy become
+    one message."""
     messages: list[dict[str, Any]] = []
-    kind_before = None
+    kind_before = None  # the kind of the item before
     for item in items:
         kind = fields.kind_of(item, "message", "reasoning", "function_call", "function_call_output", None)
-        if not kind:
+        if not kind:  # clients may send messages without a type
             kind = "message"
         if kind == "function_call_output":
             messages.append(fields.answered(item["call_id"], item["output"]))
         elif kind == "message" and item["role"] != "assistant":
             messages.append(fields.input_message(item))
         else:
-            # The items of a turn come in this order: thoughts, text, calls. So this item begins a new message unless it
-            # may follow the item before it in the same turn.
-            is_same_turn = kind == "function_call" or (kind == "message" and kind_before == "reasoning")
-            if not is_same_turn or not messages or messages[-1]["role"] != "assistant":
+            # The items of a turn come in this order: thoughts, text, calls. Thoughts always begin a turn. A text begins
+            # a turn unless thoughts stand directly before it. A call belongs to a turn that stands directly before it.
+            may_follow = kind == "function_call" or (kind == "message" and kind_before == "reasoning")
+            follows_a_turn = bool(messages) and messages[-1]["role"] == "assistant"
+            if not (may_follow and follows_a_turn):
                 messages.append(fields.assistant_message(""))
             _add(item, kind, messages[-1])
         kind_before = kind
@@ -129,19 +140,20 @@ def _messages(items: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _add(item: dict[str, Any], kind: str, message: dict[str, Any]) -> None:
-    """Adds the content of an item to the message of its turn."""
+    """Adds the content of an item to the message of its turn. `kind`: the kind of the item: "message", "function_call"
+    or "reasoning"."""
     if kind == "message":
         message["content"] = fields.text_of(item["content"])
     elif kind == "function_call":
         message.setdefault("tool_calls", []).append(fields.call_of(item["call_id"], item))
     else:
         parts = item.get("content") or item.get("summary")
-        if parts:
+        if parts:  # an item may have only encrypted thoughts, which nobody here can read
             message["reasoning_content"] = "".join(part["text"] for part in parts)
 
 
 def _items(answer: Answer) -> list[dict[str, Any]]:
-    """The items of an answer."""
+    """The items of an answer: the thoughts, the text, and each call, as far as the answer has them."""
     items: list[dict[str, Any]] = []
     if answer.reasoning:
         content = [{"type": "reasoning_text", "text": answer.reasoning}]
@@ -154,7 +166,8 @@ def _items(answer: Answer) -> list[dict[str, Any]]:
             {
                 "type": "function_call",
                 "call_id": call.id,
-                # This is not the id of the call: some models write those ids themselves, and may write one id twice.
+                # The item has an id besides the id of the call: some models write the ids of calls themselves, and may
+                # write one id twice.
                 "id": f"fc_{answer.id}_{number}",
                 "name": call.name,
                 "arguments": call.arguments,
@@ -164,7 +177,7 @@ def _items(answer: Answer) -> list[dict[str, Any]]:
 
 
 def _events(response: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """The events of a stream that sends this response."""
+    """Yields the events of a stream that sends a response. `response`: the body of the answer."""
     begun = {**response, "status": "in_progress", "incomplete_details": None, "output": [], "usage": None}
     yield {"type": "response.created", "response": begun}
     yield {"type": "response.in_progress", "response": begun}
@@ -174,8 +187,8 @@ def _events(response: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def _item_events(index: int, item: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """The events of one item. `index`: the index of the item in the output."""
-    place = {"output_index": index, "item_id": item["id"]}
+    """Yields the events of one item. `index`: the index of the item in the output."""
+    place = {"output_index": index, "item_id": item["id"]}  # the fields by which an event names its item
     begun = {**item, "status": "in_progress"}
     if item["type"] == "function_call":
         begun["arguments"] = ""
