@@ -196,7 +196,7 @@ class WithServer:
     async def _collect_generation_mini_batch(self, *args: Any) -> Any:
         """SkyRL's mini-batch, with groups of the pool in the place of groups whose rewards are all equal."""
         groups, dropped, exhausted = await super()._collect_generation_mini_batch(*args)  # type: ignore[misc]
-        if not exhausted:  # an exhausted epoch has no whole mini-batch, and SkyRL does not train on it
+        if not exhausted:
             groups = await in_daemon_thread(partial(self._replaced, groups))
         return groups, dropped, exhausted
 
@@ -243,7 +243,7 @@ class WithServer:
 
 
 _COUNTS = ("replay/groups_recalled", "replay/groups_generated_again")
-"""The metrics of groups that the server had, and of those of them that could not be used."""
+"""The metrics that count prompts whose group was taken from the server, and prompts whose group there was unusable."""
 
 
 class ServerFullyAsyncTrainer(WithServer, FullyAsyncRayPPOTrainer):  # type: ignore[misc]

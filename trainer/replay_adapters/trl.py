@@ -382,7 +382,7 @@ class ReplayGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         return torch.tensor(rewards_GF, device=self.accelerator.device)
 
     def _log_row(self, row: int, rows: GeneratedRows, prompts: list[Any], completions: list[Any]) -> None:
-        """Replaces the values that TRL logs for a row: the texts, and the values of extra columns, which become None."""
+        """Replaces the values that TRL logs for a row: its texts, and its extra columns, which become None."""
         self._log_text(row, rows.prompt_ids[row], prompts, "user")
         self._log_text(row, rows.completion_ids[row], completions, "assistant")
         for values in self._pending_extra_logs.values():
@@ -494,7 +494,7 @@ class ReplayGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
             first_of_group = g * step.size - first
             members = rows[first_of_group : first_of_group + step.size]
             rewards = (rewards_GF * self.reward_weights.to(rewards_GF.device)).nansum(dim=1).tolist()
-            masks: list[Any] = [row.mask for row in members]  # None for all of them, or for none
+            masks: list[Any] = [row.mask for row in members]
             yield group_from_rows(
                 prompts=[row.prompt_ids for row in members],
                 completions=[row.completion_ids for row in members],
@@ -530,7 +530,7 @@ class ReplayGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
             "ratio": step.ratio,
             "seconds": (step.seconds, 1),
         }
-        # One reduction over the ranks for all metrics. Each metric is a row (total, count). A sum does not use its count.
+        # One reduction over the ranks for all metrics. Each metric is a row (total, count); a sum ignores its count.
         local_rows = [(total, 1) for total in sums.values()] + [*means.values()]
         local = torch.tensor(local_rows, dtype=torch.float64)
         reduced = self.accelerator.reduce(local.to(self.accelerator.device)).tolist()

@@ -148,7 +148,7 @@ class GenerationStep:
         return places
 
     def take_rewards(self, *_: Any) -> Tensor:
-        """Replaces TRL's `_calculate_rewards`: returns the rewards of the final rows, once. They are computed already."""
+        """Replaces TRL's `_calculate_rewards` for one call: returns `final_rewards`, which are computed already."""
         assert self.final_rewards is not None
         rewards = self.final_rewards
         self.final_rewards = None
