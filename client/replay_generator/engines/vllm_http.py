@@ -213,8 +213,8 @@ class VLLMServer:
 
     def _check_status(self, path: str, status: int, text: str, retry_after: str) -> None:
         """Raises VLLMServerGoneError or VLLMServerError for an answer with another status than 200."""
-        # A server with a dead engine answers with 500, and a proxy whose server is gone with a higher status. But 500 as
-        # the answer to a reload may mean that the server cannot load the weights, and so is not gone.
+        # A server with a dead engine answers with 500, and a proxy whose server is gone with a higher status. To a
+        # reload, 500 may also mean that the server cannot load the weights. Then the server is not gone.
         first_of_gone = 501 if path == "/collective_rpc" else 500
         if status == 429 or status >= first_of_gone:
             gone = VLLMServerGoneError(f"{self.url}{path} answered {status}: {text[:200]}")
