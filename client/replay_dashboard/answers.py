@@ -11,7 +11,7 @@ from replay_dashboard.group import TokenText, answer_of
 
 
 class VersionAnswers:
-    """Compares the rewards of all groups of one policy version. A group of a newer version begins anew."""
+    """Keeps the best and the worst group of one policy version. The first group of a newer version replaces both."""
 
     def __init__(self) -> None:
         self.version = -1
@@ -21,12 +21,17 @@ class VersionAnswers:
         self.worst: StoredItem | None = None
         """The group with the lowest reward; None: no reward is finite."""
         self._high = -np.inf
+        """The highest reward so far, which a rollout of `best` has."""
         self._low = np.inf
+        """The lowest reward so far, which a rollout of `worst` has."""
 
     def add(self, item: StoredItem) -> None:
-        """Compares the rewards of a group that was read with those before."""
-        current = item.policy_version + item.staleness if item.staleness else self.version
-        if item.policy_version > self.version or current < self.version:  # newer, or the policy was rolled back
+        """Compares the rewards of a group that was read with those of the groups before it."""
+        # The server's policy version. Staleness is never below 0, so a staleness of 0 does not tell this version.
+        current_version = item.policy_version + item.staleness if item.staleness else self.version
+        is_newer = item.policy_version > self.version
+        is_rolled_back = current_version < self.version
+        if is_newer or is_rolled_back:
             self.version = item.policy_version
             self.best = None
             self.worst = None
@@ -43,13 +48,14 @@ class VersionAnswers:
             self._low = rewards.min()
 
     def document(self, text: TokenText) -> dict[str, Any]:
-        """The best and the worst answer. Call this only if `best` and `worst` are not None."""
+        """The best and the worst answer as JSON. Call this only if `best` and `worst` are not None."""
         assert self.best is not None
         assert self.worst is not None
-        best = np.where(np.isfinite(self.best.group.rewards), self.best.group.rewards, -np.inf)
-        worst = np.where(np.isfinite(self.worst.group.rewards), self.worst.group.rewards, np.inf)
+        # Rewards that are not finite lose both comparisons.
+        best_rewards_G = np.where(np.isfinite(self.best.group.rewards), self.best.group.rewards, -np.inf)
+        worst_rewards_G = np.where(np.isfinite(self.worst.group.rewards), self.worst.group.rewards, np.inf)
         return {
             "version": self.version,
-            "best": answer_of(self.best, int(best.argmax()), text),
-            "worst": answer_of(self.worst, int(worst.argmin()), text),
+            "best": answer_of(self.best, int(best_rewards_G.argmax()), text),
+            "worst": answer_of(self.worst, int(worst_rewards_G.argmin()), text),
         }

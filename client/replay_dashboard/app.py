@@ -40,7 +40,7 @@ from replay_dashboard.training import Runs
 logger = logging.getLogger(__name__)
 PAGE = Path(__file__).parent / "page"
 LOOKING, READING = 0.005, 0.015
-"""Shares of the server's time: LOOKING for the poller of `Live`, READING for lists and groups. Together 2 %."""
+"""Shares of the server's time that the page may use: LOOKING for the poller of `Live`, READING for lists and groups."""
 CURVES = {
     "reward": "fresh/reward_mean",
     "no_variance": "fresh/zero_variance_fraction",
@@ -50,9 +50,15 @@ CURVES = {
     "kl": "correction/kl",
     "ess": "correction/ess",
 }
-"""Metrics of the newest run that the overview draws: each update of the page includes them."""
+"""Metrics of the newest run that each update of the page includes: the name of the curve, and that of the metric."""
 KEPT_BYTES = 256 << 20
-"""Bytes of opened groups that this process keeps. A viewer can still read them after they have left the server."""
+"""Most bytes of opened groups that this process keeps. A viewer can read such a group after it has left the server."""
+_BYTES_BESIDE_PAYLOAD = 65536
+"""An estimate of the memory that a kept item uses beside its payload."""
+_CACHED_RESULTS = 64
+"""Most results of computations that are cached."""
+_NEWEST_POINTS = 200
+"""Most points of each curve in an update of the page."""
 MOST_ROWS = 500
 """Most rows in one response."""
 
@@ -64,7 +70,9 @@ class Settings:
     access: dict[str, Any] = field(default_factory=dict)
     """The arguments of AsyncReplayClient.from_env, with which to reach the server."""
     tokenizer: Path | None = None
+    """A tokenizer.json or its folder; None: the page uses the one in the folder of the published weights, if any."""
     runs: Path | None = None
+    """The folder below which the metrics.jsonl files of runs lie; None: the page shows no metrics."""
     token: str | None = None
     """The token that a viewer needs; None: viewers need none."""
     allow_hosts: tuple[str, ...] = ()
@@ -86,19 +94,23 @@ class Dashboard:
         self.catalog = Catalog(self.client, self.reading, self.text, self.prompts)
         self.live = Live(self.client, Budget(LOOKING, 0.1, alike=True), self.more)
         self._items: OrderedDict[int, StoredItem] = OrderedDict()
+        """Copies of the items that viewers have opened, by key. The item that was opened last is at the end."""
         self._cache: OrderedDict[tuple[Any, ...], Any] = OrderedDict()
+        """Results of computations, by all that they depend on."""
 
     async def run(self) -> None:
-        """Polls the server, lists its tables, and reads groups and files of metrics, for ever."""
+        """Polls the server, lists its tables, reads groups, and reads files of metrics, for ever."""
         sweeps = self.catalog.run(self.live.tables, self.live.watched)
         await asyncio.gather(self.live.run(), sweeps, self._follow_files())
 
     async def _follow_files(self) -> None:
+        """Reads the files of metrics as they grow, and finds the tokenizer of the published weights, for ever."""
         while True:
             await asyncio.to_thread(self.runs.read)
             if self.live.info is not None:
                 with suppress(ValueError):  # the folder's tokenizer.json is damaged: the page shows ids instead
                     self.text.find(self.live.info.policy.weights)
+            # The first answer of the server names the folder of the weights: look for its tokenizer soon after that.
             await asyncio.sleep(0.2 if self.live.info is None else 2.0)
 
     def more(self) -> dict[str, Any]:
@@ -108,58 +120,72 @@ class Dashboard:
         lists = {}
         for name, snapshot in self.catalog.snapshots.items():
             view = View(snapshot, self.catalog.facts)
-            make = partial(view.histograms, names=("staleness", "priority", "reward_mean"))
-            histograms = self._cached((snapshot.id, view.read), make)
+            compute = partial(view.histograms, names=("staleness", "priority", "reward_mean"))
+            histograms = self._cached((snapshot.id, view.read), compute)
             lists[name] = {"id": snapshot.id, "items": len(snapshot.keys), "read": view.read, "histograms": histograms}
         return {
             "lists": lists,
             "tokenizer": self.text.source,
             "runs_version": self.runs.version,
-            "versions": versions[-200:],
+            "versions": versions[-_NEWEST_POINTS:],
             "signals": signals(newest, versions),
             "run": self.runs.newest_name(),
             "trend": trend_of(newest.get(CURVES["reward"], [])),
-            "curves": {name: newest.get(metric, [])[-200:] for name, metric in CURVES.items()},
+            "curves": {name: newest.get(metric, [])[-_NEWEST_POINTS:] for name, metric in CURVES.items()},
             "answers": self._answers(),
         }
 
     def _answers(self) -> Any:
-        """The best and the worst answer of the newest policy version; None: no group with a finite reward was read."""
+        """The best and the worst answer of the newest policy version; None: none of its groups with a finite reward
+        was read."""
         answers = self.catalog.answers
         if answers.best is None or answers.worst is None:
             return None
         key = ("answers", answers.best.key, answers.worst.key, self.text.source)
         return self._cached(key, partial(answers.document, self.text))
 
-    def _cached(self, key: tuple[Any, ...], make: Callable[[], Any]) -> Any:
+    def _cached(self, key: tuple[Any, ...], compute: Callable[[], Any]) -> Any:
+        """The cached result of a key. If there is none, calls `compute` at once, and stores its result."""
         if key not in self._cache:
-            self._cache[key] = make()
-            if len(self._cache) > 64:
-                self._cache.popitem(last=False)
+            self._cache[key] = compute()
+            if len(self._cache) > _CACHED_RESULTS:
+                self._cache.popitem(last=False)  # the oldest result
         return self._cache[key]
 
     async def item(self, key: int, again: bool = False) -> StoredItem | None:
         """The item from the server, or the copy in this process if the server no longer has the item.
 
-        Without `again` the copy is used first, so that further tokens of an open group cost no call.
+        Without `again`, a copy is used before the server is asked, so that further tokens of an open group cost no
+        call. None: neither the server nor this process has the item. Raises ReplayError if the server cannot be asked
+        and there is no copy.
         """
         if again or key not in self._items:
             try:
                 async with self.reading.call():
-                    found = await self.client.get([key])
+                    items = await self.client.get([key])
             except ReplayError:
                 if key not in self._items:
                     raise
                 return self._items[key]
-            if found or key in self._items:
-                self._items[key] = found[0] if found else replace(self._items[key], tables={})
+            if items:
+                self._items[key] = items[0]
                 self._items.move_to_end(key)
-        while len(self._items) > 1 and sum(len(item.payload) + 65536 for item in self._items.values()) > KEPT_BYTES:
+            elif key in self._items:  # the item has left the server, and with it all tables
+                self._items[key] = replace(self._items[key], tables={})
+                self._items.move_to_end(key)
+        while len(self._items) > 1 and self._bytes_of_items() > KEPT_BYTES:
             self._items.popitem(last=False)
         return self._items.get(key)
 
+    def _bytes_of_items(self) -> int:
+        """About how many bytes of memory the copies of opened items use."""
+        return sum(len(item.payload) + _BYTES_BESIDE_PAYLOAD for item in self._items.values())
+
     async def groups(self, request: Request) -> Any:
-        """The rows of a table that match the query, from `offset` to `offset + limit`."""
+        """The rows of a table that match the query, from `offset` to `offset + limit`, and counts of all its rows.
+
+        The page names the snapshot that it shows, so that rows do not move while a viewer scrolls.
+        """
         params = request.query_params
         text = params.get("text", "").lower()
         prompt = params.get("prompt", "").lower()
@@ -175,32 +201,34 @@ class Dashboard:
         offset = max(0, int(params.get("offset", 0)))
         limit = min(MOST_ROWS, int(params.get("limit", 100)))
         snapshot = self.catalog.snapshot(params.get("table", ""), int(params.get("snapshot") or 0))
-        if snapshot is None:
-            none: dict[str, Any] = {"histograms": {}, "flags": {}, "tags": []}
-            return {"rows": [], "matching": 0, "total": 0, "read": 0, "snapshot": 0, **none}
+        if snapshot is None:  # no such table, or it was not listed yet
+            no_summary: dict[str, Any] = {"histograms": {}, "flags": {}, "tags": []}
+            return {"rows": [], "matching": 0, "total": 0, "read": 0, "snapshot": 0, **no_summary}
         view = View(snapshot, self.catalog.facts)
         key = (snapshot.id, self.catalog.facts.version, query)
         if key not in self._cache:
-            found = await asyncio.to_thread(view.select, query)
-            histograms = await asyncio.to_thread(view.histograms, found)
-            values = await asyncio.to_thread(lambda: snapshot.tag_values)
-            self._cached(key, lambda: (found, {"histograms": histograms, "flags": view.flags(), "tags": values}))
+            matching_rows = await asyncio.to_thread(view.select, query)
+            histograms = await asyncio.to_thread(view.histograms, matching_rows)
+            tag_values = await asyncio.to_thread(lambda: snapshot.tag_values)  # the first access computes them
+            computed = {"histograms": histograms, "flags": view.flags(), "tags": tag_values}
+            self._cached(key, lambda: (matching_rows, computed))
         rows, summary = self._cache[key]
         shown = rows[offset : offset + limit].tolist()
-        self.catalog.want(snapshot.keys[shown].tolist())
+        self.catalog.want(snapshot.keys[shown].tolist())  # so that these groups are read first
         counts = {"snapshot": snapshot.id, "matching": len(rows), "total": len(snapshot.keys), "read": view.read}
         return {**counts, **summary, "rows": [view.row(row) for row in shown]}
 
     async def group(self, request: Request) -> Any:
-        """One group; None if neither the server nor this process has it."""
+        """One group; None if neither the server nor this process has it. With `whole=1`, all of its tokens."""
         whole = request.query_params.get("whole") == "1"
+        # A viewer downloads the whole of a group that is open: use the copy, even if the server has lost the group.
         item = await self.item(int(request.path_params["key"]), again=not whole)
         if item is None:
             return None
         return await asyncio.to_thread(item_document, item, self.text, whole)
 
     async def tokens(self, request: Request) -> Any:
-        """Further tokens of one completion, or of the prompt."""
+        """Further tokens of one completion, or of the prompt (completion -1); None: as for `group`."""
         params = request.query_params
         row = int(params.get("completion", 0))
         start = int(params.get("start", 0))
@@ -211,11 +239,11 @@ class Dashboard:
         return await asyncio.to_thread(window, item.group, row, start, stop, self.text)
 
     async def training(self, request: Request) -> Any:
-        """The curves of the chosen runs."""
+        """The curves of the runs that the parameters `run` name."""
         return await asyncio.to_thread(self.runs.document, request.query_params.getlist("run"))
 
     async def solve_rates(self, request: Request) -> Any:
-        """The solve rate of each prompt."""
+        """The solve rate of each prompt, and how many prompts are loaded and waiting in each table of prompts."""
         params = request.query_params
         limit = min(MOST_ROWS, int(params.get("limit", 100)))
         descending = params.get("descending") == "1"
@@ -225,9 +253,9 @@ class Dashboard:
         tables: list[dict[str, Any]] = []
         held: dict[str, dict[str, float]] = {}
         for name, snapshot in self.catalog.snapshots.items():
-            found = self._cached(("prompts", snapshot.id, facts.version), partial(snapshot.prompts, facts))
-            if found is not None:
-                loaded, prompts = found
+            loaded_and_prompts = self._cached(("prompts", snapshot.id, facts.version), partial(snapshot.prompts, facts))
+            if loaded_and_prompts is not None:
+                loaded, prompts = loaded_and_prompts
                 tables.append({"name": name, "loaded": loaded, "waiting": len(prompts)})
                 held |= prompts
         return self.prompts.document(search, sort, descending, max(0, limit), held) | {"tables": tables}
@@ -236,7 +264,7 @@ class Dashboard:
         """Checks the token that a viewer sends, and answers with a cookie that holds it."""
         try:
             token = str(json.loads(await body_of(request))["token"])
-            token.encode()  # JSON can hold half of a surrogate pair
+            token.encode()  # raises ValueError for half of a surrogate pair, which JSON can hold
         except (ValueError, KeyError, TypeError, RecursionError):
             token = ""
         if not accepts(self.settings.token, token):
@@ -253,22 +281,28 @@ class Dashboard:
 
 
 def answer(method: Callable[[Dashboard, Request], Awaitable[Any]]) -> Callable[[Request], Awaitable[Response]]:
-    """A route that answers with the result of `method` as JSON. PROBLEMS gives the status of an error."""
+    """A route that answers with the result of `method` as JSON, or with status 404 if the result is None.
+
+    PROBLEMS has the status for each error that `method` raises.
+    """
 
     async def respond(request: Request) -> Response:
-        found = await method(request.app.state.dashboard, request)
-        if found is None:
+        result = await method(request.app.state.dashboard, request)
+        if result is None:
             return _json({"problem": "the server holds no such group: it was consumed, evicted or dropped"}, 404)
-        return found if isinstance(found, Response) else await asyncio.to_thread(_json, found)
+        if isinstance(result, Response):
+            return result
+        return await asyncio.to_thread(_json, result)
 
     return respond
 
 
 PROBLEMS = {InvalidRequestError: 400, ReplayError: 502, BodyTooLargeError: 413, ClientDisconnect: 400, ValueError: 400}
-"""The status of each error. Nobody reads the answer to a browser that has disconnected."""
+"""The status of the answer to each error, by its class. After ClientDisconnect nobody reads the answer."""
 
 
 async def _problem(request: Request, error: Exception) -> Response:
+    """The answer to a request that raised one of PROBLEMS."""
     status = next(status for kind, status in PROBLEMS.items() if isinstance(error, kind))
     return _json({"problem": str(error)}, status)
 
@@ -285,7 +319,7 @@ class PageServer(uvicorn.Server):
 
     def __init__(self, settings: Settings) -> None:
         """Raises ValueError for settings that cannot be used."""
-        # Only to raise here for bad settings. `_lifespan` makes the objects that are used, on the event loop.
+        # These two only raise for bad settings. `_lifespan` makes the objects that are used, on the event loop.
         Access.find(**settings.access)
         TokenText(settings.tokenizer)
         self._settings = settings
@@ -308,11 +342,13 @@ class PageServer(uvicorn.Server):
         super().__init__(config)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Ends the event streams, and then closes the connections as uvicorn does."""
         await self.app.state.dashboard.live.close()
         await super().shutdown(sockets)
 
     @asynccontextmanager
     async def _lifespan(self, app: Starlette) -> AsyncIterator[None]:
+        """Runs the `Dashboard` of the application from its start to its shutdown."""
         app.state.dashboard = dashboard = Dashboard(self._settings)
         work = asyncio.create_task(dashboard.run())
         work.add_done_callback(self._end_on_fault)
@@ -325,7 +361,8 @@ class PageServer(uvicorn.Server):
             await dashboard.client.close()
 
     def _end_on_fault(self, work: asyncio.Task[None]) -> None:
-        """Ends the process after a fault in `run`: a page that stays up would show old numbers as if they were new."""
+        """Ends the process if `Dashboard.run` has failed: otherwise the page would show old numbers as if they were
+        new."""
         if work.cancelled():
             return
         fault = work.exception()

@@ -11,26 +11,29 @@ from contextlib import asynccontextmanager
 from replay_client.errors import ServerUnavailableError
 
 DEAREST = 1.0
-"""Most seconds of credit that one call costs. A longer call has mostly waited in line at a busy server."""
+"""Most seconds of credit that one call costs. Most of a longer call is waiting in the line of a busy server."""
 
 
 class Budget:
     """Credit in seconds. It grows by `share` each second, up to `burst`, and each call costs its duration.
 
-    The duration includes waiting, so it is an upper bound of the server's work. A busy server makes calls longer, so
-    the page slows down under load. With `alike`, all calls do the same work: each then costs the duration of the
-    fastest recent call, because the rest is waiting. Calls run one at a time.
+    The duration of a call includes its waiting time, so it is an upper bound of the server's work. A busy server makes
+    calls longer, so the page slows down under load. `alike` states that all calls do the same work. Each call then
+    costs the duration of the fastest recent call, because any longer duration is due to waiting. Calls run one at a
+    time.
     """
 
     def __init__(
         self, share: float, burst: float, *, alike: bool = False, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self._took: deque[float] = deque(maxlen=16 if alike else 1)
+        self._durations: deque[float] = deque(maxlen=16 if alike else 1)
+        """The seconds that the last calls took: a call costs the least of them. Without `alike`, only of the last."""
         self._share = share
         self._burst = burst
         self._clock = clock
         self._credit = burst
         self._updated = clock()
+        """The time at which `_credit` was computed."""
         self._lock = asyncio.Lock()
 
     @property
@@ -43,22 +46,26 @@ class Budget:
 
     @asynccontextmanager
     async def call(self, *, background: bool = False) -> AsyncGenerator[None]:
-        """Waits for credit, then runs the block as one call. A background call leaves half of the credit to viewers."""
+        """Waits for credit, then runs the block as one call.
+
+        A background call waits until more than half of `burst` is there, and so leaves the other half to viewers.
+        """
         floor = self._burst / 2 if background else 0.0
         while True:
             async with self._lock:
                 if self.credit > floor:
                     begin = self._clock()
-                    worked = True
+                    server_worked = True
                     try:
                         yield
                     except ServerUnavailableError:
-                        worked = False  # nothing reached the server, so the call costs nothing
+                        server_worked = False  # nothing reached the server, so the call costs nothing
                         raise
                     finally:
-                        if worked:
-                            self._took.append(self._clock() - begin)
-                            self._credit -= min(DEAREST, *self._took)
+                        if server_worked:
+                            self._durations.append(self._clock() - begin)
+                            self._credit -= min(DEAREST, *self._durations)
                     return
+            # Sleeps without the lock, so that a call that needs less credit can run first.
             seconds_to_credit = (floor - self.credit) / self._share
             await asyncio.sleep(min(1.0, max(0.01, seconds_to_credit)))

@@ -30,18 +30,25 @@ from replay_protos.labels import Labels
 ROWS_PER_LIST = 5000
 """Items of one ListItems call. A longer list would delay other requests on the server's event loop."""
 KEYS_PER_GET = 256
+"""Most items of one call of `get`."""
 BYTES_PER_GET = 4 << 20
+"""Bytes of payloads after which a call of `get` asks for no further item."""
 SECONDS_PER_SWEEP = 2.0
-"""Least time from one list of all tables to the next."""
+"""Least seconds from the beginning of one list of all tables to that of the next."""
 HELD_ROWS = 2_000_000
-"""Most rows of all old snapshots together. They stay for viewers who hold or scroll a list."""
+"""Most rows of all snapshots that are kept for viewers, who may stop or scroll a list."""
 MOST_TAG_NAMES = 16
+"""Most names of tags that `Snapshot.tag_values` returns: those that most items have."""
 MOST_TAG_VALUES = 12
-"""Names of tags, and values of each name, that a list counts: those that most items have."""
+"""Most values of each of these names."""
 LISTED = ("priority", "age", "policy_version", "staleness", "times_sampled", "nbytes")
-"""Numbers of an item that a list of items contains, so that its payload need not be read."""
+"""Numbers of an item that a list of items contains. They are known before its payload is read."""
 _CURSOR = re.compile(r"epoch (\d+), (\d+) of (\d+)\Z")
+"""The value of CURSOR_TAG: epoch, prompts of this epoch that are loaded, prompts of an epoch."""
 _ids = itertools.count(1)
+"""The ids of snapshots."""
+_BASE_ROWS = 1000
+"""Rows that a snapshot counts for beside its own: an empty snapshot uses memory, too."""
 
 
 @dataclass
@@ -53,9 +60,11 @@ class Snapshot:
     labels: list[Labels]
     id: int = field(default_factory=lambda: next(_ids))
     _slots: tuple[int, npt.NDArray[np.int64]] = (-1, np.zeros(0, np.int64))
+    """The last result of `slots`, with the version of the facts that it was computed from; -1: none yet."""
 
     @classmethod
     def of(cls, items: Sequence[ItemInfo]) -> Snapshot:
+        """The snapshot of these N items."""
         columns = {}
         for name in LISTED:
             columns[name] = np.array([getattr(item, name) for item in items], dtype=np.float64)
@@ -68,56 +77,68 @@ class Snapshot:
 
     @cached_property
     def _tagged(self) -> tuple[list[frozenset[str]], npt.NDArray[np.int64]]:
-        """The different sets of tags, and for each item the index of its set (N,). Most items share a set."""
-        numbers_of: dict[tuple[Any, ...], int] = {}
-        numbers = np.zeros(len(self.labels), dtype=np.int64)
+        """The different sets of tags, each tag as NAME=VALUE, and for each item the index of its set (N,).
+
+        Many items share a set, so callers compute what they need once for each set.
+        """
+        index_of: dict[tuple[Any, ...], int] = {}
+        set_of_item = np.zeros(len(self.labels), dtype=np.int64)
         for row, labels in enumerate(self.labels):
-            numbers[row] = numbers_of.setdefault(labels.pairs, len(numbers_of))
-        kinds = [frozenset(f"{name}={value}" for name, value in pairs) for pairs in numbers_of]
-        return kinds, numbers
+            set_of_item[row] = index_of.setdefault(labels.pairs, len(index_of))
+        tag_sets = [frozenset(f"{name}={value}" for name, value in pairs) for pairs in index_of]
+        return tag_sets, set_of_item
 
     def have_tags(self, tags: Sequence[str]) -> npt.NDArray[np.bool_]:
-        """True for each item (N,) that has all these tags, written as NAME=VALUE. "NAME=": without the tag NAME."""
+        """True for each item (N,) that meets all conditions in `tags`.
+
+        NAME=VALUE: the item has this tag. NAME= without a value: the item has no tag NAME.
+        """
         if not tags:
             return np.ones(len(self.keys), dtype=np.bool_)
-        kinds, numbers = self._tagged
-        having = [all(_has_tag(kind, tag) for tag in tags) for kind in kinds]
-        found: npt.NDArray[np.bool_] = np.array(having, dtype=np.bool_)[numbers]
-        return found
+        tag_sets, set_of_item = self._tagged
+        set_matches = [all(_meets(tag_set, tag) for tag in tags) for tag_set in tag_sets]
+        item_matches: npt.NDArray[np.bool_] = np.array(set_matches, dtype=np.bool_)[set_of_item]
+        return item_matches
 
     @cached_property
     def tag_values(self) -> list[dict[str, Any]]:
-        """The tags of all items, the most frequent first: their names, values as NAME=VALUE with the number of items,
-        and how many `others` are left out."""
-        kinds, numbers = self._tagged
+        """The tags of all items by their names, the most frequent name first.
+
+        Each has its `name`, its `values` as pairs of NAME=VALUE and the number of items, and `others`, the number of
+        values that are left out.
+        """
+        tag_sets, set_of_item = self._tagged
+        items_of_set = np.bincount(set_of_item, minlength=len(tag_sets)).tolist()
         counts: defaultdict[str, Counter[str]] = defaultdict(Counter)
-        for tags, count in zip(kinds, np.bincount(numbers, minlength=len(kinds)).tolist(), strict=True):
+        for tags, items in zip(tag_sets, items_of_set, strict=True):
             for tag in tags:
-                counts[tag.partition("=")[0]][tag] += count
+                name, _, _ = tag.partition("=")
+                counts[name][tag] += items
         names = sorted(counts, key=lambda name: (-counts[name].total(), name))
         rows = []
         for name in names[:MOST_TAG_NAMES]:
-            values = sorted(counts[name].items(), key=lambda each: (-each[1], each[0]))
+            values = sorted(counts[name].items(), key=lambda tag_and_count: (-tag_and_count[1], tag_and_count[0]))
             others = max(0, len(values) - MOST_TAG_VALUES)
             rows.append({"name": name, "values": values[:MOST_TAG_VALUES], "others": others})
         return rows
 
     def prompts(self, facts: FactsStore) -> tuple[str, dict[str, dict[str, float]]] | None:
-        """The progress of loading prompts into the table, and the facts of each prompt in it.
+        """How far prompts are loaded into a table of prompts, and the facts of each prompt in it.
 
         The first result is the text of the newest cursor. It is empty while a generator has drawn the cursor. The
-        second has, by the name of each prompt, how many times it was drawn before, and its priority. None: no prompt is
-        known to be in the table.
+        second result has, by the name of each prompt, how many times the prompt was drawn before (`drawn`) and its
+        `priority`. None: the table has no cursor and no known prompt.
 
-        Generators draw their prompts from such a table. Its cursor has a tag, which is in every list of items. The
-        prompts and their names are known only after their payloads were read.
+        The text of a cursor is a tag, which every list of items contains. A prompt is known only after its payload was
+        read.
         """
         loaded = self._loaded()
         prompts: dict[str, dict[str, float]] = {}
         drawn = self.columns["times_sampled"].tolist()
         priorities = self.columns["priority"].tolist()
         for row, slot in enumerate(self.slots(facts).tolist()):
-            if slot >= 0 and A_PROMPT in facts.rows[slot].flags:
+            is_read = slot >= 0
+            if is_read and A_PROMPT in facts.rows[slot].flags:
                 name = facts.rows[slot].prompt_id
                 prompts[name] = {"drawn": drawn[row], "priority": priorities[row]}
         if not loaded and not prompts:
@@ -125,12 +146,15 @@ class Snapshot:
         return loaded, prompts
 
     def _loaded(self) -> str:
-        """The text of the newest cursor of prompts. A curriculum has a cursor of its beginning and one of its end."""
+        """The text of the newest cursor of prompts; empty without a cursor.
+
+        The table of a curriculum has two cursors, one of its beginning and one of its end.
+        """
         newest = (-1, -1)
         loaded = ""
         for labels in self.labels:
             cursor = _CURSOR.match(str(labels.tags.get(CURSOR_TAG, "")))
-            if cursor is None:
+            if cursor is None:  # the item is no cursor
                 continue
             epoch_and_count = (int(cursor[1]), int(cursor[2]))
             if epoch_and_count > newest:
@@ -139,7 +163,7 @@ class Snapshot:
         return loaded
 
     def slots(self, facts: FactsStore) -> npt.NDArray[np.int64]:
-        """The slot of each item's facts (N,); -1: not read yet."""
+        """The index of each item's facts in `facts` (N,); -1: its payload was not read yet."""
         version, slots = self._slots
         if version != facts.version:
             slots = facts.slots_of(self.keys.tolist())
@@ -147,7 +171,8 @@ class Snapshot:
         return slots
 
 
-def _has_tag(tags: frozenset[str], wanted: str) -> bool:
+def _meets(tags: frozenset[str], wanted: str) -> bool:
+    """True if `tags` has the tag `wanted`, NAME=VALUE or, if `wanted` is NAME=, no tag NAME with a value."""
     _, _, value = wanted.partition("=")
     if value:
         return wanted in tags
@@ -166,11 +191,16 @@ class Catalog:
         self._budget = budget
         self._text = text
         self._source = text.source
+        """The source of the tokenizer with which the groups were read."""
         self._prompts = prompts
         self._shown: OrderedDict[int, Snapshot] = OrderedDict()
+        """The snapshots that viewers have asked for, by id. The one that was asked for last is at the end."""
         self._present: list[set[int]] = [set(), set()]
+        """The keys of all items at the last sweep but one, and at the last sweep."""
         self._wanted: list[int] = []
+        """The keys to read first."""
         self._counted: set[int] = set()
+        """The keys of groups that `PromptLog` has counted, and that are read again with a new tokenizer."""
 
     def snapshot(self, table: str, number: int) -> Snapshot | None:
         """The snapshot with this number, if it is still kept; otherwise the newest one of the table."""
@@ -178,7 +208,7 @@ class Catalog:
         if snapshot is not None:
             self._shown[snapshot.id] = snapshot
             self._shown.move_to_end(snapshot.id)
-            while sum(1000 + len(each.keys) for each in self._shown.values()) > HELD_ROWS:
+            while sum(_BASE_ROWS + len(shown.keys) for shown in self._shown.values()) > HELD_ROWS:
                 self._shown.popitem(last=False)
         return snapshot
 
@@ -191,23 +221,26 @@ class Catalog:
         while True:
             started = time.monotonic()
             if watched():
-                with suppress(ReplayError):  # `Live` asks more often, and says what is wrong
+                with suppress(ReplayError):  # `Live` asks more often, and shows the error on the page
                     await self._sweep(tables())
                     while await self._read() and time.monotonic() < started + 2 * SECONDS_PER_SWEEP:
-                        pass
+                        pass  # reads the next groups, but lists the tables again after two sweeps at the latest
             await asyncio.sleep(max(0.2, started + SECONDS_PER_SWEEP - time.monotonic()))
 
     async def _sweep(self, tables: Sequence[str]) -> None:
+        """Takes a snapshot of each table, and forgets the facts of groups that have left all tables."""
         snapshots = {}
         for name in tables:
             snapshots[name] = Snapshot.of(await self._list(name))
+            # Viewers see the new snapshot at once, and the old ones of the tables that are not listed yet.
             older = {other: self.snapshots[other] for other in tables if other in self.snapshots}
             self.snapshots = older | snapshots
-        # A group that moves between tables while they are listed may be in no list: drop its facts at the second miss.
+        # A group that moves between tables while they are listed may be in no list. So its facts are forgotten only
+        # after two sweeps without it.
         present = {key for snapshot in snapshots.values() for key in snapshot.keys.tolist()}
         self._present = [self._present[-1], present]
         self.facts.keep_only(set().union(*self._present))
-        if self._text.source != self._source:  # a tokenizer was found: read all groups again, now with their text
+        if self._text.source != self._source:  # a tokenizer was found: read all groups again, for their text
             self._source = self._text.source
             self._counted = set(self.facts.slots)
             self.facts.keep_only(set())
@@ -221,10 +254,10 @@ class Catalog:
                 found = await self._client.list_items(
                     table, limit=ROWS_PER_LIST, order_by="age", descending=True, page=page, timeout=10.0
                 )
-            for item in found.items:  # an item that moved between two calls may be in both pages
+            for item in found.items:  # an item that changed between two calls may be on both pages
                 items[item.key] = item
             page = found.next_page
-            if not page:
+            if not page:  # that was the last page
                 return list(items.values())
 
     async def _read(self) -> bool:
@@ -234,35 +267,44 @@ class Catalog:
             return False
         async with self._budget.call(background=True):
             items = await self._client.get(keys, timeout=10.0)
-        found: dict[int, Facts] = await asyncio.to_thread(self._facts_of, items)
+        facts_by_key: dict[int, Facts] = await asyncio.to_thread(self._facts_of, items)
         for item in items:
-            if found[item.key].numbers:
+            facts = facts_by_key[item.key]
+            is_group = bool(facts.numbers)
+            if is_group:
                 self.answers.add(item)
-            self._prompts.add(item.policy_version, found[item.key], again=item.key in self._counted)
-            self.facts.put(item.key, found[item.key])
+            self._prompts.add(item.policy_version, facts, again=item.key in self._counted)
+            self.facts.put(item.key, facts)
             self._counted.discard(item.key)
         # The keys that `get` did not find have left their tables since the list: do not ask for them again.
-        self._present = [present - (set(keys) - found.keys()) for present in self._present]
+        gone = set(keys) - facts_by_key.keys()
+        self._present = [present - gone for present in self._present]
         return True
 
     def _facts_of(self, items: Sequence[StoredItem]) -> dict[int, Facts]:
+        """The facts of these items by their keys."""
         return {item.key: facts_of(item.payload, self._text, self._prompts.solved_reward) for item in items}
 
     def _unread(self) -> list[int]:
-        """The keys to read next: first those on a viewer's screen, then the youngest of each table in turn."""
+        """The keys to read next: those on a viewer's screen, then the youngest of the first table, and so on.
+
+        At most KEYS_PER_GET keys, whose payloads have less than BYTES_PER_GET bytes together, except for the first.
+        """
         sizes: dict[int, float] = {}
         for snapshot in self.snapshots.values():
             unread = np.flatnonzero(snapshot.slots(self.facts) < 0)
-            youngest = unread[::-1][:KEYS_PER_GET]
+            youngest = unread[::-1][:KEYS_PER_GET]  # a snapshot has the oldest items first
             keys = snapshot.keys[youngest].tolist()
             nbytes = snapshot.columns["nbytes"][youngest].tolist()
             sizes.update(zip(keys, nbytes, strict=True))
         chosen: list[int] = []
         total = 0.0
-        for key in dict.fromkeys([*self._wanted, *sizes]):
-            if key in self.facts.slots or key not in self._present[-1]:
+        for key in dict.fromkeys([*self._wanted, *sizes]):  # each key once, in this order
+            is_read = key in self.facts.slots
+            is_in_a_table = key in self._present[-1]
+            if is_read or not is_in_a_table:
                 continue
-            total += sizes.get(key, 0.0)
+            total += sizes.get(key, 0.0)  # only the sizes of the youngest items were looked up
             if chosen and (total >= BYTES_PER_GET or len(chosen) == KEYS_PER_GET):
                 break
             chosen.append(key)

@@ -13,16 +13,18 @@ from replay_client.settings import SETTINGS_FILE
 from replay_protos.state import TOO_DEEP
 
 PARTS = ("serve", "generate*", "train")
-"""Files of `output_dir/config` that are read. The file for clients is not read: it may say where secrets are."""
+"""Files of `output_dir/config` that are read, without `.toml`. The file for clients is not read: it may name files that
+hold secrets."""
 MOST_BYTES = 1 << 20
-"""A larger file is not read."""
+"""A file with more bytes is not read."""
 MOST_SHOWN = 400
-"""Characters of one value, and of one name."""
+"""Most characters of a value, and of a name, that are shown."""
 MOST_SETTINGS = 1000
-"""Further settings of a file are not shown."""
+"""Most settings of one file that are shown."""
 MOST_DEPTH = 16
-"""Deeper tables within tables are not shown."""
+"""Most levels of tables within tables that are shown."""
 HIDDEN = "set, not shown"
+"""The text that is shown in place of a value that may be a secret."""
 _SECRETS = ("key", "token", "secret", "password")
 """A setting whose name ends with one of these may be a secret."""
 _ARGUMENTS = "environment_args"
@@ -30,23 +32,24 @@ _ARGUMENTS = "environment_args"
 
 
 def configuration_of(folder: Path, root: Path) -> dict[str, str]:
-    """The settings of the run whose metrics are in `folder`, as JSON by dotted name: `train.learning_rate`.
+    """The settings of the run whose metrics are in `folder`, as JSON by dotted name, such as `train.learning_rate`.
 
-    A value that may be a secret is replaced by HIDDEN.
-    `replay run` writes the settings into `config` beside the trainer's folder, `replay train` into that folder itself.
-    Reads nothing outside of `root`, and follows no link that leads there. What cannot be read is left out.
+    A value that may be a secret is replaced by HIDDEN. `replay train` writes its settings into `folder`. `replay run`
+    writes the settings of all parts into the folder `config` beside `folder`. Nothing outside of `root` is read, even
+    if a link leads there. A file that cannot be read is left out.
     """
     settings: dict[str, str] = {}
-    own = _read(folder / SETTINGS_FILE, root)
-    settings.update(_settings("train", own))
-    for place in (folder, folder.parent):
+    trainer_settings = _read(folder / SETTINGS_FILE, root)
+    settings.update(_settings("train", trainer_settings))
+    for run_folder in (folder, folder.parent):
         for part in PARTS:
-            for file in sorted((place / "config").glob(f"{part}.toml")):
+            for file in sorted((run_folder / "config").glob(f"{part}.toml")):
                 settings.update(_settings(file.stem, _read(file, root)))
     return dict(sorted(settings.items()))
 
 
 def _read(file: Path, root: Path) -> Any:
+    """The content of a file of TOML or JSON; empty if it is not a file below `root`, too large or damaged."""
     try:
         target = file.resolve()
         if not target.is_relative_to(root.resolve()) or not target.is_file():
@@ -60,19 +63,22 @@ def _read(file: Path, root: Path) -> Any:
 
 
 class _Hidden:
-    """Stands in the place of a secret."""
+    """An object of this class replaces a value that may be a secret."""
 
 
 def _settings(name: str, value: Any) -> Iterator[tuple[str, str]]:
-    """The settings of one file, by dotted name."""
+    """The first MOST_SETTINGS settings of one file, as pairs of dotted name and shown value."""
     return islice(_flat(name, value), MOST_SETTINGS)
 
 
 def _flat(name: str, value: Any) -> Iterator[tuple[str, str]]:
-    """The values in tables and in lists of tables, by dotted name."""
-    waiting: list[tuple[str, Any, int]] = [(name, value, 0)]
-    while waiting:
-        name, value, depth = waiting.pop()
+    """The values in tables, and in lists of tables, as pairs of dotted name and shown value.
+
+    This walks depth-first, in the order of the file, with a stack in place of recursion.
+    """
+    stack: list[tuple[str, Any, int]] = [(name, value, 0)]
+    while stack:
+        name, value, depth = stack.pop()
         name = name[:MOST_SHOWN]
         inner = _inner(name, value)
         if inner is None:
@@ -80,48 +86,57 @@ def _flat(name: str, value: Any) -> Iterator[tuple[str, str]]:
         elif depth == MOST_DEPTH:
             yield name, TOO_DEEP
         else:
-            for inner_name, each in reversed(inner):
-                waiting.append((inner_name, each, depth + 1))
+            for inner_name, inner_value in reversed(inner):  # the first is popped first
+                stack.append((inner_name, inner_value, depth + 1))
 
 
 def _inner(name: str, value: Any) -> list[tuple[str, Any]] | None:
     """The values in a table, or in a list that has tables or lists, by dotted name; None for any other value.
 
-    In a list, a table with a `name` is called by that name, and anything else by its index.
+    In a list, a table with a `name` is called by that name, and any other entry by its index.
     """
+    inner: list[tuple[str, Any]] = []
     if isinstance(value, dict):
-        return [(_joined(name, key), _Hidden() if _is_secret(key, each) else each) for key, each in value.items()]
-    if not isinstance(value, list) or not any(isinstance(each, dict | list) for each in value):
+        for key, setting in value.items():
+            inner.append((_joined(name, key), _Hidden() if _is_secret(key, setting) else setting))
+        return inner
+    if not isinstance(value, list) or not any(isinstance(entry, dict | list) for entry in value):
         return None
-    inner = []
-    for index, each in enumerate(value):
-        called = each.get("name") if isinstance(each, dict) else None
-        inner.append((f"{name}.{called if isinstance(called, str) else index}", each))
+    for index, entry in enumerate(value):
+        label = entry.get("name") if isinstance(entry, dict) else None
+        if not isinstance(label, str):
+            label = str(index)
+        inner.append((f"{name}.{label}", entry))
     return inner
 
 
 def _shown(value: Any) -> str:
+    """A value as JSON, cut after MOST_SHOWN characters, and without secrets."""
     if isinstance(value, _Hidden):
         return HIDDEN
     if isinstance(value, list):
-        value = [_without_secret(each) for each in value]
+        value = [_without_secret(entry) for entry in value]
     return json.dumps(value, ensure_ascii=False, default=str)[:MOST_SHOWN]
 
 
 def _without_secret(value: Any) -> Any:
-    """Hides the value in a text NAME=VALUE if it may be a secret, and returns anything else unchanged."""
+    """Hides VALUE in a text NAME=VALUE if it may be a secret. Returns any other value unchanged."""
     if not isinstance(value, str):
         return value
-    name, equals, said = value.partition("=")
-    return f"{name}={HIDDEN}" if equals and _is_secret(name, said) else value
+    name, equals, text = value.partition("=")
+    return f"{name}={HIDDEN}" if equals and _is_secret(name, text) else value
 
 
 def _is_secret(name: str, value: Any) -> bool:
-    if value is None or isinstance(value, bool):
+    """True if the setting `name` may have a secret as its value."""
+    if value is None or isinstance(value, bool):  # the setting is absent, or only on or off
         return False
     return name == _ARGUMENTS or name.strip().lower().endswith(_SECRETS)
 
 
 def _joined(name: str, key: str) -> str:
-    """`train.train.x` is `train.x`: the files of `replay run` have a section of their part's name."""
+    """The dotted name of `key` in the table `name`.
+
+    The file train.toml of `replay run` has a section `train`, whose settings are named `train.x`, not `train.train.x`.
+    """
     return name if name == key else f"{name}.{key}"

@@ -37,25 +37,25 @@ from replay_dashboard.units import byte_size, counted, duration, listed, waiting
 YOUNG = 60.0
 """Seconds after the start of a server in which an empty table is normal."""
 UNREAD = 120.0
-"""Seconds that a copy waits for its reader: a warning from here on."""
+"""Seconds that an item of a table of copies (`copy_to`) has waited for its reader: a warning from this value on."""
 MUCH_STALE = 0.1
-"""Share of the generated groups that were dropped as stale and never used: a warning from here on."""
+"""Share of the generated groups that were dropped as stale and never used: a warning from this value on."""
 MOST_STALE = 0.5
-"""The same share: a failure from here on."""
+"""The same share: a failure above this value."""
 LEAST_GENERATED = 8
 """The least number of groups that a value of a tag must have to be reported as starving."""
 MUCH_LOST = 0.1
-"""Share of the inserts that were evicted before anybody sampled them: a warning from here on."""
+"""Share of the inserts that were evicted before anybody sampled them: a warning above this value."""
 NEARLY_FULL = 0.9
-"""Share of a bound on memory: a warning from here on."""
+"""Used share of a bound on memory: a warning above this value."""
 CLOCK_SKEW = 2.0
-"""Seconds between the clocks of two machines: a warning from here on."""
+"""Seconds between the clocks of two machines: a warning above this value."""
 FEW_BYTES = 1 << 30
-"""Less free memory or disk than this is a warning."""
+"""Bytes of memory or disk that are free: a warning below this value."""
 MUCH_BYTES = 10**9
-"""Bytes of items: tables without a bound are a warning from here on."""
+"""Bytes of all items: from this value on, tables that do not bound their bytes are a warning."""
 FEW_REFUSED = 3
-"""Requests of agents that were refused in ten minutes: a warning from here on."""
+"""Requests of agents that a generator refused in ten minutes: a warning from this value on."""
 REFUSED = {
     "400": "no valid request",
     "401": "no valid token",
@@ -67,8 +67,8 @@ REFUSED = {
 }
 """The statuses with which the address of the sessions refuses a request, and the reason for each."""
 RECENT = 900.0
-"""Seconds for which a client that is gone is reported while others of its part are connected. After that another client
-may have replaced it under another name."""
+"""Seconds for which a client that is gone is reported while other clients of its part are connected. After that time
+another client may have replaced it under a new name."""
 
 
 class Level(StrEnum):
@@ -93,22 +93,23 @@ class Finding:
     remedy: str = ""
     """The remedy in words; empty if nothing is wrong."""
     headline: str = ""
-    """The reason why the run does not go on, in a few words; empty if the run goes on all the same."""
+    """The reason why the run does not go on, in a few words; empty if the finding does not stop the run."""
     stops: str = ""
-    """One of STOPS, if there is a headline."""
+    """One of STOPS if there is a headline; otherwise empty."""
     rule: str = ""
     """The name of the rule in RULES; empty if nothing is wrong."""
 
 
 STOPS = ("blocked", "gone", "idle")
-"""The reasons why a run stops: requests wait in vain, a part is not connected, or nobody uses the tables. The verdict
-names the first of these that holds."""
+"""The reasons why a run stops: requests wait in vain, a part is not connected, or nobody uses the tables. If several
+hold, the verdict of `health` names the first of them."""
 RULES: Mapping[str, Mapping[str, str]] = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
-"""The `level`, `sentence`, `remedy`, and perhaps `headline` and `stops` of each rule, with names of facts in braces."""
+"""The rules by their names. Each has a `level`, a `sentence`, a `remedy`, and perhaps `headline` and `stops`. Names in
+braces stand for facts."""
 
 
 def found(rule: str, check: str, level: Level | None = None, **facts: Any) -> Finding:
-    """The finding of a rule, with these facts in its sentences."""
+    """The finding of a rule, with these facts in its sentences. `level`: None for the level of the rule."""
     texts = {name: text.format(**facts) for name, text in RULES[rule].items()}
     return Finding(
         check=check,
@@ -132,7 +133,8 @@ def diagnose(
     """Yields the findings about the server, and then those about each table. `info` must hold all tables.
 
     `client_version` is the version of the caller's package, `now` the caller's clock in seconds since the epoch.
-    `max_staleness` is the largest mean age of fresh groups, in policy versions; None: the bound of their table.
+    `max_staleness` is the largest mean age of drawn groups that is no finding, in policy versions; None: the bound of
+    their table.
     """
     yield from _shards(info)
     yield _version(info, client_version)
@@ -167,9 +169,9 @@ class _Table:
     info: TableInfo
     config: dict[str, Any]
     feeders: list[TableInfo] = field(default_factory=list)
-    """The tables that forward to this table."""
+    """The tables that forward to this table (`forward_to`)."""
     copied: str | None = None
-    """The table that copies its items to this table."""
+    """The name of the table that copies its items to this table (`copy_to`); None: no table does."""
 
     @property
     def name(self) -> str:
@@ -177,7 +179,7 @@ class _Table:
 
     @property
     def forwarded_in(self) -> int:
-        """Items that feeders forwarded. Each was sampled there, so each was used at least once."""
+        """Items that feeders forwarded to this table. Each was sampled at its feeder, so each was used."""
         return sum(feeder.forwarded for feeder in self.feeders)
 
     @property
@@ -187,7 +189,7 @@ class _Table:
 
 
 def _tables(info: ServerInfo) -> list[_Table]:
-    """All tables. This parses each configuration once."""
+    """All tables, with their parsed configurations and the tables that send them items."""
     tables = [_Table(table, json.loads(table.config)) for table in info.tables.values()]
     feeders = defaultdict(list)
     for table in tables:
@@ -203,12 +205,14 @@ def _tables(info: ServerInfo) -> list[_Table]:
 
 
 def _version(info: ServerInfo, client_version: str) -> Finding:
+    """The finding that server and client have different versions, or the same."""
     if info.version != client_version:
         return found("version-differs", "version", server=info.version, client=client_version)
     return _ok("version", info.version)
 
 
 def _clock(info: ServerInfo, now: float) -> Finding:
+    """The finding about the difference between the clocks of the server and of this machine."""
     skew = info.time - now
     if abs(skew) > CLOCK_SKEW:
         ahead = "ahead of" if skew > 0 else "behind"
@@ -217,6 +221,7 @@ def _clock(info: ServerInfo, now: float) -> Finding:
 
 
 def _memory(info: ServerInfo, tables: Sequence[_Table]) -> Iterator[Finding]:
+    """The bytes of all items against their bounds, and the free memory of each machine."""
     held = f"{byte_size(info.bytes)} in {counted(info.items, 'item')}"
     retained = sum(table.info.retained_bytes for table in tables)
     if retained:
@@ -234,13 +239,15 @@ def _memory(info: ServerInfo, tables: Sequence[_Table]) -> Iterator[Finding]:
     else:
         yield _ok("memory", held)
     for check, server in _checks_of_servers(info, "memory"):
-        room = server.max_bytes - server.bytes if server.max_bytes else 0
-        if server.memory_available and server.memory_available < max(room, FEW_BYTES):
+        room = server.max_bytes - server.bytes if server.max_bytes else 0  # by which the tables may still grow
+        is_known = server.memory_available > 0
+        if is_known and server.memory_available < max(room, FEW_BYTES):
             growth = f", and its tables may grow by {byte_size(room)}" if room else ""
             yield found("machine-nearly-full", check, left=byte_size(server.memory_available), growth=growth)
 
 
 def _disk(info: ServerInfo) -> Iterator[Finding]:
+    """Faults of the server's data directory, and the free space of each machine's disk."""
     if info.commit_error:
         yield found("disk-fails", "disk", reason=info.commit_error)
     if info.fell_back:
@@ -248,24 +255,28 @@ def _disk(info: ServerInfo) -> Iterator[Finding]:
     if info.damaged:
         yield found("disk-damaged", "disk", items=counted(info.damaged, "item"))
     for check, server in _checks_of_servers(info, "disk"):
+        if not server.disk_available:  # unknown
+            continue
         left = byte_size(server.disk_available)
-        if server.disk_available and server.disk_available < max(server.bytes, FEW_BYTES):
+        if server.disk_available < max(server.bytes, FEW_BYTES):
             yield found("disk-nearly-full", check, left=left, held=byte_size(server.bytes))
-        elif server.disk_available:
+        else:
             yield _ok(check, f"{left} left on the disk of data_dir")
 
 
 def _checks_of_servers(info: ServerInfo, check: str) -> list[tuple[str, ServerInfo]]:
-    """Each server that answers, with the name of a check of its own machine."""
+    """Each server that answers, after the name of the `check` of its machine."""
     shards = [(f"{check} of {name}", shard) for name, shard in shards_of(info) if shard is not None]
-    return shards or [(check, info)]
+    return shards or [(check, info)]  # a single server has no shards
 
 
 def _policy(info: ServerInfo) -> Finding:
-    # Generators, and no trainer, sample partial groups.
+    """The finding about the published policy version, or that a trainer samples and publishes none."""
+    # Generators and scorers, not trainers, sample the permit tables.
     permit_tables = () if info.admission is None else info.admission.permit_tables
     sampled = any(table.samples for table in info.tables.values() if table.name not in permit_tables)
-    if info.policy.version == 0 and not info.policy.weights and sampled:
+    never_published = info.policy.version == 0 and not info.policy.weights
+    if never_published and sampled:
         return found("no-version", "policy")
     message = f"version {info.policy.version}, set {duration(info.policy.age)} ago"
     if info.policy.interval:
@@ -285,7 +296,7 @@ def _roles(info: ServerInfo, tables: Sequence[_Table]) -> Iterator[Finding]:
     if info.overdue:
         for overdue in info.overdue:
             yield found("client-overdue", overdue.role, reason=overdue.reason, who=_overdue_headline(info))
-        return
+        return  # a part that is overdue may count as gone too: report it once
     trainer = trainer_of(info)
     supply = supply_of(info)
     connected = [f"{client.name} ({client.role or 'client'})" for client in info.clients if client.open]
@@ -303,7 +314,7 @@ def _roles(info: ServerInfo, tables: Sequence[_Table]) -> Iterator[Finding]:
             groups = counted(info.tables[name].size, "group")
             yield _missing(info, scorers, name, f"; {groups} of {name} lack rewards")
     teacher = teacher_of(info)
-    if teacher.state is State.ENDED:
+    if teacher.state is State.ENDED:  # nobody adds the columns that items wait for
         for table in info.tables.values():
             if table.incomplete_items:
                 yield _missing(info, teacher, table.name, f"; {table.name} {waits_for(table.missing_columns)}")
@@ -311,8 +322,8 @@ def _roles(info: ServerInfo, tables: Sequence[_Table]) -> Iterator[Finding]:
 
 
 def _one_gone(info: ServerInfo) -> Iterator[Finding]:
-    """Clients that went without saying so, while others of the same part are connected."""
-    connected: dict[str, list[str]] = defaultdict(list)
+    """Clients that are gone and did not say that they end, while other clients of the same part are connected."""
+    connected: dict[str, list[str]] = defaultdict(list)  # the names of clients, by their part
     gone = []
     for client in info.clients:
         part = read_described(client.settings).get("part")
@@ -330,8 +341,8 @@ def _one_gone(info: ServerInfo) -> Iterator[Finding]:
 
 
 def _overdue_headline(info: ServerInfo) -> str:
-    """The headline for the parts that are overdue."""
-    roles = sorted({overdue.role for overdue in info.overdue}, reverse=True)
+    """The headline for the parts that are overdue: they are silent if one of their clients is connected, else gone."""
+    roles = sorted({overdue.role for overdue in info.overdue}, reverse=True)  # the trainer before the generator
     clients = [client for role in roles for client in info.clients_of(role)]
     state = "silent" if any(client.open for client in clients) else "gone"
     if len(roles) > 1:
@@ -342,15 +353,15 @@ def _overdue_headline(info: ServerInfo) -> str:
 
 def _missing(info: ServerInfo, part: Part, check: str, groups_left: str = "") -> Finding:
     """The finding about a part that the run lacks. `groups_left`: the groups that the run can still use, in words."""
-    # Parts load their models, and after a start of the server all clients connect again.
-    young = info.uptime <= YOUNG and not part.is_known_to_be_gone
-    level = Level.OK if young else None
+    # Soon after the start of the server, a part may still load its model or connect again: this is no warning yet.
+    may_still_come = info.uptime <= YOUNG and not part.is_known_to_be_gone
+    level = Level.OK if may_still_come else None
     return found("part-missing", check, level, why=part.why + groups_left, what=part.remedy, who=part.headline)
 
 
 def _nobody(trainer: Part, supply: Part, connected: Sequence[str]) -> Finding:
     """The finding about a server without trainers and generators. `connected`: the clients that are connected."""
-    if trainer.state is State.ENDED and supply.state is State.ENDED:
+    if trainer.state is State.ENDED and supply.state is State.ENDED:  # on purpose
         ended = f"{trainer.why}, {supply.why}"
         return Finding("clients", Level.OK, ended, headline="The run has ended", stops="idle")
     why = f"{trainer.why}; {supply.why}"
@@ -358,7 +369,8 @@ def _nobody(trainer: Part, supply: Part, connected: Sequence[str]) -> Finding:
     if connected:
         why += f"; connected: {listed(connected)}"
         who = "Neither trainer nor generator is connected"
-    level = Level.WARNING if State.AWAY in (trainer.state, supply.state) else Level.OK
+    is_one_lost = State.AWAY in (trainer.state, supply.state)
+    level = Level.WARNING if is_one_lost else Level.OK
     return found("nobody-connected", "clients", level, why=why, who=who)
 
 
@@ -374,10 +386,10 @@ def _groups_left(info: ServerInfo, tables: Sequence[_Table]) -> str:
 
 
 def _why_nobody(info: ServerInfo, wait: Waiting, role: str, table: str = "") -> dict[str, Any] | None:
-    """The reason why requests wait in vain for a role, with a remedy and a headline; None: the role may serve them.
+    """The facts `why`, `what` (the remedy) and `blocked` (the headline) if requests wait in vain for a role.
 
-    `table` is the table into which inserts wait. Requests that wait for a part that has said that it ends wait in vain
-    at once.
+    None: the role may still serve them. `table` is the table whose inserts or samples wait; empty: permit requests
+    wait. Requests wait in vain only after a long wait, or as soon as the part that serves them has said that it ends.
     """
     if not wait.count:
         return None
@@ -393,31 +405,35 @@ def _why_nobody(info: ServerInfo, wait: Waiting, role: str, table: str = "") -> 
 
 
 def _waited_for(info: ServerInfo, role: str, table: str) -> Part:
-    """The part that serves requests which wait for a role.
+    """The part that has to act so that requests which wait for a role are served.
 
-    It may be a scorer that is missing between generators and the trainer.
+    A scorer takes the place of the trainer at a table of groups that lack rewards. It takes the place of the generators
+    if they are connected and the scorer, which passes their groups on, is missing.
     """
     scorers = scorers_of(info)
     if role == TRAINER:
         return scorers[table] if table in scorers else trainer_of(info)
     supply = supply_of(info)
-    missing = [part for part in scorers.values() if not part.is_connected]
-    return missing[0] if supply.is_connected and missing else supply
+    missing_scorers = [part for part in scorers.values() if not part.is_connected]
+    return missing_scorers[0] if supply.is_connected and missing_scorers else supply
 
 
 def _permits(info: ServerInfo) -> Iterator[Finding]:
+    """Permits that expired, that partial groups hold for nobody, or that generators wait for."""
     admission = info.admission
     if admission is None:
         return
     if admission.expired:
         yield found("permits-expired", "permits", permits=counted(admission.expired, "permit"))
-    unscored = scorers_of(info)
+    scorers = scorers_of(info)
     for name in admission.permit_tables:
-        if name not in unscored or unscored[name].is_connected:
+        lacks_scorer = name in scorers and not scorers[name].is_connected
+        if not lacks_scorer:  # `_roles` has reported a missing scorer
             yield from _partial_groups(name, info)
     wait = admission.acquiring
     starved = [table.name for table in info.tables.values() if info.is_long(table.sampling)]
     message = waiting(wait, "permit request")
+    # A sample request that waits shows that the trainer is there.
     nobody = None if starved else _why_nobody(info, wait, TRAINER)
     if nobody is not None:
         yield found("nobody-serves", "permits", wait=message, **nobody)
@@ -425,7 +441,7 @@ def _permits(info: ServerInfo) -> Iterator[Finding]:
     if not info.is_long(wait):
         return
     blocked = _blocked("Generators", "no policy version was published", info.policy.age, info)
-    if starved:
+    if starved:  # the trainer waits for groups, and generators for the trainer's next version
         yield found(
             "permits-stuck",
             "permits",
@@ -439,11 +455,13 @@ def _permits(info: ServerInfo) -> Iterator[Finding]:
 
 
 def _partial_groups(name: str, info: ServerInfo) -> Iterator[Finding]:
-    """Partial groups for which no generator is there. They hold permits that nobody else can use."""
+    """Partial groups that no generator continues. They hold permits that nobody else can use."""
     table = info.tables.get(name)
     if table is None or not table.size:
         return
-    if table.age.max <= info.long_wait or table.sampled.age <= info.long_wait:
+    waits_long = table.age.max > info.long_wait
+    was_drawn_lately = table.sampled.age <= info.long_wait
+    if not waits_long or was_drawn_lately:
         return
     readers = [client for client in info.clients if read_described(client.settings).get("source_table") == name]
     yield found(
@@ -457,7 +475,7 @@ def _partial_groups(name: str, info: ServerInfo) -> Iterator[Finding]:
 
 
 def _last_seen(clients: Iterable[ClientInfo]) -> str:
-    """The names of clients and the times since they were seen, as a part of a sentence; "" if there are none."""
+    """The names of clients and the times since they were seen, as a part of a sentence; empty without clients."""
     names = []
     for client in clients:
         ended = "ended " if client.ended else ""
@@ -469,11 +487,12 @@ def _last_seen(clients: Iterable[ClientInfo]) -> str:
 
 
 def _batches(info: ServerInfo) -> Iterator[Finding]:
-    """Trainers that take another number of groups than is admitted, or from another table than generators fill."""
+    """Trainers that take more or fewer groups a step than [admission] says, or take them from a table that no generator
+    fills."""
     for name, settings in info.settings_of("trainer"):
         table = settings.get("rollouts_table")
         fresh = settings.get("fresh_groups_per_step")
-        if not isinstance(table, str) or not isinstance(fresh, int):
+        if not isinstance(table, str) or not isinstance(fresh, int):  # a client may describe anything
             continue
         is_dynamic = settings.get("zero_variance") == "dynamic"  # the trainer then takes as many groups as it needs
         admission = info.admission
@@ -504,10 +523,11 @@ def _batches(info: ServerInfo) -> Iterator[Finding]:
 
 
 def _sampling_masks(info: ServerInfo) -> Iterator[Finding]:
-    """Generators that sample tokens from a part of the vocabulary. They should store which part."""
+    """Generators that sample tokens from a part of the vocabulary. They should store which part: the sampling masks."""
     for name, settings in info.settings_of("generator"):
         if not truncates(settings):
             continue
+        # Each option alone, to name those that truncate.
         truncating = [option for option in TRUNCATING if truncates({option: settings.get(option)})]
         how = listed([f"{option} {settings[option]:g}" for option in truncating])
         if settings.get("sampling_masks"):
@@ -517,7 +537,7 @@ def _sampling_masks(info: ServerInfo) -> Iterator[Finding]:
 
 
 def _one_reward(info: ServerInfo) -> Iterator[Finding]:
-    """Parts that score groups, and gave all rollouts of many groups one reward."""
+    """Parts that gave the same reward to all rollouts of many groups in a row. They describe this as `one_reward`."""
     for part in ("generator", "scorer"):
         for name, settings in info.settings_of(part):
             one_reward = _described_facts(settings, "one_reward", value=float, groups=int, got=str)
@@ -538,7 +558,7 @@ def _one_reward(info: ServerInfo) -> Iterator[Finding]:
 
 
 def _failures(info: ServerInfo) -> Iterator[Finding]:
-    """Parts in which more than half of the last rollouts have failed."""
+    """Parts in which more than half of the last rollouts have failed. They describe this as `failures`."""
     for part in ("generator", "scorer"):
         for name, settings in info.settings_of(part):
             facts = _described_facts(settings, "failures", failed=int, rollouts=int, reason=str)
@@ -547,7 +567,8 @@ def _failures(info: ServerInfo) -> Iterator[Finding]:
 
 
 def _cut_early(info: ServerInfo) -> Iterator[Finding]:
-    """Generators whose rollouts end with finish reason `length` long before `max_tokens`."""
+    """Generators whose rollouts end with finish reason `length` long before `max_tokens`. They describe this as
+    `cut_early`."""
     for name, settings in info.settings_of("generator"):
         facts = _described_facts(settings, "cut_early", cut=int, rollouts=int, longest=int, max_tokens=int)
         if facts is not None:
@@ -556,12 +577,12 @@ def _cut_early(info: ServerInfo) -> Iterator[Finding]:
 
 
 def _refused_agents(info: ServerInfo) -> Iterator[Finding]:
-    """Generators that have refused several requests of agents lately, with the statuses."""
+    """Generators that have refused several requests of agents in the last ten minutes, with the statuses."""
     for name, settings in info.settings_of("generator"):
         facts = _described_facts(settings, "sessions", refused=dict, reason=str)
         if facts is None:
             continue
-        counts = {status: count for status, count in facts["refused"].items() if isinstance(count, int)}
+        counts = {status: count for status, count in facts["refused"].items() if isinstance(count, int)}  # by status
         total = sum(counts.values())
         if total < FEW_REFUSED:
             continue
@@ -577,13 +598,15 @@ def _refused_agents(info: ServerInfo) -> Iterator[Finding]:
 
 
 def _status(status: str) -> str:
+    """A status of HTTP with its reason, if that is known."""
     return f"{status} ({REFUSED[status]})" if status in REFUSED else status
 
 
 def _described_facts(settings: Mapping[str, Any], name: str, **kinds: type) -> dict[str, Any] | None:
-    """The fields of `kinds`, and `expected` if there is one, that a client describes under this name.
+    """The facts that a client describes under this name; None: it describes none, or not of these kinds.
 
-    None if a field is missing or has another type: a client may describe anything.
+    The facts are a table. It must have the fields that `kinds` names, each of its type. Of its other fields, only
+    `expected` is returned. A client may describe anything, so all of this is checked.
     """
     facts = settings.get(name)
     if not isinstance(facts, dict):
@@ -595,7 +618,7 @@ def _described_facts(settings: Mapping[str, Any], name: str, **kinds: type) -> d
 
 
 def _filled_tables(info: ServerInfo, names: Sequence[str]) -> list[str]:
-    """The tables `names`, and the tables to which they forward their items, directly or over others."""
+    """The tables `names`, and the tables that get items of these tables by `forward_to`, directly or over others."""
     tables = list(names)
     for name in tables:  # the list grows in the loop
         if name not in info.tables:
@@ -612,9 +635,10 @@ def _filled_tables(info: ServerInfo, names: Sequence[str]) -> list[str]:
 def _table_findings(info: ServerInfo, table: _Table, fed: bool) -> Iterator[Finding]:
     """The problems of one table.
 
-    `fed` is True if an empty table is odd: clients have inserted something, or the server has run long enough.
+    `fed` is True if a table without inserts is odd: clients have inserted into some table, or the server has run long
+    enough.
     """
-    # If rows wait for a column, requests wait for these rows. So the column is the only finding.
+    # Requests may wait because items lack a column. Then the missing column is the finding, and not the waits.
     awaited_columns = list(_awaited_columns(table.info, info))
     yield from awaited_columns or _waits(table.info, info)
     yield from _limiter(table)
@@ -627,15 +651,15 @@ def _table_findings(info: ServerInfo, table: _Table, fed: bool) -> Iterator[Find
 
 
 def _blocked(who: str, cause: str, age: float, info: ServerInfo) -> str:
-    """The headline of a long wait. It names the cause only if the last event they wait for is a long time ago.
+    """The headline of a long wait. It names the `cause`, that an event does not happen, only if it is true.
 
-    `age`: seconds since that event.
+    `age`: seconds since the last such event. If it was lately, another cause blocks them.
     """
     return f"{who} are blocked: {cause}" if age >= info.long_wait else f"{who} are blocked"
 
 
 def _awaited_columns(table: TableInfo, info: ServerInfo) -> Iterator[Finding]:
-    """Rows that wait for columns, if nobody has brought such a column for a long time."""
+    """Items that wait for columns, if nobody has added such a column for a long time."""
     if not table.incomplete_items or table.incomplete_seconds < info.long_wait:
         return
     is_blocking = info.is_long(table.sampling) or info.is_long(table.inserting)
@@ -650,7 +674,7 @@ def _awaited_columns(table: TableInfo, info: ServerInfo) -> Iterator[Finding]:
 
 
 def _waits(table: TableInfo, info: ServerInfo) -> Iterator[Finding]:
-    """Requests that wait long, or in vain."""
+    """Inserts and sample requests that wait long, or in vain."""
     inserting = table.inserting
     sampling = table.sampling
     no_sample = _blocked(f"Inserts into {table.name}", "nobody samples it", table.sampled.age, info)
@@ -681,7 +705,10 @@ def _waits(table: TableInfo, info: ServerInfo) -> Iterator[Finding]:
 def _waiting_request(
     info: ServerInfo, table: TableInfo, wait: Waiting, message: str, rule: str, role: str, blocked: str
 ) -> Iterator[Finding]:
-    """Requests of one kind that wait for a `role`, long or in vain."""
+    """Requests of one kind that wait long, or in vain, for a client of `role`.
+
+    `rule` and `blocked`, its headline, are for requests that wait long.
+    """
     nobody = _why_nobody(info, wait, role, table.name)
     if nobody is not None:
         yield found("nobody-serves", table.name, wait=message, **nobody)
@@ -695,7 +722,7 @@ def _limiter(table: _Table) -> Iterator[Finding]:
     config = table.config
     name = table.name
     limiter = config["rate_limiter"]
-    uses = config["max_times_sampled"]
+    uses = config["max_times_sampled"]  # 0: no limit
     evicts = config["when_full"] == "evict"
     ratio = limiter["samples_per_insert"]
     min_size = limiter["min_size"]
@@ -706,7 +733,8 @@ def _limiter(table: _Table) -> Iterator[Finding]:
     mean = info.bytes / info.size if info.size else 0.0
     if bound is not None and mean * min_size > bound:
         yield found("min-size-never", name, min_size=min_size, mean=byte_size(int(mean)), bound=byte_size(bound))
-    if config["when_full"] == "block" and not uses and config["max_staleness"] is None:
+    keeps_items_for_ever = not uses and config["max_staleness"] is None
+    if config["when_full"] == "block" and keeps_items_for_ever:
         yield found("fills-once", name)
     if admitted is not None and admitted > config["max_size"] and evicts:
         yield found(
@@ -719,7 +747,8 @@ def _limiter(table: _Table) -> Iterator[Finding]:
         )
     if config["requires"] and bound is not None and evicts:
         yield found("no-room-for-columns", name, columns=listed(config["requires"]))
-    if info.size and not info.priority.max and config["sampler"]["type"] == "prioritized":
+    all_priorities_are_zero = info.size > 0 and not info.priority.max
+    if all_priorities_are_zero and config["sampler"]["type"] == "prioritized":
         yield found("priorities-zero", name)
 
 
@@ -733,22 +762,23 @@ def _balance(table: _Table) -> Iterator[Finding]:
     if not any(value.weight for value in values):
         shown_names = listed([name or "items without the tag" for name in names])
         yield found("weights-zero", table.name, tag=balance["tag"], names=shown_names)
-    elif names == [""]:
+    elif names == [""]:  # no item has the tag
         yield found("tag-unknown", table.name, tag=balance["tag"])
 
 
 def _never_fed(table: _Table) -> Finding:
+    """The finding about a table into which nothing was ever inserted."""
     if not table.feeders:
         return found("never-fed", table.name, table=table.name)
-    sampled = any(feeder.samples for feeder in table.feeders)
-    rule = "nothing-forwarded" if sampled else "feeder-not-sampled"
+    is_feeder_sampled = any(feeder.samples for feeder in table.feeders)
+    rule = "nothing-forwarded" if is_feeder_sampled else "feeder-not-sampled"
     return found(rule, table.name, feeders=listed([feeder.name for feeder in table.feeders]))
 
 
 def _age_of_draws(info: ServerInfo, table: _Table, max_staleness: float | None) -> Iterator[Finding]:
-    """The age of groups when they are drawn from a table that gives each group once."""
+    """The mean staleness of groups at their draws. Only a table with `max_times_sampled = 1` measures it."""
     flow = table.info.flow
-    if not flow.versions:
+    if not flow.versions:  # not measured
         return
     bound = _allowed_staleness(info, table) if max_staleness is None else max_staleness
     if bound is None or flow.staleness <= bound:
@@ -758,7 +788,7 @@ def _age_of_draws(info: ServerInfo, table: _Table, max_staleness: float | None) 
 
 
 def _allowed_staleness(info: ServerInfo, table: _Table) -> float | None:
-    """The lower one of the bounds of the table and of its admission; None: it has no bound."""
+    """The bound on staleness of the table, or that of [admission] if this is lower; None: neither has a bound."""
     limits = [table.config["max_staleness"]]
     if info.admission is not None and info.admission.table == table.name:
         limits.append(info.admission.max_staleness)
@@ -768,18 +798,19 @@ def _allowed_staleness(info: ServerInfo, table: _Table) -> float | None:
 def _staleness(table: _Table, info: ServerInfo) -> Iterator[Finding]:
     """Groups that went stale before anybody used them.
 
-    Every group in a pool goes stale at last. Only groups that no reader ever got are lost work. `stale` counts used
-    groups too, so this computes the least number that was lost. A sample uses at most one item. Each forwarded item was
-    used in the table that it came from.
+    Every group in a pool goes stale at last. Only groups that no reader ever got are lost work. The counter `stale`
+    includes groups that were used before, so this function computes the least number of groups that were lost. A sample
+    uses at most one item. Each forwarded item was used in the table that it came from.
     """
     counts = table.info
-    used = 0
+    used = 0  # a queue gives each group once, and a group that was drawn has left the queue
     if table.config["max_times_sampled"] != 1:
         used = counts.samples + table.forwarded_in
+    # A forward that was refused is no loss: the item was used before.
     refused = max(0, counts.stale_refused - sum(feeder.forward_refused for feeder in table.feeders))
     lost = max(0, counts.stale - used) + refused
-    offered = table.direct_inserts + refused
-    if not offered or lost < MUCH_STALE * offered:
+    generated = table.direct_inserts + refused
+    if not generated or lost < MUCH_STALE * generated:
         return
     limit = table.config["max_staleness"]
     admission = info.admission
@@ -790,13 +821,13 @@ def _staleness(table: _Table, info: ServerInfo) -> Iterator[Finding]:
         rule = "stale-by-admission"
     else:
         rule = "stale-though-admitted"
-    level = Level.FAILURE if lost > MOST_STALE * offered else None
-    yield found(rule, table.name, level, share=lost / offered, limit=limit, admitted=admitted)
+    level = Level.FAILURE if lost > MOST_STALE * generated else None
+    yield found(rule, table.name, level, share=lost / generated, limit=limit, admitted=admitted)
 
 
 def _starved(table: _Table, info: ServerInfo) -> Iterator[Finding]:
-    """Values of a tag that lose a far larger share of their groups as too old than the other values do."""
-    if table.copied is not None or table.feeders:
+    """For each tag, the value that loses the largest share of its groups as too old, if it starves: `_shares_lost`."""
+    if table.copied is not None or table.feeders:  # generators do not insert into this table
         return
     for counts in tag_counts(info, table.info):
         shares = _shares_lost(counts)
@@ -829,7 +860,10 @@ def _starved(table: _Table, info: ServerInfo) -> Iterator[Finding]:
 
 
 def _shares_lost(counts: TagCounts) -> dict[str, float]:
-    """The share of lost groups of each value that starves: it loses much, and twice the share of all others."""
+    """For each value of a tag that starves, the share of its groups that were lost as too old.
+
+    A value starves if this share is at least MUCH_STALE, and at least twice the share of all other values together.
+    """
     starved = {}
     for value, groups in counts.values.items():
         if groups.generated < LEAST_GENERATED:
@@ -843,8 +877,9 @@ def _shares_lost(counts: TagCounts) -> dict[str, float]:
 
 
 def _losses(table: _Table) -> Iterator[Finding]:
+    """Items that were evicted before anybody sampled them, and items that could not be forwarded."""
     counts = table.info
-    if table.copied is not None:
+    if table.copied is not None:  # the table holds copies for an archive, which draws each of them
         if counts.evicted_unsampled or counts.age.max > UNREAD:
             yield found(
                 "not-archived",

@@ -1,4 +1,5 @@
-"""Facts: what the page keeps of each group. Numbers are columns, so that 100,000 groups sort fast."""
+"""Facts: the numbers, flags and texts that the page keeps of each group. Numbers are columns, so that 100,000 groups
+sort fast."""
 
 from __future__ import annotations
 
@@ -23,19 +24,23 @@ COLUMNS = (
     "truncated_share",
     "solved_share",
 )
-"""Numbers of a group; NaN where unknown."""
+"""Numbers of a group. A number that is not known is NaN."""
 A_PROMPT = "a prompt"
+"""The flag of a StoredPrompt in a table of prompts."""
 A_CURSOR = "how far prompts are loaded"
-"""Flags of the items of a table of prompts."""
+"""The flag of a PromptCursor in a table of prompts."""
 DAMAGED = "damaged"
 RAW_BYTES = "raw bytes"
+"""The flag of a payload that is neither a group nor an item of a table of prompts."""
 NO_VARIANCE = "no variance"
 NOTES = (DAMAGED, RAW_BYTES, NO_VARIANCE, "all cut off", "identical answers", "no log-probs", "bad log-probs")
 """Flags of odd groups. Finish reasons are flags as well, such as "ended by stop"."""
 SEARCHED = 16_000
-"""Characters of a group that text search looks at."""
+"""Most characters of a group that text search reads."""
 TEXT_LIMIT = 256 << 20
-"""Most characters of all groups together for text search. Further groups are not found by their text."""
+"""Most characters of all groups together that are kept for text search. Text search does not find further groups."""
+_MOST_NAME = 200
+"""Most characters of a prompt's name that are kept."""
 
 
 @dataclass
@@ -43,30 +48,31 @@ class Facts:
     """The facts of one group; for a payload that is no group, only a flag."""
 
     numbers: dict[str, float] = field(default_factory=dict)
-    """The values of COLUMNS, in their order; empty if the payload is no group."""
+    """The values of COLUMNS, by their names; empty if the payload is no group."""
     flags: frozenset[str] = frozenset()
     prompt_id: str = ""
     prompt: str = ""
-    """Beginning and end of the prompt's text."""
+    """The text of the prompt; of a long text the beginning and the end."""
     text: str = ""
     """The text that a search reads, in lower case."""
 
 
 def facts_of(payload: bytes | memoryview, text: TokenText, solved_reward: float) -> Facts:
-    """The facts of a payload. It never raises: a payload that is no group has a flag that says so."""
+    """The facts of a payload. This never raises: a flag tells if the payload is no group."""
     try:
         group = RolloutGroup.decode(payload)
     except ValueError:
         if is_stored_prompt(payload):
             return _facts_of_prompt(payload)
-        # The last byte of MAGIC is the version of the format.
-        looks_like_one = bytes(memoryview(payload)[: len(MAGIC) - 1]) == MAGIC[:-1]
-        return Facts(flags=frozenset({DAMAGED if looks_like_one else RAW_BYTES}))
+        # The last byte of MAGIC is the version of the format, which may be another one.
+        begins_like_a_group = bytes(memoryview(payload)[: len(MAGIC) - 1]) == MAGIC[:-1]
+        return Facts(flags=frozenset({DAMAGED if begins_like_a_group else RAW_BYTES}))
     with np.errstate(all="ignore"):  # rewards and log-probabilities may be infinite
         return _facts(group, text, solved_reward)
 
 
 def _facts_of_prompt(payload: bytes | memoryview) -> Facts:
+    """The facts of an item of a table of prompts."""
     try:
         item = decode_item(payload)
     except ValueError:
@@ -76,31 +82,35 @@ def _facts_of_prompt(payload: bytes | memoryview) -> Facts:
     content = item.prompt.content
     if isinstance(content, str):
         text = content
-    else:
+    else:  # the messages of a chat
         text = "\n".join(str(message["content"]) for message in content)
     return Facts(
         flags=frozenset({A_PROMPT}),
-        prompt_id=item.prompt.prompt_id[:200],
+        prompt_id=item.prompt.prompt_id[:_MOST_NAME],
         prompt=_shortened(text),
         text=text[:SEARCHED].lower(),
     )
 
 
 def _shortened(prompt: str) -> str:
+    """The prompt, or its beginning and its end, in at most 160 characters."""
     return prompt if len(prompt) <= 160 else f"{prompt[:80]} … {prompt[-76:]}"
 
 
 def _facts(group: RolloutGroup, text: TokenText, solved_reward: float) -> Facts:
+    """The facts of a group. A completion with at least `solved_reward` counts as solved."""
     rewards = group.rewards.astype(np.float64)
     logprobs = group.rollout_logprobs
     known = logprobs[~np.isnan(logprobs)]
     reasons = [str(reason)[:40] for reason in group.finish_reasons or ()]
+    # A log-probability is at most 0 (here 1e-3, for rounding), and no sampled token is as unlikely as exp(-1e4).
+    are_bad = known.size > 0 and not -1e4 < float(known.min()) <= float(known.max()) < 1e-3
     notes = {
         NO_VARIANCE: bool(np.isfinite(rewards).all()) and not carries_gradient(group),
         "all cut off": bool(reasons) and set(reasons) == {"length"},
         "identical answers": len(rewards) > 1 and _different_answers(group) == 1,
         "no log-probs": known.size == 0 and bool(group.sampled_lengths.any()),
-        "bad log-probs": known.size > 0 and not -1e4 < float(known.min()) <= float(known.max()) < 1e-3,
+        "bad log-probs": are_bad,
     }
     flags = [name for name, holds in notes.items() if holds]
     flags += [f"ended by {reason}" for reason in reasons]
@@ -117,7 +127,7 @@ def _facts(group: RolloutGroup, text: TokenText, solved_reward: float) -> Facts:
             "solved_share": float((rewards >= solved_reward).mean()),
         },
         flags=frozenset(flags),
-        prompt_id=str(group.prompt_id)[:200],
+        prompt_id=str(group.prompt_id)[:_MOST_NAME],
         prompt=_shortened(prompt),
         text=_searched_text(group, prompt, text),
     )
@@ -139,15 +149,18 @@ def _searched_text(group: RolloutGroup, prompt: str, text: TokenText) -> str:
         for ids in group.completions():
             if length >= SEARCHED:
                 break
-            # More tokens than characters that are left are hardly ever needed.
-            part = text.text(ids[: SEARCHED - length].tolist())
-            parts.append(part)
-            length += len(part)
+            # Most tokens have at least one character: do not decode more tokens than characters are still needed.
+            completion = text.text(ids[: SEARCHED - length].tolist())
+            parts.append(completion)
+            length += len(completion)
     return "\n".join(parts)[:SEARCHED].lower()
 
 
 class FactsStore:
-    """The facts of many groups, with one slot for each. A new group takes the slot of one that was forgotten."""
+    """The facts of many groups. Each group has a slot, an index into the arrays and lists here.
+
+    A new group gets the slot of a forgotten group, if there is one.
+    """
 
     def __init__(self) -> None:
         self.slots: dict[int, int] = {}
@@ -157,9 +170,10 @@ class FactsStore:
         self.flags = np.zeros(1024, dtype=np.int64)
         """The flags of each slot, as bits."""
         self.names = list(NOTES)
-        """Names of the flags; a flag's index is its bit. An int64 has 63 usable bits: further flags share the last."""
+        """Names of the flags. The index of a flag is its bit. An int64 has 63 usable bits: further flags share the
+        last."""
         self.rows: list[Facts] = []
-        """The facts of each slot that was ever used."""
+        """The facts of each slot that was ever used; empty facts in a slot that is free."""
         self.version = 0
         """Increases with every change."""
         self._free: list[int] = []
@@ -168,12 +182,13 @@ class FactsStore:
         """Characters of the texts of all groups together: at most TEXT_LIMIT."""
 
     def put(self, key: int, facts: Facts) -> None:
+        """Stores the facts of the group `key`, unless the store has facts of this group."""
         if key in self.slots:
             return
         slot = self._free.pop() if self._free else len(self.rows)
         if slot == len(self.rows):
             self.rows.append(facts)
-        if slot == len(self.flags):
+        if slot == len(self.flags):  # the arrays are full: double them
             self.numbers = np.tile(self.numbers, (2, 1))
             self.flags = np.tile(self.flags, 2)
         if self._characters + len(facts.text) > TEXT_LIMIT:
@@ -182,7 +197,7 @@ class FactsStore:
         self.rows[slot] = facts
         self.slots[key] = slot
         self.numbers[slot] = [facts.numbers.get(name, np.nan) for name in COLUMNS]
-        bits = {1 << self._bit(name) for name in facts.flags}
+        bits = {1 << self._bit(name) for name in facts.flags}  # a set: flags that share a bit count once
         self.flags[slot] = sum(bits)
         self.version += 1
 
@@ -200,6 +215,7 @@ class FactsStore:
         return np.fromiter((self.slots.get(key, -1) for key in keys), dtype=np.int64)
 
     def _bit(self, name: str) -> int:
+        """The index of the bit of a flag. A new flag gets the next bit, if one is left."""
         if name not in self.names and len(self.names) < 63:
             self.names.append(name)
         return self.names.index(name) if name in self.names else 62

@@ -1,4 +1,7 @@
-"""One group as a document: facts, windows of its tokens, and their text by the tokenizer.json of a model."""
+"""One group as a JSON document: its facts, and windows of its tokens with their text by a tokenizer.json.
+
+A window is a range of the tokens of one sequence or of the prompt, with the arrays that have a number for each token.
+"""
 
 from __future__ import annotations
 
@@ -16,17 +19,20 @@ from replay_dashboard.turns import turns_of
 from replay_generator.prompts.stored import document_of
 
 FIRST_TOKENS = 16_384
-"""Tokens, of all sequences together, that are sent with the group. The page asks for the rest."""
+"""About how many tokens of all sequences together are sent with the group. The page asks for the other tokens."""
 MOST_TOKENS = 16_384
-"""Tokens of one window."""
+"""Most tokens of one window."""
 MOST_TURNS = 4096
-"""Turns, of all sequences together, sent with the group. The page shows the other turns of a sequence as one part."""
+"""About how many turns of all sequences together are sent with the group. The page shows the remaining turns of a
+sequence as one part."""
 ANSWER_TOKENS = 400
 """Tokens at the end of an answer that the overview shows."""
+PROMPT_TOKENS = 2048
+"""Tokens at the beginning of a prompt that are sent with the group, and that the overview shows."""
 HEAD = 512
 """Bytes of a payload that the page shows if the payload is not a group."""
 _WARM_UP = 16
-"""Tokens that are decoded before a window. The text of a token can depend on the tokens before it."""
+"""Tokens before a window that are decoded with it: the text of a token can depend on the tokens before it."""
 
 
 class TokenText:
@@ -40,6 +46,7 @@ class TokenText:
             self.load(path)
 
     def load(self, path: Path) -> None:
+        """Replaces the tokenizer by the one at `path`, a tokenizer.json or its folder. Raises ValueError."""
         from tokenizers import Tokenizer
 
         file = path / "tokenizer.json" if path.is_dir() else path
@@ -67,8 +74,8 @@ class TokenText:
     def pieces(self, ids: Sequence[int], start: int, stop: int) -> list[str] | None:
         """The text of each token from `start` to `stop`; None without a tokenizer.
 
-        The pieces joined are the text. A token that ends in the middle of a character has an empty piece, and the next
-        token has the whole character.
+        The pieces joined are the text. A token may end in the middle of a character. Its piece is then empty, and the
+        piece of the next token has the whole character. An id that the tokenizer does not have is shown as ⟨id⟩.
         """
         if not self.source:
             return None
@@ -88,7 +95,8 @@ class TokenText:
 def item_document(item: StoredItem, text: TokenText, whole: bool = False) -> dict[str, Any]:
     """The item as JSON, with its group: the first tokens of each sequence or, with `whole`, all tokens.
 
-    If the payload is not a group, the document has the reason (`problem`) and the first bytes (`head`) in its place.
+    If the payload is not a group, `group` is None, and the document has lines about the payload instead: see
+    `_no_group`.
     """
     document = {
         "key": str(item.key),
@@ -98,7 +106,7 @@ def item_document(item: StoredItem, text: TokenText, whole: bool = False) -> dic
         "staleness": item.staleness,
         "tags": item.tags,
         "columns": sorted(item.labels.columns),
-        "tables": {name: vars(held) for name, held in item.tables.items()},
+        "tables": {name: vars(membership) for name, membership in item.tables.items()},
         "group": None,
     }
     try:
@@ -110,9 +118,10 @@ def item_document(item: StoredItem, text: TokenText, whole: bool = False) -> dic
 
 
 def _no_group(item: StoredItem, error: ValueError) -> dict[str, Any]:
-    """The kind and the first bytes of a payload that is not a group."""
+    """The fields of the document of a payload that is not a group: `problem`, what it is instead, and `head`, lines of
+    its first bytes or, for an item of a table of prompts, of its JSON."""
     stored = document_of(item.payload)
-    if stored is None:
+    if stored is None:  # no item of a table of prompts either
         return {"problem": str(error)[:500], "head": _dump(item.payload[:HEAD])}
     is_cursor = "cursor" in stored
     lines = json.dumps(stored, ensure_ascii=False, indent=1, default=str).splitlines()
@@ -123,6 +132,7 @@ def _no_group(item: StoredItem, error: ValueError) -> dict[str, Any]:
 
 
 def _group_document(group: RolloutGroup, text: TokenText, whole: bool) -> dict[str, Any]:
+    """The group as JSON: its facts, and the first tokens and turns of each sequence or, with `whole`, all of them."""
     turns_S = turns_of(group)
     meta = dict(group.meta)
     if whole:
@@ -131,10 +141,10 @@ def _group_document(group: RolloutGroup, text: TokenText, whole: bool) -> dict[s
         most_turns = None
     else:
         first_tokens = max(64, min(1024, FIRST_TOKENS // group.num_sequences))
-        prompt_tokens = 2048
+        prompt_tokens = PROMPT_TOKENS
         most_turns = max(8, min(256, MOST_TURNS // group.num_sequences))
         if any(turn.role is not None for turns in turns_S for turn in turns):
-            # Nothing is lost: the turns of each completion have these roles, and their number is bounded.
+            # Each completion below has its turns with these roles. `meta` has the same turns, without a bound.
             meta.pop("turns", None)
     completions = []
     for row, (facts, turns) in enumerate(zip(completion_facts(group), turns_S, strict=True)):
@@ -159,9 +169,12 @@ def _group_document(group: RolloutGroup, text: TokenText, whole: bool) -> dict[s
 
 
 def answer_of(item: StoredItem, rollout: int, text: TokenText) -> dict[str, Any]:
-    """One rollout of a group: its prompt, its reward, and the end of its last sequence, or the ids of its tokens."""
+    """One rollout of a group: its prompt, its reward, and the end of its last sequence as text.
+
+    Without a tokenizer, the text has the ids of the tokens.
+    """
     group = item.group
-    row = np.flatnonzero(group.sequence_rollouts == rollout)[-1]
+    row = np.flatnonzero(group.sequence_rollouts == rollout)[-1]  # the rollout's last sequence
     ids = group.completion_ids[group.sampled_spans()[row]].tolist()
     shown_ids = ids[-ANSWER_TOKENS:]
     shown_text = text.text(shown_ids) or " ".join(map(str, shown_ids))
@@ -169,7 +182,7 @@ def answer_of(item: StoredItem, rollout: int, text: TokenText) -> dict[str, Any]
         shown_text = f"… {shown_text}"
     return {
         "key": str(item.key),
-        "prompt": text.text(group.prompt_ids[:2048].tolist()) or group.prompt_id,
+        "prompt": text.text(group.prompt_ids[:PROMPT_TOKENS].tolist()) or group.prompt_id,
         "reward": group.rewards[rollout],
         "tokens": len(ids),
         "text": shown_text,
@@ -177,7 +190,7 @@ def answer_of(item: StoredItem, rollout: int, text: TokenText) -> dict[str, Any]
 
 
 def _dump(head: bytes | memoryview) -> list[str]:
-    """Lines of 16 bytes, as hexadecimal numbers and as characters."""
+    """Lines of 16 bytes each, as hexadecimal numbers and as characters."""
     lines = []
     for start in range(0, len(head), 16):
         row = bytes(head[start : start + 16])
@@ -187,25 +200,25 @@ def _dump(head: bytes | memoryview) -> list[str]:
 
 
 def completion_facts(group: RolloutGroup) -> list[dict[str, Any]]:
-    """The numbers of each of the S sequences without its context: lengths, mean log-probability in nats, and reward,
-    advantage and finish reason of its rollout.
+    """The numbers of each of the S sequences: lengths, mean log-probability in nats, and reward, advantage and finish
+    reason of its rollout. Except for `context_tokens`, they are about the tokens after the context.
 
-    `index` counts the sequences of the group. `part` counts those of the rollout, from 0, and `parts` is their number.
+    `index` is the index of the sequence in the group, and `part` its index in its rollout, which has `parts` sequences.
     """
     spans_S = group.sampled_spans()
-    contexts_S = group.prompt_lengths - group.prompt_ids.size
-    # The tokens of tools have no log-probabilities, and need none.
+    contexts_S = group.prompt_lengths - group.prompt_ids.size  # tokens of context after the shared prompt
+    # Tokens that a tool wrote have no log-probabilities, and need none, since they are not trained on.
     unknown_T = np.isnan(group.rollout_logprobs) & group.trained_mask
     counts_G = [1] * group.group_size if group.sequence_counts is None else group.sequence_counts.tolist()
     parts_S: list[tuple[int, int, int]] = []
     for rollout, parts in enumerate(counts_G):
         for part in range(parts):
             parts_S.append((rollout, part, parts))
-    found = []
+    sequences = []
     for row, (span, (rollout, part, parts)) in enumerate(zip(spans_S, parts_S, strict=True)):
         logprobs = group.rollout_logprobs[span]
         known = logprobs[~np.isnan(logprobs)]
-        found.append(
+        sequences.append(
             {
                 "index": row,
                 "rollout": rollout,
@@ -221,11 +234,11 @@ def completion_facts(group: RolloutGroup) -> list[dict[str, Any]]:
                 "finish_reason": str(group.finish_reasons[rollout])[:80] if group.finish_reasons else None,
             }
         )
-    return found
+    return sequences
 
 
 def _extra(group: RolloutGroup, name: str) -> dict[str, Any]:
-    """Dtype, shape, bytes, axis and first values of an array among the extras; of complex numbers the real parts."""
+    """Dtype, shape, bytes, axis and first values of an extra array; of complex numbers, the real parts."""
     array = group.extras[name]
     return {
         "name": name,
@@ -242,13 +255,14 @@ def window(
 ) -> dict[str, Any]:
     """Tokens `start` to `stop` of a sequence with its context, or of the prompt (row -1): ids, text and arrays.
 
-    With `whole` the window may have more than MOST_TOKENS tokens, and `text` is the text of the whole sequence. Raises
-    ValueError for a row that the group does not have.
+    `text` is a list with the text of each token of the window. With `whole`, it is the text of the whole sequence, and
+    the window may have more than MOST_TOKENS tokens. Raises ValueError for a row that the group does not have.
     """
     if not -1 <= row < group.num_sequences:
         raise ValueError(f"completion {row}: this group has {group.num_sequences}")
     shared = group.prompt_ids.size
     arrays: dict[str, npt.NDArray[Any]] = {}
+    # An array of the axis "whole" begins with the tokens of the prompt. One of the axis "token" begins after them.
     if row < 0:
         ids = group.prompt_ids.tolist()
         for name, array in per_token(group).items():
@@ -261,8 +275,8 @@ def window(
         if _masked(group):
             arrays["mask"] = group.trained_mask[span]
         for name, array in per_token(group).items():
-            before = shared if group.axes.get(name) == "whole" else 0
-            arrays[name] = array[before + span.start : before + span.stop]
+            offset = shared if group.axes.get(name) == "whole" else 0
+            arrays[name] = array[offset + span.start : offset + span.stop]
     start = max(0, start)
     stop = min(stop, len(ids))
     if not whole:
@@ -276,13 +290,14 @@ def window(
 
 
 def per_token(group: RolloutGroup) -> dict[str, npt.NDArray[Any]]:
-    """The arrays with one number for each token, by name: extras with such an axis, and the advantages of tokens."""
+    """The arrays with one number for each token, by name: extra arrays of such an axis, and the token advantages."""
     arrays = {}
     for name, axis in group.axes.items():
         if axis not in ("token", "whole"):
             continue
         array = group.extras[name]
-        if array.ndim == 1 and array.dtype.kind != "c":
+        is_real = array.dtype.kind != "c"
+        if array.ndim == 1 and is_real:
             arrays[name] = array
     if group.token_advantages is not None:
         arrays["token_advantages"] = group.token_advantages
@@ -290,7 +305,7 @@ def per_token(group: RolloutGroup) -> dict[str, npt.NDArray[Any]]:
 
 
 def _numbers(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """The values in a dtype whose numbers JSON can represent."""
+    """The same values in a dtype that `tolist` turns into Python's numbers."""
     return array.astype(np.float32) if array.dtype.name == "bfloat16" else array
 
 

@@ -22,6 +22,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from replay_protos import connection_bounds
 
 COOKIE = "replay_dashboard"
+"""The name of the cookie that holds a viewer's token."""
 MOST_BODY_BYTES = 4096
 HEADERS = {
     "Content-Security-Policy": (
@@ -34,18 +35,24 @@ HEADERS = {
     "Cross-Origin-Resource-Policy": "same-origin",
     "Cache-Control": "no-store",
 }
+"""The security headers of every response: the page runs only its own scripts, and other sites cannot embed it."""
 
 
 class Guard:
     """Wraps the application. The files of the page are public; every answer about the server needs the token."""
 
     def __init__(self, app: ASGIApp, token: str | None, names: Iterable[str] = ()) -> None:
-        """`token`: None on loopback. `names`: host names under which the page may be asked for."""
+        """`token`: the token that a viewer needs; None: viewers need none.
+
+        `names`: host names, beside the machine's own, under which the page answers.
+        """
         self._app = app
         self._token = token
         self._names = {"localhost", socket.gethostname().lower(), *(name.lower() for name in names)}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answers with a refusal if there is one, otherwise by the application; both with HEADERS."""
+
         async def send_guarded(message: Message) -> None:
             if message["type"] == "http.response.start":
                 MutableHeaders(scope=message).update(HEADERS)
@@ -57,6 +64,7 @@ class Guard:
         await application(scope, receive, send_guarded)
 
     def _refusal(self, request: Request) -> JSONResponse | None:
+        """The response that refuses the request; None: the application may answer it."""
         path = request.url.path
         is_login = path == "/api/login"
         is_api = path.startswith("/api/")
@@ -64,7 +72,7 @@ class Guard:
             return _refuse(405, "the page only reads: use GET")
         if not self._is_own(request.headers.get("host", "")):
             return _refuse(403, "this page does not answer under that host name; allow it with --allow-host NAME")
-        # A page of another site must not read what lies on this machine, or log its visitors in.
+        # A page of another site must not use this machine's browser to read the buffer, or to log a visitor in here.
         if is_api and request.headers.get("sec-fetch-site", "none") not in ("same-origin", "none"):
             return _refuse(403, "this request comes from another site: open the page itself")
         if is_api and not is_login and not accepts(self._token, request.cookies.get(COOKIE, "")):
@@ -72,18 +80,18 @@ class Guard:
         return None
 
     def _is_own(self, host: str) -> bool:
-        """True if the Host header is an address, or one of the page's own names.
+        """True if `host`, a Host header, is an address, or one of the page's own names.
 
-        This refuses DNS rebinding, in which a foreign name leads a browser to this machine. That attack needs a name,
-        so any address is allowed.
+        This refuses DNS rebinding, in which the DNS resolves an attacker's host name to this machine. That attack needs
+        a name, so any address is allowed.
         """
-        if host.startswith("["):  # an address of IPv6
+        if host.startswith("["):  # an address of IPv6, perhaps with a port
             name = host[: host.rfind("]") + 1]
         else:
-            name, _, _ = host.partition(":")
+            name, _, _ = host.partition(":")  # without the port
         try:
             ipaddress.ip_address(name.strip("[]"))
-        except ValueError:
+        except ValueError:  # no address
             return name.lower() in self._names
         return True
 
@@ -102,7 +110,7 @@ class BodyTooLargeError(Exception):
 
 
 async def body_of(request: Request) -> bytes:
-    """The body. Raises BodyTooLargeError as soon as more has come than any request needs."""
+    """The body of a request. Raises BodyTooLargeError as soon as MOST_BODY_BYTES are exceeded."""
     body = b""
     async for chunk in request.stream():
         body += chunk
@@ -112,25 +120,28 @@ async def body_of(request: Request) -> bytes:
 
 
 class Protocol(H11Protocol):
-    """Closes a connection whose request is not complete in time: uvicorn would wait for the rest without end.
+    """One connection. It is closed if a request is not complete in time: uvicorn would wait for the rest without end.
 
-    If too many connections are open, the oldest one with an incomplete request is closed to make room for the new one.
-    If that one is younger than SECONDS_SAFE, or is the new one itself, the new one is closed: its browser tries again.
+    If too many connections are open, the oldest connection with an incomplete request is closed to make room for the
+    new connection. If the oldest one has waited less than SECONDS_SAFE, the new connection is closed instead: its
+    browser tries again.
     """
 
     _late: asyncio.TimerHandle | None = None
+    """Closes the connection at the end of its time; None: no request of the connection is incomplete."""
     _halves: dict[Protocol, float] = {}  # noqa: RUF012
-    """All that wait for the rest of a request, the oldest first, each with the time when it began."""
+    """All connections of this process with an incomplete request, and the loop's time at which each began to wait. The
+    one that has waited longest comes first."""
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
-        self._watch()
+        self._watch()  # a new connection counts as one with an incomplete request, so `_halves` is not empty
         if len(self.connections) > connection_bounds.most_connections():
             oldest, since = next(iter(self._halves.items()))
             if self.loop.time() < since + connection_bounds.SECONDS_SAFE:
                 oldest = self
             oldest.transport.abort()
-            oldest._end_watch()
+            oldest._end_watch()  # now: `connection_lost` is called later
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
@@ -141,13 +152,16 @@ class Protocol(H11Protocol):
         self._end_watch()
 
     def _watch(self) -> None:
-        if self.conn.their_state not in (h11.IDLE, h11.SEND_BODY):
+        """Begins the time of a request, or ends it if the request is complete."""
+        is_incomplete = self.conn.their_state in (h11.IDLE, h11.SEND_BODY)
+        if not is_incomplete:
             self._end_watch()
         elif self._late is None:
             self._halves[self] = self.loop.time()
             self._late = self.loop.call_later(connection_bounds.SECONDS_PER_REQUEST, self.transport.abort)
 
     def _end_watch(self) -> None:
+        """Ends the time of a request, so that it no longer closes the connection."""
         if self._late is not None:
             self._late.cancel()
             self._late = None

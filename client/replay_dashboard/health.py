@@ -1,4 +1,7 @@
-"""Health: one sentence about a run, whether it learns, and the warning signs in its metrics. Pure functions."""
+"""Health: a verdict on a run in one sentence, its learning progress, and the warning signs in its metrics.
+
+All functions are pure.
+"""
 
 from __future__ import annotations
 
@@ -15,32 +18,36 @@ from replay_dashboard.presence import TRAINER, trainer_of
 from replay_dashboard.units import counted
 
 LEARNING = 0.1
-"""A reward has risen if it grew by more than this share of its early absolute value, which counts as at least 0.1."""
+"""A reward has risen if it grew by more than this share of its early absolute value. An absolute value below 0.1 counts
+as 0.1."""
 IDLE = 60.0
 """Seconds without an insert or a sample after which a run is idle."""
 STOPPED = {Level.OK: "idle", Level.WARNING: "blocked", Level.FAILURE: "failure"}
-"""The level of the verdict if a run does not go on, by the level of the finding. "failure" is red, like each failure of
-`doctor`, because somebody must act now. "idle" is neither good nor bad."""
+"""The level of the verdict if a run does not go on, by the level of the finding. The page shows "failure" in red, like
+each failure of `doctor`, because somebody must act now. "idle" is neither good nor bad."""
 SETTLED = 0.2
 """A side is called the bottleneck only if the other side waited for more than this share of the last minute."""
 
 
 def verdict(info: ServerInfo | None, findings: Sequence[Finding], against: Sequence[Finding]) -> dict[str, str]:
-    """The health of the run and, if it is not healthy, the cause: level, headline, short, detail, remedy.
+    """The health of the run and, if it is not healthy, the cause. The fields are those of `_verdict_of`.
 
-    `info`: None when the server does not answer. `against`: the warning signs that `signals` found.
+    `info`: None when the server does not answer; then `findings` has a finding that says so. `against`: the signs about
+    the policy that `signals` found.
 
     The verdict names the first of these that holds: requests wait in vain; a part of the run is gone; another check
-    fails; no client asks for anything; the policy shows a warning sign; a check warns, the memory last. So a run is
+    fails; no client uses the server; the policy shows a warning sign; a check warns, the memory last. So a run is
     "Healthy" or "Running" only while a trainer and a generator are connected. `presence` says which clients these are.
     """
     bad = [finding for finding in findings if finding.level is not Level.OK]
+    # False sorts before True: failures first, and findings about the memory last within their level.
     bad.sort(key=lambda finding: (finding.level is not Level.FAILURE, finding.check.startswith("memory")))
     if info is None:
         refused = bad[0].rule == "refused"
         headline = "The server refuses this client" if refused else "The server does not answer"
         return _verdict_of("failure", headline, bad[0])
     stopped = sorted((finding for finding in findings if finding.headline), key=_order)
+    # Not urgent are a part that may still connect soon after the start, and a server to which nobody is connected.
     urgent = [finding for finding in stopped if finding.level is not Level.OK and finding.stops != "idle"]
     if urgent:
         return _stopped(urgent[0], stopped)
@@ -65,20 +72,26 @@ def verdict(info: ServerInfo | None, findings: Sequence[Finding], against: Seque
 
 
 def _is_idle(info: ServerInfo) -> bool:
-    """True if nobody has used any table for a long time."""
+    """True if nobody has inserted into or sampled any table for a long time."""
     long = max(IDLE, info.long_wait)
     return all(min(table.inserted.age, table.sampled.age) > long for table in info.tables.values())
 
 
 def _order(finding: Finding) -> tuple[int, bool]:
-    # A wait at a table comes before one for permits, which often follows from it.
+    """The sort key of a finding that stops the run: the order of STOPS, and in it permits last.
+
+    A wait for permits often follows from a wait at a table.
+    """
     return STOPS.index(finding.stops), finding.check == "permits"
 
 
 def _stopped(first: Finding, stopped: Sequence[Finding]) -> dict[str, str]:
-    """The verdict of a run that does not go on. Its level is the worst level of the findings with the same headline."""
+    """The verdict of a run that does not go on, because of the finding `first`.
+
+    `stopped` are all findings that stop the run. The level follows from the worst of those with the same headline.
+    """
     levels = [finding.level for finding in stopped if finding.headline == first.headline]
-    worst = max(levels, key=list(STOPPED).index)
+    worst = max(levels, key=list(STOPPED).index)  # STOPPED lists the worst level last
     return _verdict_of(STOPPED[worst], first.headline, first)
 
 
@@ -98,11 +111,13 @@ def bottleneck(info: ServerInfo) -> str:
 
 
 def learning(trend: Trend, run: str, info: ServerInfo | None, signs: Sequence[Finding]) -> dict[str, str]:
-    """The learning progress of the newest run: level and sentence.
+    """The learning progress of the newest run: `level` and `sentence`.
 
     `trend`: the trend of the run's fresh reward. `run`: the run's name, empty if no metrics are known. `info`: None
-    when the server does not answer. The level is "ok" only if the reward goes up, the trainer is connected, and all
-    `signs` are OK. It is "warning" if the reward goes down or a sign is not OK. Otherwise it is "idle".
+    when the server does not answer. `signs`: the signs about the policy that `signals` found.
+
+    The level is "warning" if the reward goes down or a sign is not OK. Otherwise it is "ok" if the reward goes up and
+    the trainer is connected, and else "idle".
     """
     if not run:
         return {
@@ -134,8 +149,11 @@ def _why_no_trainer(info: ServerInfo | None) -> str:
 
 
 def signals(metrics: Mapping[str, Sequence[float | None]], versions: Sequence[Mapping[str, Any]]) -> list[Finding]:
-    """Signs about the policy, in the metrics of the newest run and in the groups of each policy version."""
-    known = {}
+    """Signs about the policy, in the metrics of the newest run and in the means of each policy version's groups.
+
+    `versions` are the rows of `PromptLog.by_version`, the oldest first.
+    """
+    known = {}  # the values of each metric, without the steps that lack it
     for name, series in metrics.items():
         known[name] = [value for value in series if value is not None]
     signs = [
@@ -149,25 +167,26 @@ def signals(metrics: Mapping[str, Sequence[float | None]], versions: Sequence[Ma
 
 
 def _fallen_entropy(known: Mapping[str, Sequence[float]], versions: Sequence[Mapping[str, Any]]) -> list[Finding]:
-    """At most one finding about an entropy that fell."""
-    # Before there are metrics, the mean negative log-probability of sampled tokens estimates the entropy.
+    """A finding if the entropy fell below a quarter of its early value; at most one."""
+    # The mean negative log-probability of the sampled tokens estimates the entropy, also without metrics.
     surprise = [-version["logprob"] for version in versions if version["logprob"] is not None]
     entropies = {"train/entropy": known.get("train/entropy", []), "mean negative log-prob": surprise}
     for name, series in entropies.items():
         early, late = _ends(series, 4)
-        if len(series) >= 12 and 0 <= late < 0.25 * early:
+        is_long_enough = len(series) >= 12
+        if is_long_enough and 0 <= late < 0.25 * early:
             return [_falling(f"{name} fell from {early:.2g} to {late:.2g}", _rewards(known, versions))]
     return []
 
 
 def _rewards(known: Mapping[str, Sequence[float]], versions: Sequence[Mapping[str, Any]]) -> list[Sequence[float]]:
-    """All series of rewards and pass@k in the metrics. Without any: the mean reward of each policy version's groups."""
+    """All series of rewards and of pass@k in the metrics; if there are none, the mean reward of each policy version."""
     rewards = [series for name, series in known.items() if name.endswith("/reward_mean") or "pass@" in name]
     return rewards or [[version["reward"] for version in versions]]
 
 
 def _unhealthy_metrics(metrics: Mapping[str, Sequence[float | None]]) -> Iterator[str]:
-    """A sentence for each metric whose recent median is outside of the range that its declaration calls healthy."""
+    """A sentence for each metric whose median over the last ten steps is outside of its declared healthy range."""
     for name, healthy, meaning in watched(chain.from_iterable(SECTIONS.values())):
         recent = [value for value in metrics.get(name, ())[-10:] if value is not None]
         if len(recent) >= 3 and healthy.excludes(median(recent)):
@@ -178,13 +197,14 @@ def _lower_reward(rewards: Sequence[float]) -> Iterator[str]:
     """A sentence if the mean reward of the newest window of ten steps is far below the best such mean."""
     if len(rewards) < 20:
         return
-    means = [sum(rewards[at : at + 10]) / 10 for at in range(0, len(rewards) - 9, 5)]
+    means = [sum(rewards[start : start + 10]) / 10 for start in range(0, len(rewards) - 9, 5)]
     best = max(means)
     if means[-1] < best - 0.2 * max(abs(best), 0.1):
         yield f"fresh/reward_mean fell from {best:.3g} at its best to {means[-1]:.3g}"
 
 
 def _steep_gradient(norms: Sequence[float]) -> Iterator[str]:
+    """A sentence if the norm of a gradient in the last five steps is far above the median of all."""
     if len(norms) < 20:
         return
     steepest = max(norms[-5:])
@@ -193,7 +213,10 @@ def _steep_gradient(norms: Sequence[float]) -> Iterator[str]:
 
 
 def _falling(fell: str, rewards: Sequence[Sequence[float]]) -> Finding:
-    """The finding for an entropy that fell: the policy learns if the reward or pass@k rose, else it collapses."""
+    """The finding about an entropy that fell. If a reward or pass@k rose, the policy learns, otherwise it collapses.
+
+    `fell` tells of the entropy in words. `rewards` are series of rewards and of pass@k.
+    """
     for series in rewards:
         early, late = _ends(series, max(4, len(series) // 4))
         if late > early + LEARNING * max(abs(early), LEARNING):
@@ -204,7 +227,7 @@ def _falling(fell: str, rewards: Sequence[Sequence[float]]) -> Finding:
 
 
 def _ends(series: Sequence[float], last: int) -> tuple[float, float]:
-    """The medians of the first quarter of a series and of its `last` values."""
+    """The medians of the first quarter of a series, at least 4 values, and of its `last` values; 0 if it is empty."""
     if not series:
         return 0.0, 0.0
     quarter = max(4, len(series) // 4)
@@ -212,9 +235,10 @@ def _ends(series: Sequence[float], last: int) -> tuple[float, float]:
 
 
 def _verdict_of(level: str, headline: str, finding: Finding) -> dict[str, str]:
-    if headline.startswith(f"{finding.check}: "):
+    """The verdict as JSON: level, headline, a short headline for the top of every view, and the finding in detail."""
+    if headline.startswith(f"{finding.check}: "):  # the part before the colon would only name the check
         short = f"{finding.check} fails"
-    else:  # the part before the colon is short enough for the top of every view
+    else:
         short = headline.partition(":")[0]
     return {
         "level": level,

@@ -1,4 +1,4 @@
-"""Live: one poller that asks the server for its state, and sends it to every viewer."""
+"""Live: one poller that asks the server for its state, and sends the state to every viewer."""
 
 from __future__ import annotations
 
@@ -20,18 +20,20 @@ from replay_protos import replay_pb2 as pb
 from replay_protos.state import document, plain
 
 HISTORY = 600
-"""Looks (polls of the server) that the charts show."""
+"""Looks that the charts show. A look is one poll of the server, and the event with its result."""
 SECONDS_PER_LOOK = 1.0
+"""Seconds between two looks while somebody watches the page."""
 SECONDS_PER_IDLE_LOOK = 5.0
-"""While nobody watches."""
+"""Seconds between two looks while nobody watches."""
 PATIENCE = 3.0
-"""Seconds in which the server must answer; after them the page says that it does not."""
+"""Seconds to wait for an answer of the server. After that the page shows that the server does not answer."""
 MOST_VIEWERS = 64
 REMEDY = "start it with `replay serve`, or give --address HOST:PORT; the page goes on by itself"
+"""The remedy if the server does not answer."""
 
 
 def _shard(name: str, info: ServerInfo | None) -> dict[str, Any]:
-    """The row of one server of several; None: it does not answer."""
+    """One server of several, as a row of the page. `info`: None if the server does not answer."""
     if info is None:
         return {"name": name, "up": False}
     tables = info.tables.values()
@@ -45,33 +47,38 @@ def _shard(name: str, info: ServerInfo | None) -> dict[str, Any]:
     }
 
 
-def dumps(found: object) -> bytes:
-    """The document as compact JSON."""
-    return json.dumps(plain(found), separators=(",", ":"), allow_nan=False).encode()
+def dumps(value: object) -> bytes:
+    """A document of values of Python and numpy as compact JSON. NaN and infinities become null."""
+    return json.dumps(plain(value), separators=(",", ":"), allow_nan=False).encode()
 
 
-def _event(name: str, news: object) -> bytes:
-    """A server-sent event."""
-    return b"event: %b\ndata: %b\n\n" % (name.encode(), dumps(news))
+def _event(name: str, data: object) -> bytes:
+    """A server-sent event with `data` as JSON."""
+    return b"event: %b\ndata: %b\n\n" % (name.encode(), dumps(data))
 
 
 class Live:
     """The state of the server, now and over the last minutes."""
 
     def __init__(self, client: AsyncReplayClient, budget: Budget, more: Callable[[], dict[str, Any]]) -> None:
-        """`more` returns the fields that this process adds to each look."""
+        """`more` is called at each look. It returns the fields that this process adds to the server's numbers."""
         self.info: ServerInfo | None = None
+        """The last answer of the server; None: it has not answered yet."""
         self.viewers = 0
         self._client = client
         self._budget = budget
         self._more = more
         self._problem = ""
+        """The error of the last look; empty: the server answered."""
         self._problem_since = 0.0
         self._history: deque[dict[str, Any]] = deque(maxlen=HISTORY)
+        """The points of the charts, one for each look: `t`, its time, and `tables`, the numbers of each table."""
         self._looks = 0
-        self._frame = b""
+        self._look_event = b""
+        """The last look as a server-sent event."""
         self._new_look = asyncio.Condition()
         self._last_viewer = time.monotonic()
+        """The time at which the last viewer left."""
         self._closed = False
 
     def watched(self) -> bool:
@@ -79,6 +86,7 @@ class Live:
         return self.viewers > 0 or time.monotonic() - self._last_viewer < 60.0
 
     def tables(self) -> list[str]:
+        """The names of the server's tables; empty while the server does not answer."""
         return [] if self.info is None or self._problem else list(self.info.tables)
 
     async def run(self) -> None:
@@ -96,17 +104,20 @@ class Live:
             if not self._problem:
                 self._problem_since = time.time()
             self._problem = str(error)
-            self._history.append({"t": time.time(), "tables": {}})
+            self._history.append({"t": time.time(), "tables": {}})  # a gap in the charts
         else:
             self._problem = ""
             self._record(info)
         async with self._new_look:
             self._looks += 1
-            self._frame = _event("look", self._document())
+            self._look_event = _event("look", self._document())
             self._new_look.notify_all()
 
     async def events(self) -> AsyncGenerator[bytes]:
-        """Server-sent events: the last minutes, then every look. A slow viewer gets only the newest look."""
+        """The server-sent events of one viewer: the history of the charts, then every look until `close`.
+
+        A viewer that reads slowly misses looks, and gets the newest one next.
+        """
         self.viewers += 1
         try:
             yield _event("history", list(self._history))
@@ -116,10 +127,10 @@ class Live:
                     while self._looks == last_sent and not self._closed:
                         await self._new_look.wait()
                     last_sent = self._looks
-                    frame = self._frame
+                    look_event = self._look_event
                 if self._closed:
                     return
-                yield frame
+                yield look_event  # without the lock: the viewer may be slow
         finally:
             self.viewers -= 1
             self._last_viewer = time.monotonic()
@@ -131,13 +142,17 @@ class Live:
             self._new_look.notify_all()
 
     def _record(self, info: ServerInfo) -> None:
-        """Adds a point to the charts. Its rates are the change of the counters since the previous look."""
+        """Adds a point to the charts: for each table, inserts a second, samples a second, and the size.
+
+        The rates are those since the previous look; None: not known.
+        """
         rates = rates_between(self.info, info)
         points = {name: [*rates.get(name, (None, None)), table.size] for name, table in info.tables.items()}
         self.info = info
         self._history.append({"t": time.time(), "tables": points})
 
     def _document(self) -> dict[str, Any]:
+        """The look as JSON: the server's numbers, the fields of `more`, and what follows from them."""
         info = self.info
         now = time.time()
         look: dict[str, Any] = {
@@ -155,7 +170,7 @@ class Live:
             look |= {name: server.pop(name) for name in ("policy", "admission", "clients", "overdue")}
             look |= {"tables": list(server.pop("tables").values()), "server": server}
             look["shards"] = [_shard(name, shard) for name, shard in shards_of(info)]
-        if self._problem:
+        if self._problem:  # `info` is an old answer: the page shows its numbers, but the verdict must not use them
             info = None
             findings = [Finding("connection", Level.FAILURE, self._problem, REMEDY)]
         look["verdict"] = verdict(info, findings, look["signals"])

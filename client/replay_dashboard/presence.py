@@ -1,20 +1,20 @@
 """Presence: tells which parts of a run are connected to its server, and for how long a part has been missing.
 
 A run goes on only while a trainer and a generator are connected. A scorer or another stage can replace the generator,
-as long as it has groups to pass on. A client plays one part of the run, which is found like this:
+as long as it has groups to pass on. The part of a client is found like this:
 
 * A client that describes itself (`describe`) as a trainer, a generator, a scorer or a stage plays that part.
 * The part of any other named client follows from its calls. It is a trainer if it samples or publishes, and a generator
   if it inserts or asks for permits. It is a teacher if it only draws items and extends them.
-* The server does not list clients without a name. So if no named trainer is connected, and the named trainer that
-  was seen last did not say that it ends, the traffic of the tables decides. The trainer then counts as connected if a
-  client waits for a sample, or has sampled within the last `long_wait` seconds. The generator counts as connected if a
-  client waits to insert or for permits, or has inserted within that time. Samples and inserts do not count if a named
-  client of another part has made them, or may have made them.
+* The server does not list clients without a name. The traffic of the tables shows whether such a client is the trainer.
+  The traffic is used only if no named trainer is connected, and if the named trainer that was seen last did not say
+  that it ends. The trainer then counts as connected if a client waits for a sample, or has sampled within the last
+  `long_wait` seconds. The same holds for the generator with inserts and permit requests. Samples and inserts do not
+  count if a named client of another part made them, or may have made them.
 
 A client that says that it ends (`leave`) is not connected from that moment on. Any other client is connected while it
-has a call open, and for `long_wait` seconds after its last request: in the middle of a step a trainer may have no call
-open.
+has a call open, and for `long_wait` seconds after its last request, since a trainer may have no call open in the middle
+of a step.
 """
 
 from __future__ import annotations
@@ -35,10 +35,14 @@ TEACHER = "teacher"
 _DESCRIBED_PARTS = (TRAINER, GENERATOR, SCORER, STAGE)
 """The parts that a client can describe as its own."""
 _JUST_STARTED = 1.0
-"""Seconds. The server reports its uptime as the age of an event that never happened; the two may differ by this."""
+"""The server reports its uptime as the age of an event that never happened. An age this many seconds below the uptime
+still counts as the uptime."""
 _OTHERS = {TRAINER: "generators", GENERATOR: "trainer"}
+"""The parts that are useless without a part."""
 _DOING = {TRAINER: "sampled", GENERATOR: "inserted"}
+"""The call that shows that a part works."""
 _AGAIN = "see why it ended, and start it again; a program that ends on purpose says so with client.leave()"
+"""The remedy for a part that is away."""
 
 
 class State(StrEnum):
@@ -58,6 +62,7 @@ class Part:
     """A part of a run, as the server sees it."""
 
     role: str
+    """TRAINER, GENERATOR, SCORER or TEACHER."""
     state: State
     age: float
     """Seconds since the part was last active. If it was never connected: seconds since the server started."""
@@ -72,7 +77,7 @@ class Part:
 
     @property
     def is_known_to_be_gone(self) -> bool:
-        """True if a named client of the part is gone. Clients without names may only pause, or may never have come."""
+        """True if the part is not connected, but a named client of it was. A client without a name may only pause."""
         return bool(self.name) and not self.is_connected
 
     @property
@@ -111,39 +116,40 @@ class Part:
 
 
 def parts_of(client: ClientInfo) -> set[str]:
-    """The parts that a client plays in a run: the part that it describes. Otherwise, the parts that its calls show."""
+    """The parts that a client plays in a run: the part that it describes; if it describes none, those that its calls
+    show."""
     described = read_described(client.settings).get("part")
     if described in _DESCRIBED_PARTS:
         return {described}
     roles = set(client.role.split(", "))
-    if roles == {TEACHER, TRAINER}:
+    if roles == {TEACHER, TRAINER}:  # a teacher draws the items that it extends, so it looks like a trainer, too
         return {TEACHER}
     return roles
 
 
 def trainer_of(info: ServerInfo) -> Part:
-    """The trainers of a run."""
-    copies = {config.get("copy_to") for config in _configs(info).values()}
+    """The trainers of a run, as one part."""
+    copies = {config.get("copy_to") for config in _configs(info).values()}  # an archive samples these
     sampled_by_generators = _permit_tables(info) | _described_texts(info.clients, "prompts_table")
     sampled_by_stages = _described_texts(info.clients, "source_table")
     not_sampled_by_trainers = copies | sampled_by_generators | sampled_by_stages
     tables = [table for name, table in info.tables.items() if name not in not_sampled_by_trainers]
     ages = [_age(table.samples, table.sampled.age, table.sampling.count, info) for table in tables]
-    unexplained = [age for age in ages if age is not None and not _other_parts_may_have_sampled(info, age)]
-    return _part(info, TRAINER, _playing(info, TRAINER), unexplained)
+    only_by_trainers = [age for age in ages if age is not None and not _other_parts_may_have_sampled(info, age)]
+    return _part(info, TRAINER, _playing(info, TRAINER), only_by_trainers)
 
 
 def supply_of(info: ServerInfo) -> Part:
-    """The generators of a run. A connected scorer or stage that has groups to pass on counts in their place."""
-    passing = [client for client in info.clients if parts_of(client) & {SCORER, STAGE}]
-    for client in passing:
+    """The generators of a run, as one part. A connected scorer or stage that has groups to pass on counts as one."""
+    stages = [client for client in info.clients if parts_of(client) & {SCORER, STAGE}]
+    for client in stages:
         if info.is_connected(client) and _may_have_groups(client, info):
             return Part(role=GENERATOR, state=State.CONNECTED, age=client.age, name=client.name)
-    filled_by_passing = _filled_by(passing, info)
-    tables = [table for table in _fed_directly(info) if table.name not in filled_by_passing]
+    filled_by_stages = _filled_by(stages, info)
+    tables = [table for table in _fed_directly(info) if table.name not in filled_by_stages]
     ages = [_age(table.inserts, table.inserted.age, table.inserting.count, info) for table in tables]
     if info.admission is not None and info.admission.acquiring.count:
-        ages.append(0.0)
+        ages.append(0.0)  # only generators ask for permits, and one waits now
     return _part(info, GENERATOR, _playing(info, GENERATOR), ages)
 
 
@@ -155,57 +161,60 @@ def _may_have_groups(client: ClientInfo, info: ServerInfo) -> bool:
 
 
 def scorers_of(info: ServerInfo) -> dict[str, Part]:
-    """The scorers of each table of groups that lack rewards, by the name of the table.
+    """The scorers of each table of groups that lack rewards, as one part for each table, by the name of the table.
 
-    Scorers and connected generators describe the names of these tables.
+    Scorers and connected generators describe the names of these tables. An empty table that no connected generator
+    fills needs no scorer, and is left out.
     """
     scorers = _playing(info, SCORER)
     generators = [client for client in _playing(info, GENERATOR) if info.is_connected(client)]
     filled = _described_texts(generators, "unscored_table")
-    found = {}
+    parts = {}
     for name in sorted(filled | _described_texts(scorers, "source_table")):
         table = info.tables.get(name)
         if table is not None and (table.size or name in filled):
             clients = [client for client in scorers if read_described(client.settings).get("source_table") == name]
-            found[name] = replace(_part(info, SCORER, clients, ()), table=name)
-    return found
+            parts[name] = replace(_part(info, SCORER, clients, ()), table=name)
+    return parts
 
 
 def teacher_of(info: ServerInfo) -> Part:
-    """The teachers of a run, which extend its items."""
+    """The teachers of a run, which extend its items, as one part."""
     return _part(info, TEACHER, _playing(info, TEACHER), ())
 
 
 def _part(info: ServerInfo, role: str, clients: Sequence[ClientInfo], ages: Iterable[float | None]) -> Part:
-    """A part of the run, from its named clients and from the work that clients without names did.
+    """A part of the run, from its named `clients` and from the traffic of its tables.
 
-    `ages` are the seconds since that work; None: unknown.
+    `ages` are the seconds since the last traffic of each table, which clients without names may have caused; None: no
+    traffic.
     """
     connected = [client for client in clients if info.is_connected(client)]
     if connected:
         return Part(role=role, state=State.CONNECTED, age=connected[0].age, name=connected[0].name)
-    last = min(clients, key=lambda client: client.age, default=None)
-    if last is not None and last.ended:
-        return Part(role=role, state=State.ENDED, age=last.age, name=last.name)
-    worked = min((age for age in ages if age is not None), default=None)
-    if worked is not None and worked < info.long_wait:
-        return Part(role=role, state=State.CONNECTED, age=worked)
-    if last is not None:
-        return Part(role=role, state=State.AWAY, age=last.age, name=last.name)
-    if worked is not None:
-        return Part(role=role, state=State.AWAY, age=worked)
+    last_client = min(clients, key=lambda client: client.age, default=None)
+    if last_client is not None and last_client.ended:
+        return Part(role=role, state=State.ENDED, age=last_client.age, name=last_client.name)
+    traffic_age = min((age for age in ages if age is not None), default=None)
+    if traffic_age is not None and traffic_age < info.long_wait:
+        return Part(role=role, state=State.CONNECTED, age=traffic_age)
+    if last_client is not None:
+        return Part(role=role, state=State.AWAY, age=last_client.age, name=last_client.name)
+    if traffic_age is not None:
+        return Part(role=role, state=State.AWAY, age=traffic_age)
     return Part(role=role, state=State.NEVER, age=info.uptime)
 
 
 def _age(count: int, age: float, waiting: int, info: ServerInfo) -> float | None:
-    """The seconds since the last sample or insert; 0 if a request waits; None: none happened since the server started.
+    """The seconds since a table's last sample (or insert); 0 if a request waits; None: no sample since the server's
+    start.
 
-    `count`: how many samples or inserts the server has counted. `age`: seconds since the last of them. `waiting`: how
-    many requests wait.
+    `count`: the counted samples. `age`: seconds since the last of them, or the uptime. `waiting`: requests that wait.
     """
     if waiting:
         return 0.0
-    if not count or age > info.uptime - _JUST_STARTED:
+    is_since_start = age > info.uptime - _JUST_STARTED
+    if not count or is_since_start:
         return None
     return age
 
@@ -222,10 +231,10 @@ def _other_parts_may_have_sampled(info: ServerInfo, age: float) -> bool:
     return False
 
 
-def _filled_by(passing: Iterable[ClientInfo], info: ServerInfo) -> set[str]:
-    """The tables into which scorers and stages insert. They pass groups on, and make no new ones."""
+def _filled_by(stages: Iterable[ClientInfo], info: ServerInfo) -> set[str]:
+    """The tables into which these scorers and stages insert. Inserts into these tables show no generator."""
     names: set[str] = set()
-    for client in passing:
+    for client in stages:
         described = read_described(client.settings).get("tables")
         if described is None:  # the client may fill any table
             names.update(info.tables)

@@ -1,7 +1,6 @@
 """PromptLog: how often each prompt was solved, by policy version, over all groups that the page has read.
 
-Where generators draw their prompts from a table, it has those of which no group was read as well, and what the table
-says of each (`Snapshot.prompts`).
+If generators draw their prompts from a table, the log also has the prompts of this table of which no group was read.
 """
 
 from __future__ import annotations
@@ -17,22 +16,28 @@ import numpy.typing as npt
 from replay_dashboard.facts import A_PROMPT, NO_VARIANCE, Facts
 
 MOST_PROMPTS = 20_000
+"""Most prompts that are remembered."""
 MOST_VERSIONS = 2_000
+"""Most policy versions that are remembered, of each prompt and of all groups."""
 SUMS = ("groups", "completions", "solved", "reward", "logprob", "with_logprob", "length", "no_variance")
+"""The names of the sums in a tally. `with_logprob` counts the groups whose mean log-probability is known."""
 Tally = npt.NDArray[np.float64]
-"""Sums over groups, by SUMS. The tally of a policy version has RATES numbers of groups behind them."""
+"""Sums over groups, in the order of SUMS. In the tally of all groups of a policy version, RATES numbers follow: the
+number of groups of each kind."""
 RATES = 8
-"""The number of kinds of groups, by the share of answers that solve the prompt: none in the first, all in the last."""
+"""The number of kinds of groups. The kind tells which share of the answers solves the prompt: none in the first kind,
+all in the last."""
 
 
 @dataclass
 class Prompt:
-    """One prompt, with a tally for each policy version."""
+    """One prompt, with the tally of its groups for each policy version."""
 
     text: str
     versions: dict[int, Tally] = field(default_factory=dict)
 
     def row(self, name: str) -> dict[str, Any]:
+        """The row of the page about this prompt."""
         versions = sorted(self.versions.items())
         tallies = [tally for _, tally in versions]
         middle = len(versions) // 2
@@ -43,17 +48,17 @@ class Prompt:
             "prompt": name,
             "text": self.text,
             "solved": _solve_rate(tallies),
-            # The newer half of the versions less the older half.
+            # The solve rate of the newer half of the versions minus that of the older half.
             "change": change,
-            "groups": sum(tally[0] for tally in tallies),
-            "versions": [[version, _solve_rate([tally]), tally[0]] for version, tally in versions[-200:]],
+            "groups": sum(_groups_of(tally) for tally in tallies),
+            "versions": [[version, _solve_rate([tally]), _groups_of(tally)] for version, tally in versions[-200:]],
         }
 
 
 class PromptLog:
     """Counts groups by prompt, and keeps the counts after the groups have left the server.
 
-    Beyond MOST_PROMPTS the prompt that was seen longest ago is forgotten.
+    If there are more than MOST_PROMPTS prompts, the one that was seen longest ago is forgotten.
     """
 
     def __init__(self, solved_reward: float = 1.0) -> None:
@@ -63,19 +68,24 @@ class PromptLog:
         self._versions: dict[int, Tally] = {}
 
     def add(self, version: int, facts: Facts, again: bool = False) -> None:
-        """Counts a group. With `again` it was counted before; only the text of its prompt, now known, is kept."""
+        """Counts a group of policy version `version`, or adds a prompt if the facts are of a stored prompt.
+
+        `again`: the item was added before, without a tokenizer. Only the text of its prompt, which is now known, is
+        stored.
+        """
         name = facts.prompt_id or facts.prompt
         if again and name in self._prompts:
             self._prompts[name].text = facts.prompt
         if A_PROMPT in facts.flags:
             self._prompts.setdefault(name, Prompt(facts.prompt)).text = facts.prompt
-        if again or not facts.numbers:
+        is_group = bool(facts.numbers)
+        if again or not is_group:
             return
         tally = _tally_of(facts)
-        rate = _one_hot_rate(facts.numbers["solved_share"])
+        one_hot_kind = _one_hot_kind(facts.numbers["solved_share"])
         prompt = self._prompts.setdefault(name, Prompt(facts.prompt))
         _add_to(prompt.versions, version, tally)
-        _add_to(self._versions, version, np.append(tally, rate))
+        _add_to(self._versions, version, np.append(tally, one_hot_kind))
         self._prompts.move_to_end(name)
         if len(self._prompts) > MOST_PROMPTS:
             self._prompts.popitem(last=False)
@@ -84,7 +94,7 @@ class PromptLog:
         """Means over the groups of each policy version, the oldest version first."""
         rows = []
         for version, tally in sorted(self._versions.items()):
-            sums = dict(zip(SUMS, tally.tolist(), strict=False))
+            sums = dict(zip(SUMS, tally.tolist(), strict=False))  # not strict: RATES numbers follow the sums
             groups = sums["groups"]
             with_logprob = sums["with_logprob"]
             rows.append(
@@ -104,28 +114,29 @@ class PromptLog:
     def document(
         self, search: str, sort: str, descending: bool, limit: int, held: Mapping[str, Mapping[str, float]]
     ) -> dict[str, Any]:
-        """Prompts whose name or text contains `search`, with the solve rate at each version that has groups of them.
+        """The rows of the first `limit` prompts whose name or text contains `search`, in the order of the column
+        `sort`.
 
-        `held`: what tables say of the prompts that are in them, by name: how often each was drawn, and its priority.
+        `held`: the facts of the prompts that are in a table now, by their names: see `Snapshot.prompts`.
         """
         needle = search.lower()
-        found = []
+        rows = []
         for name, prompt in self._prompts.items():
             if needle in name.lower() or needle in prompt.text.lower():
-                found.append(prompt.row(name) | {"held": held.get(name)})
+                rows.append(prompt.row(name) | {"held": held.get(name)})
         if sort in ("solved", "change", "groups", "prompt"):
-            found.sort(key=lambda row: row[sort])
-        elif sort == "priority":
-            found.sort(key=lambda row: -1.0 if row["held"] is None else row["held"]["priority"])
+            rows.sort(key=lambda row: row[sort])
+        elif sort == "priority":  # prompts that are in no table come first
+            rows.sort(key=lambda row: -1.0 if row["held"] is None else row["held"]["priority"])
         elif sort:
             raise ValueError(
                 f"sort {sort[:40]!r}: solved, change, groups, priority, prompt, or nothing for the one seen last"
             )
         if descending:
-            found.reverse()
+            rows.reverse()
         return {
-            "rows": found[:limit],
-            "matching": len(found),
+            "rows": rows[:limit],
+            "matching": len(rows),
             "total": len(self._prompts),
             "solved_reward": self.solved_reward,
             "versions": [min(self._versions, default=0), max(self._versions, default=0)],
@@ -133,7 +144,7 @@ class PromptLog:
 
 
 def _tally_of(facts: Facts) -> Tally:
-    """The tally of one group, by SUMS."""
+    """The tally of one group, in the order of SUMS."""
     numbers = facts.numbers
     logprob = numbers["logprob_mean"]
     has_logprob = bool(np.isfinite(logprob))
@@ -150,18 +161,26 @@ def _tally_of(facts: Facts) -> Tally:
     return np.array([sums[name] for name in SUMS])
 
 
-def _one_hot_rate(solved_share: float) -> Tally:
-    """One group among the RATES kinds of groups, by the share of its answers that solve the prompt."""
-    rate = int(solved_share * (RATES - 2))
+def _one_hot_kind(solved_share: float) -> Tally:
+    """(RATES,) 1 at the kind of a group, 0 elsewhere.
+
+    The first kind is for a share of 0 and the last for a share of 1. The others divide the shares between them evenly.
+    """
+    kind = int(solved_share * (RATES - 2))
     if solved_share > 0:
-        rate += 1
+        kind += 1
     one_hot = np.zeros(RATES)
-    one_hot[rate] = 1.0
+    one_hot[kind] = 1.0
     return one_hot
 
 
+def _groups_of(tally: Tally) -> float:
+    """The number of groups in a tally."""
+    return float(tally[SUMS.index("groups")])
+
+
 def _add_to(versions: dict[int, Tally], version: int, tally: Tally) -> None:
-    """Adds a tally to that of its version. The oldest version is forgotten beyond MOST_VERSIONS."""
+    """Adds a tally to that of its version. If there are more than MOST_VERSIONS, the oldest version is forgotten."""
     if version in versions:
         versions[version] = versions[version] + tally
     else:
@@ -171,7 +190,7 @@ def _add_to(versions: dict[int, Tally], version: int, tally: Tally) -> None:
 
 
 def _solve_rate(tallies: list[Tally]) -> float:
-    """The share of completions that solved their prompt."""
+    """The share of the completions in these tallies that solved their prompt; 0 without completions."""
     completions = sum(tally[SUMS.index("completions")] for tally in tallies)
     solved = sum(tally[SUMS.index("solved")] for tally in tallies)
     return float(solved / max(1.0, completions))

@@ -13,30 +13,41 @@ from replay_dashboard.catalog import LISTED, Snapshot
 from replay_dashboard.facts import COLUMNS, NOTES, Facts, FactsStore
 
 HISTOGRAMS = ("reward_mean", "reward_std", "length_mean", "logprob_mean", "staleness", "times_sampled", "priority")
+"""The columns of which the page draws histograms."""
 BINS = 24
+"""The number of bins of a histogram."""
 SORTS = (*LISTED, *COLUMNS, "odd")
+"""The columns that a query may name."""
 FAR = 8.0
-"""Robust standard deviations from the median; a group beyond is odd."""
+"""A group is odd if its mean length or log-probability is more than this many robust standard deviations from the
+median."""
 Floats = npt.NDArray[np.float64]
 Rows = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)
 class Query:
-    """Filters and an order. Bounds are inclusive; a group must have all flags. An unknown column raises ValueError."""
+    """Filters for groups, and the order of the groups that pass all filters.
+
+    Raises ValueError for a column that is not in SORTS, and for a bound or tag in another form.
+    """
 
     sort: str = "age"
+    """The column by which to sort."""
     descending: bool = False
     bounds: tuple[str, ...] = ()
-    """Each `column:low:high`."""
+    """Each is `column:low:high`, both inclusive."""
     flags: tuple[str, ...] = ()
+    """A group must have all of them."""
     tags: tuple[str, ...] = ()
-    """Each NAME=VALUE, as `replay items --tag` takes it; a group must have all."""
+    """Each is NAME=VALUE, as for `replay items --tag`. A group must have all of them."""
     prompt: str = ""
-    """A part of the prompt, of its name, or of a tag as NAME=VALUE; in small letters."""
+    """A part of the prompt, of its name, or of a tag as NAME=VALUE; in lower case."""
     text: str = ""
+    """A part of the text of the prompt or of a completion; in lower case."""
 
     def __post_init__(self) -> None:
+        """Raises ValueError as the class says."""
         columns = [self.sort]
         columns += [name for name, _, _ in self.limits()]
         for column in columns:
@@ -47,7 +58,7 @@ class Query:
                 raise ValueError(f"tag {tag[:60]!r} is not NAME=VALUE, for example environment=math")
 
     def limits(self) -> list[tuple[str, float, float]]:
-        """Column, lowest and highest value of each bound."""
+        """The column, the lowest and the highest value of each bound. Raises ValueError."""
         limits = []
         for bound in self.bounds:
             parts = bound.split(":")
@@ -65,52 +76,58 @@ class View:
         self.snapshot = snapshot
         self._facts = facts
         self._slots = snapshot.slots(facts)
+        """(N,) The slot of each item's facts; -1: not read."""
         self._is_read = self._slots >= 0
         self._numbers = facts.numbers
         self._flags = facts.flags
         self._columns: dict[str, Floats] = {}
+        """The results of `column`, by the name."""
         self.read = int(self._is_read.sum())
-        """Groups whose payload has been read."""
+        """The number of items whose payload has been read."""
 
     def column(self, name: str) -> Floats:
-        """The values of a column, (N,); NaN where unknown."""
+        """The values of a column (N,); NaN if a value is not known.
+
+        "odd NAME" is the distance of the column NAME from its median, in robust standard deviations. "odd" is the
+        larger one of the distances of length and log-probability.
+        """
         if name not in self._columns:
             if name in LISTED:
                 values = self.snapshot.columns[name]
             elif name == "odd":
                 values = np.fmax(self.column("odd length_mean"), self.column("odd logprob_mean"))
             elif name.startswith("odd "):
-                values = _distance(self.column(name[4:]))
-            else:
+                values = _distance(self.column(name.removeprefix("odd ")))
+            else:  # an item that was not read has slot -1, whose value is not used
                 values = np.where(self._is_read, self._numbers[self._slots, COLUMNS.index(name)], np.nan)
             self._columns[name] = values.astype(np.float64)
         return self._columns[name]
 
     def select(self, query: Query) -> Rows:
-        """The rows that match, sorted; rows whose value is unknown come last."""
-        found = self.snapshot.have_tags(query.tags)
-        with np.errstate(invalid="ignore"):
+        """The rows that match a query, in its order. Rows with an unknown value in the sort column come last."""
+        is_match = self.snapshot.have_tags(query.tags)
+        with np.errstate(invalid="ignore"):  # a comparison with NaN, an unknown value, is False
             for name, low, high in query.limits():
                 values = self.column(name)
-                # The page writes bounds with fewer digits than the columns have.
-                found &= values >= low - 1e-6 * abs(low)
-                found &= values <= high + 1e-6 * abs(high)
+                # Bounds are widened a little: the page writes them with fewer digits than the columns have.
+                is_match &= values >= low - 1e-6 * abs(low)
+                is_match &= values <= high + 1e-6 * abs(high)
             for flag in query.flags:
                 if flag == "odd":
-                    found &= self.column("odd") > FAR
+                    is_match &= self.column("odd") > FAR
                 else:
-                    found &= self._has(flag)
+                    is_match &= self._has(flag)
         if query.prompt or query.text:
-            for row in np.flatnonzero(found):
-                found[row] = self._has_text(row, query)
-        chosen = np.flatnonzero(found)
-        values = self.column(query.sort)[chosen]
+            for row in np.flatnonzero(is_match):
+                is_match[row] = self._has_text(row, query)
+        matching_rows = np.flatnonzero(is_match)
+        sort_values = self.column(query.sort)[matching_rows]
         if query.descending:
-            values = -values
-        return chosen[np.argsort(values, kind="stable")]
+            sort_values = -sort_values  # and not reversed, which would put NaN first
+        return matching_rows[np.argsort(sort_values, kind="stable")]
 
     def _has_text(self, row: int, query: Query) -> bool:
-        """True if the group of a row was read, and has the texts of a query."""
+        """True if the group of a row was read, and contains `prompt` and `text` of a query."""
         slot = self._slots[row]
         if slot < 0:
             return False
@@ -128,7 +145,10 @@ class View:
         return has
 
     def histograms(self, rows: Rows | slice = slice(None), names: Sequence[str] = HISTOGRAMS) -> dict[str, Any]:
-        """A histogram of each column: its edges, the counts of all items (`all`), and of `rows` (`matching`)."""
+        """A histogram of each column with a finite value, by its name.
+
+        `edges` are those of the bins. `all` has the number of items in each bin, and `matching` those among `rows`.
+        """
         result = {}
         for name in names:
             column = self.column(name)
@@ -146,13 +166,13 @@ class View:
         return result
 
     def flags(self) -> dict[str, int]:
-        """The number of groups with each flag."""
+        """The number of groups with each flag. Flags that no group has are left out."""
         counts = {name: int(self._has(name).sum()) for name in self._facts.names}
         counts["odd"] = int((self.column("odd") > FAR).sum())
         return {name: count for name, count in counts.items() if count}
 
     def row(self, index: int) -> dict[str, Any]:
-        """One row of the list, as JSON."""
+        """The item at this row of the snapshot, as JSON. Items that were not read have only what the list contains."""
         slot = int(self._slots[index])
         document = {"key": str(self.snapshot.keys[index]), "read": slot >= 0}
         for name in (*LISTED, *COLUMNS):
@@ -167,7 +187,7 @@ class View:
         return document
 
     def _notes(self, index: int, facts: Facts) -> list[str]:
-        """The names of all that is odd about a group."""
+        """The flags of an odd group, and whether its length or its log-probability is odd."""
         notes = [name for name in NOTES if name in facts.flags]
         if self.column("odd length_mean")[index] > FAR:
             notes.append("odd length")
@@ -177,24 +197,28 @@ class View:
 
 
 def _distance(values: Floats) -> Floats:
-    """The distance of each value from the median, in robust standard deviations: 1.4826 * median absolute deviation."""
+    """The distance of each value from the median, in robust standard deviations: 1.4826 * median absolute deviation.
+
+    NaN if fewer than 20 values are known: too few to call any of them odd.
+    """
     known = values[np.isfinite(values)]
     if known.size < 20:
         return np.full(values.size, np.nan)
     middle = np.median(known)
     spread = 1.4826 * np.median(np.abs(known - middle))
-    return np.asarray(np.abs(values - middle) / max(spread, 0.05 * abs(middle), 1e-3))
+    least_spread = max(0.05 * abs(middle), 1e-3)  # if almost all values are equal, small differences are not odd
+    return np.asarray(np.abs(values - middle) / max(spread, least_spread))
 
 
 def _edges(values: Floats, whole: bool) -> Floats:
-    """The edges of the bins of a histogram. `whole`: the values are whole numbers, and each may have its own bin."""
+    """The edges of the bins of a histogram. `whole`: the values are whole numbers, and each gets a bin if that fits."""
     low = float(values.min())
     high = float(values.max())
     if whole and high - low < BINS:
         return np.arange(low - 0.5, high + 1.5, dtype=np.float64)
-    if not high > low:
+    if not high > low:  # all values are equal: one bin
         return np.array([low, low], dtype=np.float64)
-    # Outliers share the outer bins, so that one of them does not squeeze all others into one.
+    # The bins divide the range without outliers. The first and the last bin reach out to the outliers.
     near, far = np.quantile(values, [0.01, 0.99])
     if not far > near:
         near, far = low, high

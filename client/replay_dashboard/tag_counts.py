@@ -1,7 +1,8 @@
 """Counts the groups of each value of a tag: how many were generated, lost as too old, and sampled.
 
-The server counts the groups that reach it. A generator gives up groups that would be too old on arrival, and describes
-how many, by their tag `environment`. Both are lost work of the same kind, so this module adds them up.
+The server counts the groups that reach it, and how many of them are lost as too old. A generator gives up groups that
+would be too old on arrival, and describes their number by their tag `environment`. Both are lost work of the same kind,
+so this module adds them up.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from dataclasses import dataclass, field
 from replay_client.records import ServerInfo, TableInfo
 
 ENVIRONMENT = "environment"
+"""The tag by which generators count the groups that they gave up."""
 
 
 @dataclass
@@ -19,11 +21,11 @@ class ValueCounts:
     """The groups of one value of a tag."""
 
     generated: int = 0
-    """Begun by a generator, as far as is known: inserted, refused as too old, or given up."""
+    """Groups that a generator began, as far as is known: inserted, refused as too old, or given up."""
     stale: int = 0
-    """Refused, dropped or given up as too old, before anybody drew them."""
+    """Groups that were refused, dropped or given up as too old, before anybody drew them."""
     sampled: int = 0
-    """Drawn and acknowledged: of a queue, the groups trained on."""
+    """Groups that were drawn and acknowledged. For a queue, these are the groups trained on."""
 
 
 @dataclass
@@ -46,7 +48,7 @@ def tag_counts(info: ServerInfo, table: TableInfo) -> Iterator[TagCounts]:
     """The counts by each tag that the groups of a table have. A tag with too many values is left out."""
     given_up = _given_up(info, table.name)
     for counted_tag in table.tags:
-        if counted_tag.too_many:
+        if counted_tag.too_many:  # the server has no counts of its values
             continue
         counts = TagCounts(counted_tag.name)
         for value in counted_tag.values:
@@ -62,6 +64,7 @@ def tag_counts(info: ServerInfo, table: TableInfo) -> Iterator[TagCounts]:
 
 
 def _add(counts: TagCounts, given_up: Mapping[str, int]) -> None:
+    """Adds groups that generators gave up, by the value of the tag."""
     for value, groups in given_up.items():
         of_value = counts.values.setdefault(value, ValueCounts())
         of_value.generated += groups
@@ -69,13 +72,16 @@ def _add(counts: TagCounts, given_up: Mapping[str, int]) -> None:
 
 
 def _given_up(info: ServerInfo, table: str) -> dict[str, int]:
-    """The groups that generators of this table have given up, by environment. A client may say anything."""
-    found: dict[str, int] = {}
+    """The numbers of groups that the generators of this table have given up, by environment.
+
+    A client may describe values of any type. Values of a wrong type are left out.
+    """
+    total: dict[str, int] = {}
     for _, settings in info.settings_of("generator"):
-        groups_of = settings.get("given_up")
-        if table not in settings.get("tables", ()) or not isinstance(groups_of, dict):
+        given_up = settings.get("given_up")
+        if table not in settings.get("tables", ()) or not isinstance(given_up, dict):
             continue
-        for value, groups in groups_of.items():
+        for value, groups in given_up.items():
             if isinstance(groups, int) and groups > 0:
-                found[value] = found.get(value, 0) + groups
-    return found
+                total[value] = total.get(value, 0) + groups
+    return total

@@ -17,42 +17,52 @@ from replay_dashboard.configuration import configuration_of
 MOST_POINTS = 500
 """Most points of a curve that are sent to the page. A longer curve is thinned out."""
 MOST_RUNS = 200
+"""Most runs that are read: those whose files changed last."""
 MOST_STEPS = 200_000
+"""About how many lines of a file are read."""
 BYTES_PER_READ = 2 << 20
-"""Bytes of a file that are read at a time. A line that is longer is skipped, and counts as damaged."""
+"""Bytes of a file that are read at a time. A longer line is skipped, and counts as damaged."""
 
 
 @dataclass
 class Run:
-    """One metrics.jsonl: a column for each metric, with an entry a line."""
+    """One metrics.jsonl, with a column for each metric."""
 
     name: str
     path: Path
     offset: int = 0
+    """Bytes of the file that have been read."""
     lines: int = 0
+    """Lines that have been read, without the damaged ones."""
     damaged: int = 0
     skipping: bool = False
     """True while `offset` is inside a line that is too long."""
     written: float = 0.0
     """The time of the last change of the file, in seconds since the epoch."""
     columns: dict[str, list[float | None]] = field(default_factory=dict)
+    """The value of each metric in each of the `lines`; None: the line lacks the metric."""
 
     def read(self) -> bool:
-        """Reads the lines appended since the last call, or all if the file became shorter. True if it read any."""
+        """Reads the next lines of the file, BYTES_PER_READ at most. Returns True if it has moved on in the file.
+
+        If the file became shorter, this begins anew at the first line.
+        """
         try:
             status = self.path.stat()
             self.written = status.st_mtime
-            if status.st_size < self.offset:  # a run that resumes cuts off the steps that it will do again
+            if status.st_size < self.offset:  # a run that resumes cuts off the lines of the steps that it repeats
                 self._begin_anew()
-            if status.st_size == self.offset or self.lines >= MOST_STEPS:
+            has_grown = status.st_size != self.offset
+            if not has_grown or self.lines >= MOST_STEPS:
                 return False
             with self.path.open("rb") as file:
                 file.seek(self.offset)
                 data = file.read(BYTES_PER_READ)
-        except OSError:
+        except OSError:  # the file was removed, or cannot be read now
             return False
-        end = data.rfind(b"\n") + 1  # the last line may still be written
-        if not end and len(data) == BYTES_PER_READ:
+        end = data.rfind(b"\n") + 1  # read only whole lines: the last line may not be complete yet
+        is_part_of_a_long_line = not end and len(data) == BYTES_PER_READ
+        if is_part_of_a_long_line:
             self._skip(len(data))
             return True
         lines = data[:end].split(b"\n")[:-1]
@@ -65,6 +75,7 @@ class Run:
         return end > 0
 
     def _begin_anew(self) -> None:
+        """Forgets all that was read."""
         self.offset = 0
         self.lines = 0
         self.damaged = 0
@@ -72,20 +83,21 @@ class Run:
         self.columns = {}
 
     def _skip(self, count: int) -> None:
-        """Passes over bytes that are all of one line, which counts as damaged once."""
+        """Moves on by `count` bytes of a line that is too long. The line counts as damaged once."""
         if not self.skipping:
             self.damaged += 1
         self.skipping = True
         self.offset += count
 
     def _add(self, line: bytes) -> None:
+        """Adds the numbers of one line to the columns. A line that is not a JSON object counts as damaged."""
         try:
             row = json.loads(line)
             numbers = {name: float(value) for name, value in row.items() if isinstance(value, int | float)}
         except (ValueError, AttributeError, RecursionError, OverflowError):
             self.damaged += 1
             return
-        for name in numbers.keys() - self.columns.keys():
+        for name in numbers.keys() - self.columns.keys():  # new metrics, which all lines before this one lack
             self.columns[name] = [None] * self.lines
         for name, column in self.columns.items():
             column.append(numbers.get(name))
@@ -100,16 +112,17 @@ class Runs:
         self._runs: dict[Path, Run] = {}
         self._lock = threading.Lock()  # between the thread that reads and those that answer
         self.version = 0
-        """Increases whenever a file has grown."""
+        """Increases whenever a file has grown or a run was removed."""
         self.meanings = {name: _meaning_of(metric) for name, metric in declared().items()}
+        """The text of the page about each metric, by the name of the metric."""
 
     def read(self) -> None:
-        """Finds new files, and reads new lines."""
+        """Finds the files of runs, down to three folders deep, and reads the next lines of each."""
         if self._folder is None:
             return
         patterns = ("metrics.jsonl", "*/metrics.jsonl", "*/*/metrics.jsonl", "*/*/*/metrics.jsonl")
-        found = (path for pattern in patterns for path in self._folder.glob(pattern))
-        paths = heapq.nlargest(MOST_RUNS, found, key=_written)
+        all_paths = (path for pattern in patterns for path in self._folder.glob(pattern))
+        paths = heapq.nlargest(MOST_RUNS, all_paths, key=_written)
         with self._lock:
             for path in self._runs.keys() - set(paths):
                 del self._runs[path]
@@ -118,18 +131,18 @@ class Runs:
             name = str(path.parent.relative_to(self._folder))
             if name == ".":
                 name = self._folder.name
-            with self._lock:
+            with self._lock:  # for each run anew, so that other threads can answer between two runs
                 run = self._runs.setdefault(path, Run(name, path))
                 if run.read():
                     self.version += 1
 
     def newest(self) -> dict[str, list[float | None]]:
-        """The columns of the run whose file changed last."""
+        """The columns of the run whose file changed last; empty without runs."""
         with self._lock:
             return next((run.columns for run in self._ordered()), {})
 
     def newest_name(self) -> str:
-        """The name of the same run; empty: there is none."""
+        """The name of the run whose file changed last; empty without runs."""
         with self._lock:
             return next((run.name for run in self._ordered()), "")
 
@@ -146,16 +159,20 @@ class Runs:
                 "meanings": self.meanings,
             }
             folders = [run.path.parent for run in chosen]
+        # Reads files, so it does not hold the lock.
         return document | {"configurations": [self._configuration(folder) for folder in folders]}
 
     def _configuration(self, folder: Path) -> dict[str, str]:
+        """The settings of the run in `folder`, as JSON by dotted name."""
         return {} if self._folder is None else configuration_of(folder, self._folder)
 
     def _ordered(self) -> list[Run]:
+        """All runs; the run whose file changed last comes first. Call this with the lock."""
         return sorted(self._runs.values(), key=lambda run: run.written, reverse=True)
 
 
 def _written(path: Path) -> float:
+    """The time of the last change of a file, in seconds since the epoch; 0 if it does not exist."""
     try:
         return path.stat().st_mtime
     except OSError:  # it was removed meanwhile
@@ -163,9 +180,9 @@ def _written(path: Path) -> float:
 
 
 def _thinned(run: Run) -> dict[str, Any]:
-    """The steps and columns of at most MOST_POINTS lines, always with the last line."""
+    """The steps and columns of every n-th line of a run: at most MOST_POINTS lines, of which one is the last line."""
     every = math.ceil(max(1, run.lines) / MOST_POINTS)
-    rows = list(range(run.lines - 1, -1, -every))
+    rows = list(range(run.lines - 1, -1, -every))  # from the last line backwards
     rows.reverse()
     steps = run.columns.get("step") or list(range(1, run.lines + 1))
     columns = {}
@@ -176,8 +193,9 @@ def _thinned(run: Run) -> dict[str, Any]:
 
 
 def _meaning_of(metric: Metric) -> str:
-    """The text of the page about a metric: its declaration without Markdown."""
-    parts = [re.sub(r"\[([^]]+)\]\([^)]+\)", r"\1", metric.meaning).replace("`", "")]
+    """The text of the page about a metric: its declaration, without Markdown."""
+    meaning = re.sub(r"\[([^]]+)\]\([^)]+\)", r"\1", metric.meaning)  # [text](address) becomes text
+    parts = [meaning.replace("`", "")]
     if metric.unit:
         parts.append(f"Unit: {metric.unit}")
     if metric.healthy is not None:

@@ -1,8 +1,9 @@
-"""Turns: the parts of each sequence, with the side that wrote each, and how many of its tokens are trained on.
+"""Turns: the parts of each sequence, with the role that wrote each part, and how many of its tokens are trained on.
 
-A generator that plays rollouts of several turns writes the roles into `meta["turns"]`: for each of the S sequences
-[[role, tokens], ...], from the first token of its prompt to its last token. Generators need not write them. If roles
-are missing, or do not add up to the tokens, a sequence is cut where `trained_mask` changes, and its parts have no role.
+A generator that plays rollouts of several turns writes the turns into `meta["turns"]`: for each of the S sequences a
+list of [role, number of tokens], from the first token of the prompt to the last token of the sequence. A generator need
+not write them. If the turns of a sequence are missing, or do not add up to its tokens, the sequence is cut where
+`trained_mask` changes, and its parts have no role.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ MOST_ROLE = 40
 
 @dataclass(frozen=True, slots=True)
 class TurnSpan:
-    """Tokens `start` to `stop` of a sequence; 0 is its first token after the prompt that all sequences share."""
+    """Tokens `start` to `stop` of a sequence. Token 0 is the first token after the prompt that all sequences share."""
 
     role: str | None
     """The role that the generator gave the writer: "assistant", "tool" or another. None: the group has no roles."""
@@ -37,37 +38,42 @@ class TurnSpan:
 def turns_of(group: RolloutGroup) -> list[list[TurnSpan]]:
     """The turns of each of the S sequences, without the shared prompt.
 
-    A group without roles, contexts and loss mask has no turns: all of its tokens are of one kind.
+    If a group has no roles, no contexts and no loss mask, its sequences have no turns: the policy wrote all tokens.
     """
     written_S = group.meta.get("turns")
     if not isinstance(written_S, list | tuple) or len(written_S) != group.num_sequences:
         if group.loss_mask is None and group.context_lengths is None:
             return [[] for _ in range(group.num_sequences)]
-        written_S = [None] * group.num_sequences
+        written_S = [None] * group.num_sequences  # no roles: cut the sequences by the mask
     mask_T = group.trained_mask
-    shared = int(group.prompt_ids.size)
-    found = []
+    prompt_length = int(group.prompt_ids.size)
+    turns_S = []
     for written, span in zip(written_S, group.sequence_spans(), strict=True):
         mask = mask_T[span]
-        turns = _spans_of(written, mask, shared)
-        found.append(_runs(mask) if turns is None else turns)
-    return found
+        turns = _spans_of(written, mask, prompt_length)
+        turns_S.append(_runs(mask) if turns is None else turns)
+    return turns_S
 
 
-def _spans_of(written: Any, mask: Bool, shared: int) -> list[TurnSpan] | None:
-    """The turns that the generator wrote down; None if they do not add up to the tokens of the sequence."""
+def _spans_of(written: Any, mask: Bool, prompt_length: int) -> list[TurnSpan] | None:
+    """The turns of a sequence that the generator wrote down, after the shared prompt; None if they cannot be used.
+
+    They cannot be used if they do not add up to the tokens of the sequence, or are not pairs of role and number.
+    `mask` is the part of `trained_mask` for the sequence.
+    """
     if not isinstance(written, list | tuple):
         return None
     turns = []
-    stop = -shared
-    for each in written:
-        match each:
+    stop = -prompt_length  # the tokens of the shared prompt have indices below 0
+    for turn in written:
+        match turn:
             case [str(role), int(tokens)] if tokens >= 0 and not isinstance(tokens, bool):
                 start = stop
                 stop += tokens
             case _:
                 return None
-        if stop > 0 or start >= 0:  # a turn that lies in the shared prompt is shown with the prompt
+        is_inside_prompt = stop <= 0 and start < 0
+        if not is_inside_prompt:  # the page shows such turns as part of the prompt
             start = max(0, start)
             turns.append(TurnSpan(role[:MOST_ROLE], start, stop, int(mask[start:stop].sum())))
     return turns if stop == mask.size else None

@@ -1,9 +1,10 @@
 """FinishedGroups: copies of finished groups on the server, which stay there until a checkpoint contains the groups.
 
-This class is for a trainer that keeps its queue in its own memory. The trainer writes each finished group to the
-server, with the epoch and the uid of its prompt as tags. When a checkpoint is written, the groups in the checkpoint
-before it are deleted. The groups in the newest checkpoint stay, because that checkpoint may not be on the disk yet. A
-trainer that resumes from a checkpoint finds the later groups on the server, and need not generate them again.
+This class is for a trainer that keeps its queue in its own memory, such as SkyRL's. The trainer writes each finished
+group to the server, with the epoch and the uid of its prompt as tags. When a checkpoint is written, the groups that the
+previous checkpoint contains are deleted. The groups in the newest checkpoint stay, because that checkpoint may not be
+on the disk yet. A trainer that resumes from a checkpoint finds the later groups on the server, and need not generate
+them again.
 
 No program draws from the table. So its inserts must not wait for draws, and a sampled group must stay in the table. A
 table that is configured as a queue is therefore refused.
@@ -22,7 +23,7 @@ from replay_client import RolloutGroup
 from replay_client.errors import StaleItemError, TableFullError
 
 Place = tuple[int, str]
-"""The epoch and the uid of a group."""
+"""The epoch of a group, and the uid of its prompt."""
 
 
 @dataclass
@@ -39,6 +40,7 @@ class FinishedGroups(GroupPool):
     """By place, the keys of the groups in `held` that the last checkpoint contains."""
 
     def __post_init__(self) -> None:
+        """Raises ValueError as the class says."""
         super().__post_init__()
         config = json.loads(self.client.server_info(tables=[self.table]).tables[self.table].config)
         reason = _why_not_kept(config)
@@ -46,25 +48,24 @@ class FinishedGroups(GroupPool):
             raise ValueError(f"table {self.table!r} cannot keep finished groups until a checkpoint has them: {reason}")
 
     def store(self, place: Place, group: RolloutGroup) -> None:
-        """Stores a group. Returns when the server has confirmed or refused the group, or was away for the timeout."""
+        """Stores a group. Returns when the server has confirmed or refused the group, or was away for `timeout`."""
         epoch, uid = place
         tags: dict[str, str | int] = {"run": self.run, "epoch": epoch, "uid": uid}
         key = uuid.uuid4().int >> 65  # one key for all attempts, so that no group is stored twice
         try:
             stored = self.ask(self.client.insert, group, {self.table: 1.0}, key=key, tags=tags)
         except (StaleItemError, TableFullError):
-            # Only costs time: after a kill, a group that the table refused is generated again.
-            return
+            return  # no harm: after a crash, a group that the table refused is generated again
         if stored is not None:
             self.held[place] = key
 
     def find(self) -> None:
         """Looks up the groups that an earlier start of the run left on the server.
 
-        If a prompt has two groups, the newer group counts, and the older group is deleted. This happens if the server
-        was away when the run looked for the group, so that the run generated the group again.
+        If a prompt has two groups, the newer group is kept, and the older group is deleted. A prompt has two groups if
+        the server was away when an earlier start asked for the first, so that the run generated the group again.
         """
-        page: Any = ""
+        page: Any = ""  # the first page
         older: list[int] = []
         while True:
             listed = self.ask(
@@ -76,11 +77,12 @@ class FinishedGroups(GroupPool):
                 order_by="age",
                 descending=True,
             )
-            if listed is None:
+            if listed is None:  # the server is away
                 return
-            for item in listed.items:  # the oldest come first
+            for item in listed.items:  # the oldest item comes first
                 place = (int(item.tags["epoch"]), str(item.tags["uid"]))
-                if self.held.get(place, item.key) != item.key:
+                has_older_group = self.held.get(place, item.key) != item.key
+                if has_older_group:
                     older.append(self.held[place])
                 self.held[place] = item.key
             page = listed.next_page
@@ -93,18 +95,18 @@ class FinishedGroups(GroupPool):
         """The group of a place; None if the server has no such group, or is away."""
         if place not in self.held:
             return None
-        found = self.ask(self.client.get, [self.held[place]])
-        if not found:
+        items = self.ask(self.client.get, [self.held[place]])
+        if not items:
             return None
-        return found[0].group
+        return items[0].group
 
     def saved(self, epoch: int, uids: set[str]) -> None:
         """Notes that a checkpoint contains all epochs before `epoch`, and the prompts `uids` of `epoch`.
 
-        SkyRL may still be writing this checkpoint. So this method deletes the groups that the checkpoint before
-        contains, and not the groups of this checkpoint.
+        The trainer may still be writing this checkpoint. So this method deletes only the groups that the previous
+        checkpoint contains.
         """
-        self.forget(dict(self.contained))
+        self.forget(dict(self.contained))  # of the previous checkpoint
         for place, key in list(self.held.items()):
             epoch_of_group, uid = place
             if epoch_of_group < epoch or (epoch_of_group == epoch and uid in uids):
@@ -116,7 +118,7 @@ class FinishedGroups(GroupPool):
         if not places:
             return
         deleted = self.ask(self.client.delete, self.table, list(places.values()))
-        if deleted is None:
+        if deleted is None:  # the server is away
             return
         for place in places:
             self.held.pop(place, None)

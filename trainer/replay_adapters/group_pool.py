@@ -1,7 +1,7 @@
-"""GroupPool: a replay table for the trainer of another project. Draws groups, inserts groups, counts versions.
+"""GroupPool: a replay table for the trainer of another project.
 
-With `on_unavailable="continue"`, the run goes on while the server is away: draws are empty, inserts are lost, and the
-next call tries to reach the server again.
+It draws groups, inserts groups, and counts policy versions. With `on_unavailable="continue"`, the run goes on while the
+server is away: draws return no groups, inserts are lost, and each further call tries once to reach the server.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ continue: train on fresh groups alone, and try again with the next call. raise: 
 AWAY = (*GONE, ServerBusyError, StorageError)
 """Errors which mean that the server cannot answer now."""
 _PAUSE = 0.1
-"""Seconds between two attempts."""
+"""Most seconds between two attempts of a call."""
 _RETRY = 1.0
-"""Seconds for the one attempt of each call while the server is away."""
+"""Seconds that the only attempt of a call may take while the server is away."""
 
 
 def why_no_rows(group: RolloutGroup, *, sequences: bool = False, vocabulary: int | None = None) -> str:
@@ -64,7 +64,7 @@ def why_no_rows(group: RolloutGroup, *, sequences: bool = False, vocabulary: int
 
 @dataclass
 class GroupPool:
-    """A table of informative groups. Calls wait for a server that restarts.
+    """A table of informative groups: groups that carry a gradient. Calls wait for a server that restarts.
 
     Raises TableNotFoundError if the server has no such table, ServerUnavailableError if no server answers, and
     ValueError for an unknown `on_unavailable`.
@@ -73,8 +73,8 @@ class GroupPool:
     client: ReplayClient
     table: str = "replay"
     on_empty: OnEmpty = "keep"
-    """wait: a draw waits up to `timeout` for groups. Otherwise a draw does not wait, and the caller decides what to
-    do."""
+    """wait: a draw waits up to `timeout` for groups. With any other value a draw does not wait, and may return fewer
+    groups."""
     timeout: float | None = 60.0
     """Seconds that a call waits for a server that went away and, with `on_empty="wait"`, for groups."""
     max_staleness: int | None = None
@@ -89,14 +89,19 @@ class GroupPool:
     """The error with which the server went away; None: the last call reached the server."""
 
     def __post_init__(self) -> None:
+        """Raises the errors that the class names."""
         check_choice("on_unavailable", self.on_unavailable, get_args(OnUnavailable))
         self._away_since = 0.0
+        """The time at which the server went away, by the monotonic clock."""
         self._offset: int | None = None
         """Policy version minus step, for this trainer; None: not known yet."""
         self._warned = False
+        """True once a warning has told that the table refused a group."""
         self._unusable: set[int] = set()
+        """The keys of the groups that a warning has named as unusable."""
         self._newly_unusable = 0
-        self.client.server_info(tables=[self.table])
+        """Draws of unusable groups since the last call of `take_unusable`."""
+        self.client.server_info(tables=[self.table])  # raises if the server or the table is missing
 
     def advance(self, step: int) -> int:
         """Tells the server that `step` updates are done. Returns the policy version of groups that are generated now.
@@ -106,7 +111,7 @@ class GroupPool:
         """
         version = self.version_of(step)
         policy = self.ask(self.client.policy)
-        if policy is None:
+        if policy is None:  # the server is away
             return version
         current = policy.version
         if version > current:
@@ -116,11 +121,10 @@ class GroupPool:
         return max(version, current)
 
     def version_of(self, step: int, at_least: int = 0) -> int:
-        """The policy version after `step` updates.
+        """The policy version after `step` updates: `step` plus an offset of this trainer, which is at least 0.
 
-        The first call that reaches the server fixes the start: at that `step`, the version is the server's version, or
-        `at_least` if that is higher, but not less than `step`. While no call has reached the server, the version is
-        `step`.
+        The first call that reaches the server fixes the offset. It makes the version of this call's `step` the highest
+        of `step`, `at_least` and the server's version. While no call has reached the server, the offset is 0.
         """
         if self._offset is None:
             policy = self.ask(self.client.policy)
@@ -136,9 +140,9 @@ class GroupPool:
     ) -> tuple[dict[K, Sample], dict[str, float]]:
         """The groups of the table that replace zero-variance groups, by place, and metrics `replay/*`.
 
-        `groups`: the groups of a step, by place. Groups with variance are inserted into the table. A group that is
-        smaller than the largest group, because a rollout failed, is not replaced. `scope` and `accept` are as in
-        `draw`.
+        `groups`: the groups of a step, by place, which is any key of the caller. Groups with variance are inserted into
+        the table. A group that is smaller than the largest group, because a rollout failed, is not replaced. `scope`
+        and `accept` are as in `draw`.
         """
         zero_variance = [place for place, group in groups.items() if not carries_gradient(group)]
         size = max((group.group_size for group in groups.values()), default=0)
@@ -148,9 +152,9 @@ class GroupPool:
             return group.group_size == size and accept(group)
 
         drawn = self.draw(len(places), scope, accept_of_size)
+        # After the draw, which therefore returns no group of this step.
         self.insert(group for place, group in groups.items() if place not in zero_variance)
-        # The pool may have fewer groups than there are places.
-        replaced = dict(zip(places, drawn, strict=False))
+        replaced = dict(zip(places, drawn, strict=False))  # not strict: the pool may have too few groups
         rewards = [float(group.rewards.mean()) for group in groups.values()]
         staleness = [sample.info.staleness for sample in drawn]
         metrics = {
@@ -170,12 +174,13 @@ class GroupPool:
         """Up to `count` informative samples for which `accept` returns True; fewer only if the table has no more, or if
         the server is away.
 
-        The server returns no group twice under one `scope`: ranks that name the same scope in a step get different
-        groups. It returns no group with a key in `exclude`. With on_empty="wait", raises DeadlineExceededError if
-        groups are missing at the end of the timeout. Groups that the trainer cannot train on are rejected.
+        The server returns no group twice under one `scope`, so ranks that name the same scope in a step get different
+        groups. It returns no group with a key in `exclude`. Groups that the trainer cannot train on are left out. With
+        on_empty="wait", raises DeadlineExceededError if groups are missing at the end of the timeout.
         """
         chosen: list[Sample] = []
         waits = self.on_empty == "wait"
+        # The scope makes each further draw return other groups, so the loop ends.
         while (missing := count - len(chosen)) > 0:
             attempt = partial(
                 self.client.sample,
@@ -191,8 +196,8 @@ class GroupPool:
             except DeadlineExceededError:
                 if waits:
                     raise
-                break
-            if drawn is None:
+                break  # the table has no further group
+            if drawn is None:  # the server is away
                 break
             chosen += [sample for sample in drawn if self._usable(sample) and accept(sample.group)]
         return chosen
@@ -204,7 +209,7 @@ class GroupPool:
         for group in groups:
             try:
                 answer = self.ask(self.client.insert, group, {self.table: trained_priority(group)})
-                if answer is None:
+                if answer is None:  # the server is away
                     break
                 inserted += 1
             except (StaleItemError, TableFullError) as error:
@@ -215,18 +220,18 @@ class GroupPool:
         return inserted
 
     def take_unusable(self) -> int:
-        """The number of groups that were drawn since the last call of this method and could not be trained on.
+        """The number of draws of unusable groups since the last call of this method.
 
-        A group counts once for each draw, because such groups stay in the table.
+        A group may be drawn and counted several times, because it stays in the table.
         """
         count = self._newly_unusable
         self._newly_unusable = 0
         return count
 
     def puts_aside(self, sample: Sample, table: str, why: str = "") -> bool:
-        """True if the trainer cannot train on a group from `table`, because of `why` or else of `why_no_rows`.
+        """True if the trainer cannot train on a group from `table`, which is then counted as unusable.
 
-        A warning names each such group once.
+        The reason is `why` or, if this is empty, that of `why_no_rows`. A warning names each such group once.
         """
         why = why or why_no_rows(sample.group, sequences=self.sequences, vocabulary=self.vocabulary)
         if not why:
@@ -244,6 +249,7 @@ class GroupPool:
         return True
 
     def _usable(self, sample: Sample) -> bool:
+        """True if the trainer can train on a group, and the group is fresh enough and carries a gradient."""
         if self.puts_aside(sample, self.table):
             return False
         if self.max_staleness is not None and sample.info.staleness > self.max_staleness:
@@ -257,13 +263,14 @@ class GroupPool:
         return self._call(partial(method, *args, timeout=limit, **kwargs), *AWAY, DeadlineExceededError)
 
     def _call(self, attempt: Callable[[], T], *away: type[ReplayError]) -> T | None:
-        """The result of `attempt`. None if the server is away for longer than the timeout, and `on_unavailable` is
-        "continue".
+        """The result of `attempt`, which is repeated for `timeout` seconds while the server is away.
 
-        `away`: the errors which mean that the server is away.
+        After that, returns None or, with `on_unavailable="raise"`, raises the error of the last attempt. `away`: the
+        errors which mean that the server is away. Any other error is raised at once.
         """
 
         def judge(error: Exception, late: bool) -> None:
+            """Called after an attempt that failed. Returns if there should be another attempt."""
             if late or not isinstance(error, away):
                 raise error
 
@@ -274,14 +281,15 @@ class GroupPool:
         except away as error:
             if self.on_unavailable == "raise":
                 raise
-            self._leave(error)
+            self._note_away(error)
             return None
         if self.problem is not None:
             logger.warning("the replay server is back after %.0f s", time.monotonic() - self._away_since)
             self.problem = None
         return result
 
-    def _leave(self, error: ReplayError) -> None:
+    def _note_away(self, error: ReplayError) -> None:
+        """Notes that the server is away, and logs a warning if it was not away before."""
         if self.problem is None:
             self._away_since = time.monotonic()
             logger.warning(

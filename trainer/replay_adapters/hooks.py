@@ -1,7 +1,7 @@
-"""The version of each framework that its adapter was run with, and the hooks of the framework that the adapter needs.
+"""The version of each framework that its adapter was tested with, and the hooks of the framework that it needs.
 
-A hook is a class or function of the framework that an adapter replaces or calls, and any release of the framework may
-change it. The hooks are checked when the adapter is imported, so that a difference ends the run at the import and not
+A hook is a class or function of the framework that an adapter replaces or calls. Any release of the framework may
+change its hooks. They are checked when the adapter is imported, so that a difference ends the run at the import and not
 at the first step. Version numbers are not compared, because any version with all hooks should work.
 """
 
@@ -20,6 +20,7 @@ RUN_WITH = {
     "Miles": "radixark/miles at 31f1ca961a",
     "SkyRL": "NovaSky-AI/SkyRL at a9564572eb",
 }
+"""The version of each framework with which its adapter was tested, by the name of the framework."""
 _SAMPLE = "Sample(tokens, response_length, rollout_log_probs, loss_mask, reward, status, index, ...)"
 HOOKS: dict[str, str] = {
     "TRL": """
@@ -55,13 +56,17 @@ HOOKS: dict[str, str] = {
         skyrl.train.fully_async_trainer:GeneratedOutputGroup(generator_output, global_step_when_scheduled, ...)
         """,
 }
-"""By framework, its hooks, one a line: `module:name`, or `module:name(parameters)` without self. The parameters must be
-exactly these in this order. If the last one is "...", there may be others, and the order does not matter."""
+"""The hooks of each framework, by its name. Each line is a hook: `module:name`, or `module:name(parameters)` without
+`self`. The parameters must be exactly these in this order. If the last one is "...", there may be others, and the order
+does not matter."""
 
 
 @contextmanager
 def hooks_of(framework: str) -> Iterator[None]:
-    """Wraps the imports of a framework. Raises ImportError that names the missing or different hook, and the remedy."""
+    """Checks the hooks of a framework, then runs the block, which imports from the framework.
+
+    Raises ImportError if a hook or an import is missing or different. The error names it, and the remedy.
+    """
     try:
         for line in HOOKS[framework].splitlines():
             hook = line.strip()
@@ -74,21 +79,21 @@ def hooks_of(framework: str) -> Iterator[None]:
 
 def _check_hook(hook: str) -> None:
     """Raises ImportError or AttributeError if the framework lacks a hook, or if its parameters differ."""
-    name, _, wanted = hook.rstrip(")").partition("(")
+    name, _, expected = hook.rstrip(")").partition("(")
     function = pkgutil.resolve_name(name)
-    if not wanted:
+    if not expected:  # the hook is written without its parameters
         return
-    found = [parameter for parameter in inspect.signature(function).parameters if parameter != "self"]
-    names = wanted.split(", ")
-    if found == names:
+    parameters = [parameter for parameter in inspect.signature(function).parameters if parameter != "self"]
+    names = expected.split(", ")
+    if parameters == names:
         return
     others_allowed = names[-1] == "..."
-    if not others_allowed or not set(names) <= {*found, "..."}:
-        raise AttributeError(f"{name} takes ({', '.join(found)}), not ({wanted})")
+    if not others_allowed or not set(names) <= {*parameters, "..."}:
+        raise AttributeError(f"{name} takes ({', '.join(parameters)}), not ({expected})")
 
 
 def mismatch(framework: str, difference: object) -> ImportError:
-    """The error for an installed framework that differs from the version that the adapter was run with."""
+    """The error for an installed framework that differs from the version that its adapter was tested with."""
     return ImportError(
         f"the adapter for {framework} was run with {RUN_WITH[framework]}, and what is installed differs: {difference}. "
         f"Install what it was run with, or a newer replay-server"

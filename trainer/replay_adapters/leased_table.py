@@ -3,9 +3,9 @@
 table ──lease──▶ draw ──▶ the trainer ──checkpoint on the disk──▶ acknowledge
                   └────────the run ends, or dies────────────────▶ requeued
 
-The class joins the parts that such a trainer needs: the lock of its folder, the leases and the file that lists them,
-the protocol of a resume, a stream of groups, and the pool. While the server is away, `reach` waits without limit and
-logs that it waits.
+The class combines what such a trainer needs: the lock of its folder, the leases and the file that lists them, the
+protocol of a resume, a stream of groups, and the pool of groups to replay. While the server is away, `reach` waits
+without limit, and logs that it waits.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _LATER = (*AWAY, DeadlineExceededError, TableFullError)
-"""Errors after which the same request may succeed."""
+"""Errors after which the same request may succeed later."""
 _PAUSE = 0.2
 """Seconds between two attempts."""
 _POLL = 1.0
-"""Seconds after which a draw that found nothing returns."""
+"""Seconds that a draw waits for groups."""
 
 
 class LeasedTable:
-    """One reader of a table. Several threads may use `leases.expect`, `reach` and `closed` at once, but nothing
-    else."""
+    """One reader of a table, with leases on what it draws. Several threads may use `leases.expect`, `reach` and
+    `closed` at once. All else is for one thread at a time."""
 
     def __init__(
         self,
@@ -75,6 +75,7 @@ class LeasedTable:
         self.leases = GroupLeases(self.client, table, lease, folder, rank=0)
         self.protocol = ResumeProtocol(self.client, self.leases, config, renumbers=False, reach=self.reach)
         self.waiting = WaitLog(who)
+        """Logs that the reader waits, and why."""
         self._who = who
         self._lock = FolderLock(folder)
         self._closed = threading.Event()
@@ -83,7 +84,7 @@ class LeasedTable:
         )
 
     def lock(self) -> None:
-        """Raises RuntimeError if another run uses the folder."""
+        """Locks the folder until `close`. Raises RuntimeError if another run uses the folder."""
         refusal = self._lock.acquire()
         if refusal:
             raise RuntimeError(refusal)
@@ -111,7 +112,10 @@ class LeasedTable:
         return True
 
     def reach(self, attempt: Callable[[], T]) -> T:
-        """The result of `attempt`, which is repeated without limit while the table is full or the server is away."""
+        """The result of `attempt`, which is repeated without limit while the table is full or the server is away.
+
+        Raises any other error at once, and every error after `close`.
+        """
         result = try_patiently(attempt, self._judge, first=0.0)
         self.waiting.go_on()
         return result
@@ -137,8 +141,8 @@ class LeasedTable:
         return self._closed.is_set()
 
     def _judge(self, error: Exception, _: bool = False) -> None:
-        """Pauses before the next attempt. Raises `error` if a repetition cannot succeed, and any error after
-        `close`."""
+        """Pauses after a failed attempt, so that the caller can repeat it. Raises `error` if a repetition cannot
+        succeed, and any error after `close`."""
         if self._closed.is_set():
             raise error
         if not isinstance(error, _LATER):
@@ -146,4 +150,4 @@ class LeasedTable:
         if isinstance(error, DeadlineExceededError):  # the failed attempt has waited already
             return
         self.waiting.wait(f"the server is away, and {self._who} waits for it: {error}")
-        self._closed.wait(_PAUSE)
+        self._closed.wait(_PAUSE)  # `close` ends the pause

@@ -8,13 +8,14 @@ rollout worker ──put──▶ rollouts ──lease──▶ get ──▶ tr
                     acknowledged ◀──the checkpoint contains drain N─┘
 
 This buffer makes the decisions of Miles' own buffer, at the same moments: an aborted group and a group that the dynamic
-filter refuses are never stored, and a stale group is never handed out. Only one thing is new: the server keeps a group
-that the trainer has taken under a lease, until a checkpoint on the disk contains the step that used the group. After a
+filter refuses are never stored, and a stale group is never handed out. Beyond that, the server keeps each group that
+the trainer has drawn under a lease, until a checkpoint on the disk contains the step that used the group. After a
 crash, the trainer gets back the groups that its checkpoint lacks, and no group that the checkpoint contains.
 
-A drain is the sequence of `get` calls that collects the groups of one rollout of Miles. Miles does not tell the buffer
-when it saves, nor to which rollout a `get` belongs. So a call of `get_metrics` counts as the end of a drain, drains are
-numbered from the checkpoint that the run began with, and `latest_checkpointed_iteration.txt` says what is saved.
+A drain is the sequence of `get` calls that collects the groups of one rollout of Miles. (Miles calls the generation of
+a whole batch a rollout.) Miles does not tell the buffer when it saves, nor to which rollout a `get` belongs. So a call
+of `get_metrics` counts as the end of a drain, drains are numbered from the checkpoint that the run began with, and
+Miles' file `latest_checkpointed_iteration.txt` tells which drains a checkpoint contains.
 """
 
 from __future__ import annotations
@@ -60,10 +61,10 @@ logger = logging.getLogger(__name__)
 PREFIX = "rollout/fully_async/"
 """The prefix of the metrics, as in Miles' own buffer."""
 _METRICS_SECONDS = 1.0
-"""Seconds that each request of `get_metrics` waits for the server. They are few, because the call blocks the event loop
-in which Miles generates."""
+"""Seconds that each request of `get_metrics` waits for the server. The time is short, because `get_metrics` blocks the
+event loop in which Miles generates."""
 _READS = "reads"
-"""The name of a setting with which a client tells the server which table it reads."""
+"""The name of the setting in which a client of this class describes the table that it reads."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +80,7 @@ class BufferSettings:
     pool: str = "replay"
     """The table that `table` forwards to. Only a `share` above 0 reads it."""
     share: float = 0.0
-    """The share of groups that comes from the pool, from 0 to 0.9, as far as the pool has groups."""
+    """The share of groups that come from the pool, from 0 to 0.9. The share is lower if the pool lacks groups."""
     lease: float = 300.0
     """Seconds after which the server takes back the groups of a trainer that died and was not started again."""
     folder: str | None = None
@@ -101,9 +102,9 @@ class BufferSettings:
 
 
 class Drains:
-    """The drains of the buffer, and which drains a checkpoint of Miles contains.
+    """The drains of the buffer, and which of them a checkpoint of Miles contains.
 
-    Drain N collects the groups that rollout N of Miles trains on.
+    Drain N collects the groups of rollout N of Miles.
 
     At the end of drain N a file names its groups, before Miles can train on them and save. So a run that goes on from
     checkpoint N finds the file of drain N. Without `--save` there are no checkpoints. Then a drain counts as used up
@@ -111,9 +112,10 @@ class Drains:
     """
 
     def __init__(self, args: Any, folder: Path) -> None:
-        self._saves = getattr(args, "save", None)
-        # In the file that names the last checkpoint, the FSDP backend writes the number of the next rollout.
-        self._behind = 1 if getattr(args, "train_backend", None) == "fsdp" else 0
+        """`args`: Miles' arguments. `folder`: the folder of the files."""
+        self._save_folder = getattr(args, "save", None)
+        # In the file that names the last checkpoint, the FSDP backend writes the number of the next rollout instead.
+        self._excess = 1 if getattr(args, "train_backend", None) == "fsdp" else 0
         self._folder = folder
         last_loaded = self._saved_in(getattr(args, "load", None))
         start_rollout_id = getattr(args, "start_rollout_id", None)
@@ -125,10 +127,10 @@ class Drains:
     def before(self) -> TrainedGroups:
         """The groups in the checkpoint from which this run begins that were not acknowledged when it was written.
 
-        Deletes the files of all other drains. The run before may have trained on the groups of later drains, but this
+        Deletes the files of all other drains. The previous run may have trained on the groups of later drains, but this
         checkpoint does not contain that training.
         """
-        path = self._path(self.number - 1)
+        path = self._path(self.number - 1)  # of the last drain in the checkpoint
         groups = TrainedGroups()
         if path.exists():
             groups = TrainedGroups.from_state_dict(json.loads(path.read_text()))
@@ -138,32 +140,36 @@ class Drains:
         return groups
 
     def end(self, groups: TrainedGroups) -> None:
-        """Ends the current drain. `groups`: all groups so far that are not acknowledged, without groups that the next
-        drain uses."""
+        """Ends the current drain.
+
+        `groups`: all groups of this drain and of earlier ones that are not acknowledged yet.
+        """
         write_whole(self._path(self.number), json.dumps(groups.state_dict()))
         self._open.append((self.number, groups))
         self.number += 1
 
     def used_up(self) -> TrainedGroups | None:
         """The groups of the drains that a checkpoint contains by now; None: no further drain is in a checkpoint."""
-        if self._saves is None:
-            last = self.number - 3
+        if self._save_folder is None:
+            last = self.number - 3  # two drains have ended after this one
         else:
-            last = self._saved_in(self._saves)
+            last = self._saved_in(self._save_folder)
         used = [groups for number, groups in self._open if number <= last]
         if not used:
             return None
-        return used[-1]
+        return used[-1]  # the groups of the newest drain include those of the drains before it
 
     def forget(self, groups: TrainedGroups) -> None:
         """Forgets the drains up to that of `groups`, because the server has acknowledged their groups."""
         while self._open:
-            number, first = self._open.popleft()
+            number, groups_of_drain = self._open.popleft()
+            # The file of the drain before. The file of this drain stays for a run that goes on from its checkpoint.
             self._path(number - 1).unlink(missing_ok=True)
-            if first is groups:
+            if groups_of_drain is groups:
                 break
 
     def _path(self, number: int) -> Path:
+        """The file that names the groups of a drain."""
         return self._folder / f"trained-{number}.json"
 
     def _saved_in(self, folder: str | None) -> int:
@@ -176,7 +182,7 @@ class Drains:
         text = path.read_text().strip()
         if not text.isdigit():  # "release": the checkpoint has only weights
             return -1
-        return int(text) - self._behind
+        return int(text) - self._excess
 
 
 class ServerDataBuffer(DataBuffer):  # type: ignore[misc]  # Miles has no types that mypy reads
@@ -217,6 +223,7 @@ class ServerDataBuffer(DataBuffer):  # type: ignore[misc]  # Miles has no types 
         self._pool = queue.pool
         self._leases = queue.leases
         self._reach = queue.reach
+        """`LeasedTable.reach`: repeats a request until the server answers."""
         try:
             queue.lock()
             self._refuse_a_second_reader()
@@ -227,21 +234,27 @@ class ServerDataBuffer(DataBuffer):  # type: ignore[misc]  # Miles has no types 
         queue.protocol.resume(self._drains.before(), None)
         self._leases.start()
         self._drawing = threading.Lock()
+        """Held by `_draw`, which may run in several threads: the thread of a `get` that was cancelled runs on."""
         self._ready: deque[tuple[Sample, bool]] = deque()
         """(group, True if it is from the pool) for groups that are drawn and not handed out. There may be several
         groups if a `get` was cancelled."""
         self._keys: list[int] = []
         """The keys of the fresh groups of this drain."""
         self._handed = 0
+        """Groups that were handed out so far."""
         self._replayed = 0
+        """Those of them that came from the pool."""
         self._next_index = itertools.count(1)
+        """Numbers for the negative indices of replayed groups."""
         self._version: int | None = None
-        """The version that Miles passed to the last `get`."""
+        """The version that Miles passed to the last `get` that had one; None: none had one."""
         self._policy_version = 0
-        """The same version as the server counts it."""
+        """The same version in the server's count."""
         self._metric_gatherer = MetricGatherer()
         self._counts = dict.fromkeys(_COUNTS, 0)
+        """The counters of the current drain, by the names of their metrics."""
         self._consumed_staleness: list[int] = []
+        """The staleness of each group with a version that this drain has drawn."""
 
     # ----------------------------------------------------------------------------------------------------- put
 
@@ -258,7 +271,8 @@ class ServerDataBuffer(DataBuffer):  # type: ignore[misc]  # Miles has no types 
         if not verdict.keep:
             self._metric_gatherer.on_dynamic_filter_drop(reason=verdict.reason)
             return
-        if not await in_daemon_thread(partial(self._insert, input)):
+        is_stored = await in_daemon_thread(partial(self._insert, input))
+        if not is_stored:
             self._counts["stale_groups_filtered"] += 1
             self._handle_unused(input.prompt_group)
 
@@ -274,12 +288,13 @@ class ServerDataBuffer(DataBuffer):  # type: ignore[misc]  # Miles has no types 
         return True
 
     def _group_of(self, input: DataBufferInput) -> RolloutGroup:
+        """A finished group of Miles as a group, which also holds its prompt group; `_entry` converts it back."""
         # Miles generates in place, so the samples of the prompt group are often the same objects as the samples of the
         # group. Such a sample of the prompt group is stored as its position in the group.
         positions = {id(sample): position for position, sample in enumerate(iter_samples(input.group))}
         prompts = [positions.get(id(sample), sample) for sample in input.prompt_group]
         oldest = group_oldest_weight_version(input.group)
-        if oldest is None:
+        if oldest is None:  # the samples have no weight versions
             version = self._policy_version
         else:
             version = self._reach(partial(self._pool.version_of, oldest))
@@ -298,15 +313,15 @@ class ServerDataBuffer(DataBuffer):  # type: ignore[misc]  # Miles has no types 
             # A draw may wait, so it runs in a thread: Miles generates in this event loop.
             await in_daemon_thread(partial(self._draw, current_version))
             sample, replayed = self._ready.popleft()
-            entry, versioned = self._entry(sample.group)
+            entry, has_version = self._entry(sample.group)
             staleness = max(0, self._policy_version - sample.info.policy_version)
-            if versioned and current_version is not None:
+            if has_version and current_version is not None:
                 limit = self._args.max_weight_staleness
                 self._consumed_staleness.append(staleness)
                 if limit is not None and staleness > limit:
                     self._counts["stale_groups_filtered"] += 1
                     self._handle_unused(entry.prompt_group)
-                    continue  # its lease ends together with the leases of its drain
+                    continue  # nothing to requeue: its lease ends together with the leases of its drain
             self._handed += 1
             if replayed:
                 self._replayed += 1
@@ -315,12 +330,13 @@ class ServerDataBuffer(DataBuffer):  # type: ignore[misc]  # Miles has no types 
             return entry
 
     def _draw(self, version: int | None) -> None:
-        """Draws until there is a group to hand out."""
+        """Draws until `_ready` has a group. `version`: the version that Miles passed to `get`."""
         with self._drawing:
             self._settle()
             if version is not None:
                 self._policy_version = self._reach(partial(self._pool.advance, version))
-            if self._replayed + 1 <= self.settings.share * (self._handed + 1):
+            share_allows_replay = self._replayed + 1 <= self.settings.share * (self._handed + 1)
+            if share_allows_replay:
                 self._ready.extend((sample, True) for sample in self._draw_again())
             while not self._ready:
                 for sample in self._queue.draw():
@@ -329,11 +345,12 @@ class ServerDataBuffer(DataBuffer):  # type: ignore[misc]  # Miles has no types 
                         self._ready.append((sample, False))
 
     def _draw_again(self) -> list[Sample]:
-        """One group of the pool that this drain does not have yet; empty if the pool has no such group."""
+        """One group of the pool that this drain has not drawn yet; empty if the pool has no such group."""
         scope = f"{self._name}/{self._drains.number}"
         return self._reach(partial(self._pool.draw, 1, scope, self._usable, exclude=tuple(self._keys)))
 
     def _usable(self, group: RolloutGroup) -> bool:
+        """True if a group has samples of Miles, and as many rollouts as this run has for a prompt."""
         if self._store.read(group) is None:
             return False
         return bool(group.group_size == self._args.n_samples_per_prompt)
@@ -345,7 +362,10 @@ class ServerDataBuffer(DataBuffer):  # type: ignore[misc]  # Miles has no types 
         return f"no samples of Miles, or not n_samples_per_prompt={self._args.n_samples_per_prompt} rollouts"
 
     def _entry(self, group: RolloutGroup) -> tuple[DataBufferInput, bool]:
-        """A stored group in the form in which Miles put it, and True if its samples have weight versions."""
+        """A stored group in the form in which Miles put it, and True if its samples have weight versions.
+
+        The inverse of `_group_of`.
+        """
         read = self._store.read(group)
         assert read is not None
         rollouts, more = read
@@ -387,8 +407,10 @@ class ServerDataBuffer(DataBuffer):  # type: ignore[misc]  # Miles has no types 
         trained on. `held_groups`: groups under leases, which no checkpoint contains yet. `server_away`: 1 if the server
         did not answer this call, and then the metrics of the queue are missing; else 0.
         """
-        self._drains.end(self._leases.trained([sample for sample, _ in self._ready]))
-        self._keys = [sample.info.key for sample, _ in self._ready]
+        # Groups that are drawn and not handed out belong to the next drain.
+        not_handed_out = [sample for sample, _ in self._ready]
+        self._drains.end(self._leases.trained(not_handed_out))
+        self._keys = [sample.info.key for sample in not_handed_out]
         metrics = {PREFIX + name: float(count) for name, count in self._counts.items()}
         metrics |= self._metric_gatherer.collect()
         metrics[f"{PREFIX}groups_unusable"] = float(self._pool.take_unusable())
@@ -403,9 +425,10 @@ class ServerDataBuffer(DataBuffer):  # type: ignore[misc]  # Miles has no types 
         return metrics
 
     def _queue_metrics(self) -> dict[str, float]:
+        """The metrics of the table, and `server_away`. Unlike other calls, this does not wait for the server."""
         table = self.settings.table
         try:
-            # A server that was started again has forgotten which table this client reads.
+            # Repeated in each drain, because a restarted server has forgotten which table this client reads.
             self.client.describe({_READS: table}, timeout=_METRICS_SECONDS)
             info = self.client.server_info(tables=[table], timeout=_METRICS_SECONDS).tables[table]
             waiting = self.client.list_items(table, limit=1000, timeout=_METRICS_SECONDS).items
@@ -434,13 +457,13 @@ class ServerDataBuffer(DataBuffer):  # type: ignore[misc]  # Miles has no types 
 
     def _refuse_a_second_reader(self) -> None:
         """Raises RuntimeError if another running trainer reads the table. If two trainers start at once, both may
-        raise."""
+        raise, since each describes itself before it looks for the other."""
         table = self.settings.table
         self.client.describe({_READS: table})
         for other in self.client.server_info().clients:
             settings = json.loads(other.settings or "{}")
-            alive = other.open and not other.ended
-            if other.name != self._name and alive and settings.get(_READS) == table:
+            is_running = other.open and not other.ended
+            if other.name != self._name and is_running and settings.get(_READS) == table:
                 raise RuntimeError(
                     f"{other.name} reads table {table!r} already, and each of two trainers would miss what the other "
                     f"takes: stop it, or give this run a table of its own with replay_table"
@@ -459,3 +482,4 @@ def _folder_of(settings: BufferSettings, save: str | None) -> Path:
 
 
 _COUNTS = ("aborted_groups_filtered", "stale_groups_filtered", "replayed_groups")
+"""The names of the metrics that count groups."""

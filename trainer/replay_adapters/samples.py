@@ -10,10 +10,10 @@ and rewards. The fields that a trainer of groups can read become arrays of the g
     rollout_top_p_token_ids          an extra with the axis "ragged:token"
     a rollout that is a list         sequence_counts
 
-All other fields are packed by msgpack into one array without an axis. No other code needs to know these fields, and no
-code cuts this array. A value that an array of the group cannot hold exactly, such as a log-probability that float32
-rounds, is also packed, so that samples come back unchanged. Unpacking makes plain values, arrays, and enums and
-dataclasses of the module of `Sample`. It runs no code from the data.
+All other fields are packed by msgpack into one array without an axis, which only this module reads. A value that an
+array of the group cannot hold exactly, such as a log-probability that float32 rounds, is packed as well, so that
+samples come back unchanged. Unpacking makes plain values, arrays, and enums and dataclasses of the module of `Sample`.
+Unpacking runs no code from the data.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ PACKED = "samples"
 _NO_PROMPT = 0
 """The token that stands for the prompt of a sample that has none, because it failed."""
 _FORMS = "/forms"
-"""The packed field of a sample that holds its Forms."""
+"""The packed field of a sample that holds its Forms. No field of a dataclass can have this name."""
 _IMAGE_MODES = ("L", "RGB", "RGBA")
 """The modes of images that are stored. In these modes the pixels describe the image completely."""
 _ARRAY, _TENSOR, _TUPLE, _OBJECT, _IMAGE = range(1, 6)
@@ -71,12 +71,14 @@ def samples_of(rollout: Rollout) -> list[Any]:
 class SampleStore:
     """Converts the groups of one framework.
 
-    `sample_class`: the framework's Sample. `reward_key`: the setting of this name in the framework's arguments.
+    `sample_class`: the framework's Sample. `reward_key`: the setting of this name in the framework's arguments. If it
+    is set, the reward of a sample is a dict, and this key names the value to train on.
     """
 
     def __init__(self, sample_class: type[Any], reward_key: str | None = None) -> None:
         self._class = sample_class
         self._module = sys.modules[sample_class.__module__]
+        """The only module whose enums and dataclasses are packed and unpacked."""
         self._reward_key = reward_key
         self._defaults = {field.name: field.default for field in dataclasses.fields(sample_class)}
 
@@ -104,13 +106,14 @@ class SampleStore:
         counts = [len(members) for members in samples_by_rollout]
         samples = list(itertools.chain.from_iterable(samples_by_rollout))
         rows = [_Row.of(sample) for sample in samples]
-        columns, forms = _columns(samples, rows)
+        columns, forms_S = _columns(samples, rows)
         rewards = [self._rollout_reward(members) for members in samples_by_rollout]
         packed_samples = []
-        for sample, row, form in zip(samples, rows, forms, strict=True):
-            fields = self._rest(sample, row.exact | set(form))
-            fields[_FORMS] = self._packb(form)
-            packed_samples.append(fields)
+        for sample, row, forms in zip(samples, rows, forms_S, strict=True):
+            in_arrays = row.exact | set(forms)
+            packed_fields = self._rest(sample, in_arrays)
+            packed_fields[_FORMS] = self._packb(forms)
+            packed_samples.append(packed_fields)
         packed = {
             "samples": packed_samples,
             "lists": [isinstance(rollout, list) for rollout in rollouts],
@@ -139,21 +142,21 @@ class SampleStore:
                 fields_S.append({name: self._unpackb(packed_fields[name]) for name in packed_fields})
             more = self._unpackb(packed["more"])
             lists_G = packed["lists"]
-            sound = (
+            fits_group = (
                 len(fields_S) == group.num_sequences
                 and len(lists_G) == group.group_size
                 and all(_FORMS in fields for fields in fields_S)
             )
         except (KeyError, TypeError, ValueError, AttributeError, RecursionError, msgpack.UnpackException):
             return None
-        if not sound:
+        if not fits_group:
             return None
         samples = []
         rows = zip(fields_S, group.prompts(), group.sampled_spans(), strict=True)
         for k, (fields, prompt, span) in enumerate(rows):
             samples.append(self._sample(group, k, fields, prompt, span))
         rollouts: list[Rollout] = []
-        first = 0
+        first = 0  # the index of the first sample of the next rollout
         counts_G = np.bincount(group.sequence_rollouts).tolist()
         for count, is_list in zip(counts_G, lists_G, strict=True):
             members = samples[first : first + count]
@@ -162,7 +165,8 @@ class SampleStore:
         return rollouts, more
 
     def _rollout_reward(self, samples: Sequence[Any]) -> float:
-        """The mean reward of the samples of a rollout. Usually each sample has the reward of its rollout."""
+        """The mean of the finite rewards of a rollout's samples; 0 without any. Usually each sample has the reward of
+        its rollout."""
         rewards = [self.reward(sample) for sample in samples]
         finite = [reward for reward in rewards if abs(reward) <= MAX_VALUE]
         if not finite:
@@ -172,14 +176,18 @@ class SampleStore:
     # ------------------------------------------------------------------------------------------------ all other fields
 
     def _rest(self, sample: Any, elsewhere: set[str]) -> dict[str, bytes]:
-        """The packed fields that are not in `elsewhere`, with attributes that a user added. Fields with their default
-        value are left out. `elsewhere`: the names of the fields that arrays of the group hold."""
+        """The packed fields and added attributes of a sample that are not in `elsewhere`, by name.
+
+        `elsewhere`: the names of the fields that arrays of the group hold. Fields with their default value are left
+        out.
+        """
         packed = {}
         for name, value in vars(sample).items():
             if name in elsewhere:
                 continue
-            # `self` stands for the default of an added attribute: no value is `self`, so the attribute is packed.
+            # An attribute that a user added has no default. `self` stands for it, which is the value of no attribute.
             is_default = value is self._defaults.get(name, self)
+            # Without a packed value, `_sample` would set a field of _IN_ARRAYS from the arrays and not to its default.
             if name in _IN_ARRAYS or not is_default:
                 packed[name] = self._pack("samples", name, value)
         return packed
@@ -195,20 +203,21 @@ class SampleStore:
             "loss_mask": group.loss_mask[span].astype(int).tolist(),
         }
         for name, form in fields[_FORMS].items():
-            row = row_of(group, name, k) if name in group.extras else None
-            if isinstance(row, tuple):
+            row = row_of(group, name, k) if name in group.extras else None  # None: the field of a ragged one's offsets
+            if isinstance(row, tuple):  # of a ragged column
                 ids, offsets = row
                 form_of_ids, form_of_offsets = form
                 values[name] = _formed(ids, *form_of_ids)
                 values[RAGGED[name]] = _formed(offsets, *form_of_offsets)
             elif row is not None:
                 values[name] = _formed(row, *form)
-        for name, value in fields.items():
+        for name, value in fields.items():  # packed values replace those of the arrays, which may be rounded
             if name != _FORMS:
                 values[name] = value
         return _make(self._class, values)
 
     def _pack(self, whose: str, name: str, value: Any) -> bytes:
+        """The packed value of a field. Raises ValueError, with `whose` and `name`, if it cannot be packed."""
         try:
             return self._packb(value)
         except (AttributeError, TypeError, ValueError, OverflowError, RuntimeError):
@@ -219,9 +228,11 @@ class SampleStore:
             ) from None
 
     def _packb(self, value: Any) -> bytes:
+        """The packed value. msgpack calls `_packed` for each part that it does not know."""
         return bytes(msgpack.packb(value, default=self._packed, strict_types=True))
 
     def _unpackb(self, packed: bytes) -> Any:
+        """The value that `_packb` packed."""
         return msgpack.unpackb(packed, ext_hook=self._unpacked, strict_map_key=False)
 
     def _packed(self, value: Any) -> Any:
@@ -246,16 +257,18 @@ class SampleStore:
         raise TypeError(f"{kind.__name__} cannot be packed")
 
     def _extension(self, code: int, content: list[Any] | bytes) -> msgpack.ExtType:
+        """The extension type `code` of msgpack, whose data is the packed `content`."""
         return msgpack.ExtType(code, self._packb(content))
 
     def _unpacked(self, code: int, data: bytes) -> Any:
+        """The value of an extension type, as `_packed` had it. Raises ValueError for an unknown class."""
         content = self._unpackb(data)
         if code == _TUPLE:
             return tuple(content)
         if code == _ARRAY:
             is_number, dtype, shape, raw = content
             array = np.frombuffer(raw, _plain(dtype)).reshape(shape)
-            return array[()] if is_number else array.copy()
+            return array[()] if is_number else array.copy()  # a copy, because frombuffer's array is read-only
         if code == _TENSOR:
             from safetensors.torch import load
 
@@ -275,21 +288,22 @@ class SampleStore:
     def _named(self, qualname: str) -> Any:
         """The attribute with this qualified name in the module of the sample class; None: there is no such
         attribute."""
-        found: Any = self._module
-        for part in qualname.split("."):
-            found = getattr(found, part, None)
-        return found
+        attribute: Any = self._module
+        for name in qualname.split("."):
+            attribute = getattr(attribute, name, None)
+        return attribute
 
 
 def _shown(value: Any) -> str:
+    """The value in at most 200 characters or, if it is nested too deeply, its outer levels."""
     try:
         return f"{value!r:.200}"
     except RecursionError:
-        return reprlib.repr(value)  # only the outer levels of the value
+        return reprlib.repr(value)
 
 
 def _make(kind: type[Any], values: Mapping[str, Any]) -> Any:
-    """An instance of a dataclass. Values whose names are not fields become further attributes."""
+    """An instance of the dataclass `kind`. Values whose names are not fields become further attributes."""
     names = {field.name for field in dataclasses.fields(kind)}
     instance = kind(**{name: value for name, value in values.items() if name in names})
     for name in values.keys() - names:
@@ -310,6 +324,7 @@ class _Row:
 
     @classmethod
     def of(cls, sample: Any) -> _Row:
+        """The row of a sample. A field that does not fit leaves its array at a default, and is not in `exact`."""
         exact: set[str] = set()
         tokens = _ids(sample.tokens)
         length = sample.response_length
@@ -321,22 +336,22 @@ class _Row:
             prompt = np.array([_NO_PROMPT], np.int32)
             completion = np.zeros(0, np.int32)
 
-        logprobs = np.full(completion.size, np.nan, np.float32)
-        known = _numbers(sample.rollout_log_probs, "f")
-        if known is not None and known.shape == logprobs.shape and (known <= MAX_LOGPROB).all():
-            with np.errstate(over="ignore"):
-                narrow = known.astype(np.float32)
+        logprobs = np.full(completion.size, np.nan, np.float32)  # unknown
+        sampled = _numbers(sample.rollout_log_probs, "f")
+        if sampled is not None and sampled.shape == logprobs.shape and (sampled <= MAX_LOGPROB).all():
+            with np.errstate(over="ignore"):  # a number beyond float32 becomes -inf, and is refused below
+                narrow = sampled.astype(np.float32)
             if np.isfinite(narrow).all():
                 logprobs = narrow
-                if (narrow == known).all() and type(known) is np.ndarray:
+                if (narrow == sampled).all() and type(sampled) is np.ndarray:
                     exact.add("rollout_log_probs")
 
         mask = np.ones(completion.size, np.bool_)
         loss_mask = _numbers(sample.loss_mask, "iu")
         if loss_mask is not None and loss_mask.shape == mask.shape:
             mask = loss_mask != 0
-            # The group masks all tokens of a removed sample. So the original mask of such a sample is packed.
-            if not sample.remove_sample and ((loss_mask == 0) | (loss_mask == 1)).all():
+            is_boolean = ((loss_mask == 0) | (loss_mask == 1)).all()
+            if is_boolean and not sample.remove_sample:  # below, the mask of a removed sample is replaced
                 exact.add("loss_mask")
         if sample.remove_sample:
             mask = np.zeros_like(mask)
@@ -344,6 +359,7 @@ class _Row:
 
 
 def _ids(tokens: Any) -> npt.NDArray[np.int32] | None:
+    """A list of token ids as an array; None if it is empty, or not a list of numbers from 0 to 2**31 - 1."""
     array = _numbers(tokens, "iu")
     if array is None or not array.size:
         return None
@@ -366,6 +382,7 @@ def _numbers(values: Any, kinds: str) -> Array | None:
 
 
 def _finish_reason(sample: Any) -> str:
+    """The finish reason in OpenAI's words, as groups have it; a status without such a word as it is."""
     status = str(sample.status.value)
     return {"truncated": "length", "completed": "stop", "pending": "stop"}.get(status, status)
 
@@ -374,34 +391,34 @@ def _finish_reason(sample: Any) -> str:
 
 
 Forms = dict[str, Any]
-"""By name of a field that became rows of a column: the form that the field had in the sample (see `_form`)."""
+"""By the name of each field of one sample that a column holds: the form of the field in the sample (see `_form`)."""
 Column = tuple[str, list[Any]]
 """The axis of a column, and its rows: one for each sample."""
 
 
 def _columns(samples: Sequence[Any], rows: Sequence[_Row]) -> tuple[dict[str, Column], list[Forms]]:
-    """The columns of the fields that have values for each token, by name, and the forms of each sample.
+    """The columns of the fields that have values for each token, by name, and the Forms of each of the S samples.
 
     If a sample lacks such a field because the sample failed, its row has zeros. A field does not become a column if its
     sizes do not fit its axis.
     """
     columns: dict[str, Column] = {}
-    forms: list[Forms] = [{} for _ in samples]
+    forms_S: list[Forms] = [{} for _ in samples]
     for name in (*WHOLE, *TOKEN):
-        column = _dense_column(name, samples, rows, forms)
+        column = _dense_column(name, samples, rows, forms_S)
         if column is not None:
             columns[name] = column
     for name in RAGGED:
-        column = _ragged_column(name, samples, rows, forms)
+        column = _ragged_column(name, samples, rows, forms_S)
         if column is not None:
             columns[name] = column
-    return columns, forms
+    return columns, forms_S
 
 
-def _dense_column(name: str, samples: Sequence[Any], rows: Sequence[_Row], forms: Sequence[Forms]) -> Column | None:
+def _dense_column(name: str, samples: Sequence[Any], rows: Sequence[_Row], forms_S: Sequence[Forms]) -> Column | None:
     """The column of a field with a value or a row for each token; None if the field of a sample has another size.
 
-    Adds the forms of the field to `forms`.
+    Adds the form of the field to the Forms of each sample that has the field.
     """
     if name in WHOLE:
         axis = "whole"
@@ -415,29 +432,31 @@ def _dense_column(name: str, samples: Sequence[Any], rows: Sequence[_Row], forms
     values = [getattr(sample, name, None) for sample in samples]
     arrays = [_array(value) for value in values]
     present = [array for array in arrays if array is not None]
-    if not present:
+    if not present:  # no sample has the field
         return None
     for value, array, size in zip(values, arrays, sizes, strict=True):
-        if array is None and value is not None:
+        is_no_array = array is None and value is not None
+        if is_no_array:
             return None
         if array is not None and not size - may_lack <= len(array) <= size:
             return None
-    if len({array.shape[1:] for array in present}) > 1:
+    row_shapes = {array.shape[1:] for array in present}
+    if len(row_shapes) > 1:
         return None
     dtype = narrowest(present)
     filled = [np.zeros((size, *present[0].shape[1:]), dtype) for size in sizes]
     for k, array in enumerate(arrays):
         if array is not None:
             filled[k][: len(array)] = array
-            forms[k][name] = _form(values[k], array)
+            forms_S[k][name] = _form(values[k], array)
     return axis, filled
 
 
-def _ragged_column(name: str, samples: Sequence[Any], rows: Sequence[_Row], forms: Sequence[Forms]) -> Column | None:
+def _ragged_column(name: str, samples: Sequence[Any], rows: Sequence[_Row], forms_S: Sequence[Forms]) -> Column | None:
     """The column of a field with a set of values for each token of the response; None if the sets of a sample do not
     fit.
 
-    Adds the forms of the field, and of the field with its offsets, to `forms`.
+    Adds the forms of the field, and of the field with its offsets, to the Forms of each sample that has the field.
     """
     name_of_offsets = RAGGED[name]
     ids_S = [_array(getattr(sample, name, None)) for sample in samples]
@@ -447,13 +466,13 @@ def _ragged_column(name: str, samples: Sequence[Any], rows: Sequence[_Row], form
         return None
     dtype = narrowest(present, least=np.int32)
     sets: list[tuple[Array, Array]] = []
-    for sample, row, form, ids, offsets in zip(samples, rows, forms, ids_S, offsets_S, strict=True):
-        if ids is None or offsets is None:
+    for sample, row, forms, ids, offsets in zip(samples, rows, forms_S, ids_S, offsets_S, strict=True):
+        if ids is None or offsets is None:  # the sample failed: an empty set for each token
             sets.append((np.zeros(0, dtype), np.zeros(row.completion.size + 1, np.int64)))
             continue
         sets.append((ids.astype(dtype), offsets))
-        form[name] = [_form(getattr(sample, name), ids), _form(getattr(sample, name_of_offsets), offsets)]
-        form[name_of_offsets] = None
+        forms[name] = [_form(getattr(sample, name), ids), _form(getattr(sample, name_of_offsets), offsets)]
+        forms[name_of_offsets] = None  # the form is in that of `name`; the name says that the field is not packed
     return RAGGED_AXIS, sets
 
 
@@ -476,14 +495,14 @@ def _array(value: Any) -> Array | None:
     """The numbers of a list, an array or a tensor as an array; None if a group cannot hold such an array."""
     if _is_tensor(value):
         value = value.detach().cpu()
-        if str(value.dtype) == "torch.bfloat16":
+        if str(value.dtype) == "torch.bfloat16":  # numpy has no such dtype
             return None
         value = value.numpy()
     if not isinstance(value, list | np.ndarray):
         return None
     try:
         array = np.asarray(value)
-    except (ValueError, OverflowError):
+    except (ValueError, OverflowError):  # for example, lists of different lengths
         return None
     if not array.ndim or array.dtype.kind not in "iuf" or not array.dtype.isnative:
         return None
@@ -494,8 +513,8 @@ def narrowest(arrays: Sequence[Array], least: Any = np.uint8) -> np.dtype[Any]:
     """The smallest dtype that holds all these numbers exactly, and that is not smaller than `least`."""
     dtype = np.result_type(*arrays)
     if dtype.kind == "f":
-        exact = all((array.astype(np.float32) == array).all() for array in arrays)
-        return np.dtype(np.float32) if exact and dtype == np.float64 else dtype
+        fits_float32 = all((array.astype(np.float32) == array).all() for array in arrays)
+        return np.dtype(np.float32) if fits_float32 and dtype == np.float64 else dtype
     low = min((int(array.min()) for array in arrays if array.size), default=0)
     high = max((int(array.max()) for array in arrays if array.size), default=0)
     for kind in (np.uint8, np.int32):
@@ -532,13 +551,14 @@ def _formed(row: Array, form: str, dtype: str, length: int) -> Any:
 
 
 def _is_tensor(value: Any) -> bool:
+    """True for a tensor of torch. Does not import torch: a tensor exists only if it is imported."""
     torch = sys.modules.get("torch")
     return torch is not None and isinstance(value, torch.Tensor)
 
 
 def _plain(dtype: str) -> np.dtype[Any]:
     """The dtype with this name. Raises ValueError if it is not a dtype of numbers."""
-    found = np.dtype(dtype)
-    if found.kind not in "biuf":
+    named = np.dtype(dtype)
+    if named.kind not in "biuf":
         raise ValueError(f"{dtype!r} is no dtype of numbers")
-    return found
+    return named

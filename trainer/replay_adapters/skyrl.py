@@ -63,16 +63,19 @@ class _KeepingGenerator(GeneratorInterface):  # type: ignore[misc]  # SkyRL has 
     """SkyRL's generator, which stores the groups that it generates, and generates no group that is stored already."""
 
     def __init__(self, generator: Any, trainer: Any) -> None:
+        """`trainer`: the trainer with the server, a WithServer."""
         self._generator = generator
         self._trainer = trainer
-        self._takes_option = "disable_tqdm" in inspect.signature(generator.generate).parameters
+        self._takes_disable_tqdm = "disable_tqdm" in inspect.signature(generator.generate).parameters
 
     def __getattr__(self, name: str) -> Any:
+        """All other attributes are those of SkyRL's generator."""
         return getattr(self._generator, name)
 
     async def generate(self, input_batch: Any, disable_tqdm: bool = False) -> Any:
+        """The output for a batch, which in training is one prompt: the stored output, or a generated one."""
         generate = self._generator.generate
-        if self._takes_option:
+        if self._takes_disable_tqdm:
             generate = partial(generate, disable_tqdm=disable_tqdm)
         if not self._stores(input_batch.get("batch_metadata")):
             return await generate(input_batch)
@@ -81,7 +84,7 @@ class _KeepingGenerator(GeneratorInterface):  # type: ignore[misc]  # SkyRL has 
         stored = await in_daemon_thread(partial(self._trainer.recalled, place, prompts))
         if stored is not None:
             return stored
-        step = self._trainer.global_step
+        step = self._trainer.global_step  # before the generation, during which the step may change
         output = await generate(input_batch)
         await in_daemon_thread(partial(self._trainer.keep, place, output, step, prompts))
         return output
@@ -116,20 +119,24 @@ class WithServer:
             raise ValueError("generator.sampling_params.logprobs is None: set it to 1, groups are stored with them")
         self.client = ReplayClient.from_env(settings.timeout, address=settings.address)
         self._bound = self.max_staleness_steps if settings.max_staleness is None else settings.max_staleness
+        """The most steps that a stored group may lag."""
         options: dict[str, Any] = {
             "sequences": True,
             "on_unavailable": settings.on_unavailable,
             "timeout": settings.timeout,
         }
+        # The same for each start of a run, because a run that resumes has the same folder of checkpoints.
         run = hashlib.sha256(str(self.cfg.trainer.ckpt_path).encode()).hexdigest()[:16]
         self._finished = FinishedGroups(self.client, settings.finished, run=run, **options)
         self._pool: GroupPool | None = None
         if settings.pool is not None:
             self._pool = GroupPool(self.client, settings.pool, max_staleness=self._bound, **options)
         self._scope = uuid.uuid4().hex
+        """The beginning of the scopes of this run's draws."""
         self._steps: dict[str, int] = {}
         """By uid of a group that came from the server: the step at which it was generated, in the count of this run."""
         self._counts = dict.fromkeys(_COUNTS, 0)
+        """The counters of the current step, by the names of their metrics."""
         self.generator = _KeepingGenerator(self.generator, self)
 
     async def train(self) -> None:
@@ -148,8 +155,9 @@ class WithServer:
         if group is None:
             return None
         read = output_of(group)
+        # SkyRL counts steps from 1, so `global_step` - 1 updates are done.
         lag = max(0, self._finished.version_of(self.global_step - 1) - group.policy_version)
-        if read is None or read[1]["prompts"] != prompts or lag > self._bound:
+        if read is None or read[1]["prompts"] != prompts or lag > self._bound:  # the group cannot be used
             self._finished.forget({place: self._finished.held[place]})
             self._counts["replay/groups_generated_again"] += 1
             return None
@@ -193,8 +201,10 @@ class WithServer:
         return groups, dropped, exhausted
 
     def _replaced(self, groups: list[GeneratedOutputGroup]) -> list[GeneratedOutputGroup]:
+        """The groups of a mini-batch after replacement. Adds metrics to SkyRL's."""
         self._finished.advance(self.global_step - 1)
         for place, group in enumerate(groups):
+            # A group from the server was generated at an earlier step than SkyRL scheduled it.
             step = self._steps.pop(group.uid, group.global_step_when_scheduled)
             groups[place] = dataclasses.replace(group, global_step_when_scheduled=step)
         if self._pool:
@@ -210,13 +220,14 @@ class WithServer:
         return groups
 
     def _rollout_group(self, group: GeneratedOutputGroup) -> RolloutGroup:
+        """A group of SkyRL as a group of the pool."""
         version = self._finished.version_of(group.global_step_when_scheduled - 1)
         return group_of(group.generator_output, max(0, version), group.prompts)
 
     def _in_place(self, group: GeneratedOutputGroup, sample: Sample) -> GeneratedOutputGroup:
-        """A stored group, with the uid of the group that it replaces, because SkyRL counts prompts by uid."""
+        """The stored group `sample` in the place of `group`, whose uid it gets, because SkyRL counts prompts by uid."""
         read = output_of(sample.group)
-        assert read is not None
+        assert read is not None  # only groups that can be read are drawn
         output, more = read
         trajectories = output.get("trajectory_ids")
         if trajectories:
@@ -232,6 +243,7 @@ class WithServer:
 
 
 _COUNTS = ("replay/groups_recalled", "replay/groups_generated_again")
+"""The metrics that count prompts whose group was taken from the server, and prompts whose group there was unusable."""
 
 
 class ServerFullyAsyncTrainer(WithServer, FullyAsyncRayPPOTrainer):  # type: ignore[misc]

@@ -49,6 +49,7 @@ class SkyRLRow:
     is_last_step: Any = None
 
     remove_sample = False
+    """SampleStore reads this attribute. SkyRL removes no samples."""
 
     @property
     def reward(self) -> float | None:
@@ -78,7 +79,7 @@ def group_of(output: Mapping[str, Any], version: int, prompts: Any = None) -> Ro
     count = len(output["response_ids"])
     columns = [name for name, value in output.items() if isinstance(value, list) and len(value) == count]
     rollouts: list[Any] = []
-    rollout_ended = True
+    rollout_ended = True  # True if the next row begins a rollout
     for k in range(count):
         prompt = output["prompt_token_ids"][k]
         response = output["response_ids"][k]
@@ -87,7 +88,7 @@ def group_of(output: Mapping[str, Any], version: int, prompts: Any = None) -> Ro
         for name in columns:
             if name not in _TOKENS:
                 attributes[_NAMES.get(name, name)] = output[name][k]
-        if row.is_last_step is None:
+        if row.is_last_step is None:  # not step-wise: each row is a rollout
             rollouts.append(row)
             continue
         if rollout_ended:

@@ -23,8 +23,9 @@ with hooks_of("slime"):
     from slime.utils.types import Sample
 
 IMAGES = ("multimodal_inputs", "multimodal_train_inputs")
+"""Fields of a sample with images. Such a sample is not stored."""
 _ENDED = (Sample.Status.COMPLETED, Sample.Status.TRUNCATED)
-"""The status of a sample that did not fail."""
+"""The statuses of a sample that did not fail."""
 _OF_PLACE = ("group_index", "index", "rollout_id", "metadata", "session_id")
 """Fields that a stored sample takes from the sample that it replaces: slime orders and groups samples by them."""
 _MEASURED = ("spec_info", "prefix_cache_info", "non_generation_time")
@@ -36,12 +37,15 @@ _RUN = uuid.uuid4().hex
 
 @cache
 def _pool(address: str | None, table: str, max_staleness: int | None, on_unavailable: OnUnavailable) -> GroupPool:
+    """The pool with these settings. Each process makes it once, at the first rollout."""
     client = ReplayClient.from_env(address=address)
     return GroupPool(client, table, max_staleness=max_staleness, sequences=True, on_unavailable=on_unavailable)
 
 
 def generate_rollout(args: Any, rollout_id: int, data_source: Any, evaluation: bool = False) -> Any:
-    """slime's own rollout, then replacement. Metrics are `replay/*`; evaluation is slime's own.
+    """The output of slime's own rollout, with groups from the pool in the place of zero-variance groups.
+
+    Adds metrics `replay/*`. In evaluation nothing is replaced.
 
     Settings are attributes of `args`, from slime's --custom-config-path: `replay_address` (host:port; left out:
     REPLAY_ADDRESS), `replay_table` ("replay"), `replay_max_staleness` (rollouts), `replay_on_unavailable`, and
@@ -64,27 +68,29 @@ def generate_rollout(args: Any, rollout_id: int, data_source: Any, evaluation: b
 
 
 def replaced(output: Any, pool: GroupPool, rollout_id: int, reward_key: str | None = None) -> RolloutFnTrainOutput:
-    """`output`, with its zero-variance groups replaced as far as `pool` has replacements. Stores its other groups in
-    `pool`.
+    """`output`, with its zero-variance groups replaced as far as `pool` has replacements.
 
-    Groups with a failed sample or with images stay as they are, because they cannot be trained on again. Raises
-    ValueError if the samples have no log-probabilities, or a field that cannot be stored.
+    Stores the groups with variance in `pool`. Groups with a failed sample or with images stay as they are, because they
+    cannot be trained on again. Raises ValueError if the samples have no log-probabilities, or a field that cannot be
+    stored.
     """
     version = pool.advance(rollout_id)
     store = SampleStore(Sample, reward_key)
-    whole = {place: rollouts for place, rollouts in enumerate(output.samples) if _is_whole(rollouts, store)}
-    groups = {place: store.group_of(rollouts, version) for place, rollouts in whole.items()}
+    # By place, which is the position of a group in the output.
+    storable = {place: rollouts for place, rollouts in enumerate(output.samples) if _is_storable(rollouts, store)}
+    groups = {place: store.group_of(rollouts, version) for place, rollouts in storable.items()}
     drawn, metrics = pool.replace(groups, f"{_RUN}/{rollout_id}", lambda group: store.read(group) is not None)
     samples = list(output.samples)
     for place, sample in drawn.items():
-        samples[place] = _restored(whole[place], sample.group, store)
+        samples[place] = _restored(storable[place], sample.group, store)
     metrics["replay/groups_left_alone"] = len(output.samples) - len(groups)
     return RolloutFnTrainOutput(samples=samples, metrics=(output.metrics or {}) | metrics)
 
 
-def _is_whole(group: Any, store: SampleStore) -> bool:
+def _is_storable(group: Any, store: SampleStore) -> bool:
     """True if every sample of a group can be trained on at another time."""
-    if not isinstance(group, list) or not group or not all(group):
+    has_only_rollouts = isinstance(group, list) and bool(group) and all(group)
+    if not has_only_rollouts:
         return False
     for rollout in group:
         for sample in samples_of(rollout):
@@ -107,20 +113,21 @@ def _can_be_stored(sample: Any, store: SampleStore) -> bool:
     # An aborted answer is incomplete, even if it has a reward.
     if sample.status == Sample.Status.ABORTED:
         return False
-    return bool(len(sample.tokens) > sample.response_length)
+    has_prompt = len(sample.tokens) > sample.response_length
+    return bool(has_prompt)
 
 
-def _restored(places: Sequence[Any], group: RolloutGroup, store: SampleStore) -> list[Any]:
-    """A stored group as rollouts, with the indices of `places`: the rollouts that the stored group replaces.
+def _restored(replaced_rollouts: Sequence[Any], group: RolloutGroup, store: SampleStore) -> list[Any]:
+    """A stored group as rollouts, with the indices of the rollouts that it replaces.
 
     A stored rollout that is a list may have more samples than the rollout that it replaces. Each further sample has the
     index of the last replaced sample.
     """
     read = store.read(group)
-    assert read is not None
+    assert read is not None  # only groups that can be read are drawn
     rollouts, _ = read
-    for place, rollout in zip(places, rollouts, strict=True):
-        replaced_samples = samples_of(place)
+    for replaced_rollout, rollout in zip(replaced_rollouts, rollouts, strict=True):
+        replaced_samples = samples_of(replaced_rollout)
         samples = samples_of(rollout)
         first = replaced_samples[0]
         for k, sample in enumerate(samples):

@@ -113,7 +113,7 @@ ATTRIBUTES = (
 """The attributes of a constructed trainer that this module reads."""
 
 GENERATED = 8
-"""The number of values that `_generate` returns: prompt_ids, completion_ids, tool_mask, completions, logprobs,
+"""The number of values that TRL's `_generate` returns: prompt_ids, completion_ids, tool_mask, completions, logprobs,
 extra_fields, images, tool_images."""
 
 
@@ -140,10 +140,11 @@ class ReplayGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
             **{setting.name: getattr(self.args, setting.name, setting.default) for setting in fields(ReplayGRPOConfig)}
         )
         self._replay_step: GenerationStep | None = None
-        rows = self.args.per_device_train_batch_size * self.args.steps_per_generation
-        self._groups_span_ranks = bool(rows % self.num_generations)
+        """The generation under way; None: there is none, or it is one without replay."""
+        rows_of_rank = self.args.per_device_train_batch_size * self.args.steps_per_generation
+        self._groups_span_ranks = bool(rows_of_rank % self.num_generations)
         scorers = [*self.reward_funcs]
-        if type(self)._calculate_rewards is not GRPOTrainer._calculate_rewards:
+        if type(self)._calculate_rewards is not GRPOTrainer._calculate_rewards:  # a subclass computes rewards, too
             scorers.append(type(self)._calculate_rewards)
         self._fingerprint = fingerprint(self.reward_func_names, scorers)
         self._warned_of_rewards = False
@@ -173,6 +174,7 @@ class ReplayGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
                 "replay=None starts the server on the loopback address, which other machines do not reach: start "
                 "`replay serve` and give its address as `replay`"
             )
+        # All ranks get the values of the first rank. `_run` names this run in the scopes of its draws.
         address, self._run = broadcast_object_list([address, uuid.uuid4().hex])
         if settings.replay is None:
             # The environment describes the access to the user's server, not to ours.
@@ -192,7 +194,9 @@ class ReplayGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         return pool
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
-        if self.pool is None or not self.model.training or "image" in inputs[0] or "images" in inputs[0]:
+        """TRL's method, which calls `_generate` and then computes all values of the batch. Adds what replay needs."""
+        has_images = "image" in inputs[0] or "images" in inputs[0]
+        if self.pool is None or not self.model.training or has_images:
             return super()._generate_and_score_completions(inputs)  # type: ignore[no-any-return]
         started = time.perf_counter()
         version = 0
@@ -213,10 +217,10 @@ class ReplayGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
             output: dict[str, Any] = super()._generate_and_score_completions(inputs)
         finally:
             self._replay_step = None
-            self.__dict__.pop("_calculate_rewards", None)
-        if step.fresh is None:
+            self.__dict__.pop("_calculate_rewards", None)  # see the end of `_generate`
+        if step.fresh is None:  # the completions have images
             return output
-        if step.final_rewards is not None:
+        if step.final_rewards is not None:  # TRL has not asked for them
             raise mismatch("TRL", "it does not call _calculate_rewards after _generate")
         if not away:
             with step.timed():
@@ -226,6 +230,7 @@ class ReplayGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         return output
 
     def _generate(self, prompts: list[Any]) -> tuple[Any, ...]:
+        """TRL's method, whose rows are then replaced by rows of stored groups."""
         generated: tuple[Any, ...] = super()._generate(prompts)
         step = self._replay_step
         if step is None:
@@ -254,13 +259,17 @@ class ReplayGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
             step.trained = gather(torch.tensor(trained, device=self.accelerator.device)).tolist()
             step.final_rewards = gather(self._replace(step, rows, prompts, completions))
         # TRL calls _calculate_rewards for the final rows next. Their rewards are known, so the call is replaced.
+        # An attribute of the object hides the method of the class.
         self.__dict__["_calculate_rewards"] = step.take_rewards
         return rows.prompt_ids, rows.completion_ids, rows.tool_mask, completions, rows.logprobs, *generated[5:]
 
     # -------------------------------------------------------------------------------------------------- replacing
 
     def _replace(self, step: GenerationStep, rows: GeneratedRows, prompts: list[Any], completions: list[Any]) -> Tensor:
-        """Replaces rows, and the texts that TRL logs for these rows. Returns the rewards (B, F) of the final rows."""
+        """Replaces rows, and the texts that TRL logs for these rows. Returns the rewards (B, F) of the final rows.
+
+        A group is named by its number g over all ranks.
+        """
         assert self.pool is not None
         assert step.rewards is not None
         priorities: dict[int, float] = {}
@@ -268,6 +277,7 @@ class ReplayGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
             rows_of_group = step.rows_of(g)
             priorities[g] = self._priority(step.rewards[rows_of_group], step.trained[rows_of_group])
         zero_variance = [g for g in step.owned if priorities[g] == 0]
+        # Groups without variance have the lowest priority, so they are always among the replaced groups.
         wanted = max(len(zero_variance), round(self._replay.replay_share * len(step.owned)))
         if self._replay.replay_share and rows.logprobs is None and not step.away:
             # A fresh row that is replaced may have to be stored, with log-probabilities. After its replacement TRL does
@@ -293,16 +303,16 @@ class ReplayGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
                 self._log_row(row, rows, prompts, completions)
         if self._replay.replay_on_empty == "drop":
             for g in step.present:
-                if priorities[g] == 0 and g not in step.stored:
+                if priorities[g] == 0 and g not in step.stored:  # not replaced: mask all of its tokens
                     for row, _ in step.places(g):
                         rows.mask()[row] = [0] * len(rows.completion_ids[row])
         return final_BF
 
     def _stored_groups(self, step: GenerationStep) -> dict[int, RolloutGroup]:
-        """The stored groups for this rank: group of this step that is replaced -> stored group. A group that spans
-        ranks is drawn by one of them."""
+        """The stored groups that replace groups with rows on this rank, by the number of the replaced group."""
         if not self._groups_span_ranks:
             return {g: sample.group for g, sample in step.replaced.items()}
+        # The owner has drawn the replacement of a group that spans ranks. The other ranks get it from the owner.
         drawn = gather_object([(g, bytes(sample.payload)) for g, sample in step.replaced.items()])
         return {g: RolloutGroup.decode(payload) for g, payload in drawn if g in step.present}
 
@@ -312,7 +322,7 @@ class ReplayGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         `rewards_GF`: the rewards of G rollouts by F reward functions. `trained`: for each rollout, True if it has
         tokens to train on.
         """
-        scorable = ~rewards_GF.isnan().all(dim=1)
+        scorable = ~rewards_GF.isnan().all(dim=1)  # (G,) False if no function returned a reward
         weighted_GF = rewards_GF * self.reward_weights.to(rewards_GF.device)
         weighted_GF = weighted_GF[scorable].nan_to_num(nan=0.0)
         if self.multi_objective_aggregation == "sum_then_normalize":
@@ -329,7 +339,7 @@ class ReplayGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         """True if a stored group fits into the batch."""
         if group.group_size != self.num_generations or not group.prompt_lengths.all():
             return False
-        if group.sampled_lengths.min() == 0:
+        if group.sampled_lengths.min() == 0:  # a completion is empty
             return False
         if self.max_completion_length and group.sampled_lengths.max() > self.max_completion_length:
             return False
@@ -356,6 +366,7 @@ class ReplayGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         return not self._replay.replay_same_rewards
 
     def _same_rewards(self, group: RolloutGroup) -> bool:
+        """True if the reward functions of this run scored the group."""
         return group.meta.get("rewards") == self._fingerprint
 
     def _stored_rewards(self, group: RolloutGroup) -> Tensor:
@@ -371,7 +382,7 @@ class ReplayGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         return torch.tensor(rewards_GF, device=self.accelerator.device)
 
     def _log_row(self, row: int, rows: GeneratedRows, prompts: list[Any], completions: list[Any]) -> None:
-        """Replaces the values that TRL logs for a row: the texts of the row, and extra columns, which become None."""
+        """Replaces the values that TRL logs for a row: its texts, and its extra columns, which become None."""
         self._log_text(row, rows.prompt_ids[row], prompts, "user")
         self._log_text(row, rows.completion_ids[row], completions, "assistant")
         for values in self._pending_extra_logs.values():
@@ -393,7 +404,7 @@ class ReplayGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         current weights; None if TRL corrects."""
         mask_BT = output["completion_mask"] * output.get("tool_mask", 1)
         rows = [row for g in step.stored for row, _ in step.places(g)]
-        if self.use_vllm and self.vllm_importance_sampling_correction:
+        if self.use_vllm and self.vllm_importance_sampling_correction:  # TRL corrects: only report its ratio
             ratio = output["importance_sampling_ratio"].expand_as(mask_BT)[rows] * mask_BT[rows]
             step.ratio = (float(ratio.sum()), float(mask_BT[rows].sum()))
             return None
@@ -449,7 +460,11 @@ class ReplayGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
     # --------------------------------------------------------------------------------------------------- storing
 
     def _fresh_rows(self, step: GenerationStep, old: Tensor | None) -> list[FreshRow]:
-        """The rows that this rank generated; the rows of all ranks if groups span ranks."""
+        """The rows that this rank generated; the rows of all ranks if groups span ranks.
+
+        `old`: the result of `_correct`. It has the log-probabilities of rows that the sampler gave none, unless
+        `step.fresh_logprobs` has them.
+        """
         fresh = step.fresh
         assert fresh is not None
         logprobs: list[list[float]] = []
@@ -470,7 +485,7 @@ class ReplayGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
     def _informative_groups(self, step: GenerationStep, rows: list[FreshRow]) -> Iterator[RolloutGroup]:
         """The fresh groups of this rank that a later step can learn from."""
         assert step.rewards is not None
-        first = 0 if self._groups_span_ranks else step.first
+        first = 0 if self._groups_span_ranks else step.first  # the number of the first row in `rows`
         for g in step.owned:
             rewards_GF = step.rewards[step.rows_of(g)]
             a_rollout_failed = rewards_GF.isnan().all(dim=1).any()
@@ -515,7 +530,7 @@ class ReplayGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
             "ratio": step.ratio,
             "seconds": (step.seconds, 1),
         }
-        # One reduction over the ranks for all metrics. Each metric is a row (total, count).
+        # One reduction over the ranks for all metrics. Each metric is a row (total, count); a sum ignores its count.
         local_rows = [(total, 1) for total in sums.values()] + [*means.values()]
         local = torch.tensor(local_rows, dtype=torch.float64)
         reduced = self.accelerator.reduce(local.to(self.accelerator.device)).tolist()
@@ -544,6 +559,7 @@ class _Leave(TrainerCallback):  # type: ignore[misc]  # transformers has no type
         self._server = server
 
     def on_train_begin(self, args: Any, state: Any, *_: Any, **__: Any) -> None:
+        """Warns if a run is resumed and its server, which was inside the process of the previous run, has ended."""
         if state.global_step and self._server is not None:
             logger.warning(
                 "the run goes on after step %d with an empty pool, for its server ended with the run before: "
@@ -572,10 +588,12 @@ def _group_of_rewards(rewards: list[float], trained: npt.NDArray[np.bool_]) -> R
 
 
 def _pad(rows: list[Tensor], side: str) -> Tensor:
+    """The rows as one tensor (B, T), padded with zeros on one side."""
     return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_side=side)
 
 
 def _close(client: ReplayClient, server: Any) -> None:
+    """Called when the trainer is freed, or when the process ends."""
     client.close()
     if server is not None:
         server.stop()

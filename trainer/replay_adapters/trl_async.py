@@ -50,7 +50,7 @@ with hooks_of("AsyncGRPO"):
 
 @dataclass(frozen=True)
 class _Group:
-    """A group that was handed out to TRL. Places are those of `Progress`."""
+    """A group that was handed out to TRL. For its places, see `Progress`."""
 
     sample: Sample
     skipped: int
@@ -79,6 +79,7 @@ class Progress:
         self._done = 0
         """All samples up to this place are trained on, or dropped."""
         self._groups: deque[_Group] = deque()
+        """The groups with sequences that are not trained on yet, in the order in which they were handed out."""
         self._places: dict[int, int] = {}
         """The place of each sample, by the id of its `input_ids`, which TRL passes on as they are."""
         self._collated: deque[int] = deque()
@@ -93,6 +94,7 @@ class Progress:
         collate = collator.torch_call
 
         def note_and_collate(examples: list[Any]) -> Any:
+            """TRL calls this for each micro-batch, in place of `torch_call`."""
             # `examples` has one element: the list of rows of a micro-batch, with a row for each rank.
             samples = [sample for row in examples[0] for sample in row.samples]
             self._collated.append(max(self._places[id(sample["input_ids"])] for sample in samples))
@@ -128,7 +130,8 @@ class Progress:
         self._done = self._collated.popleft()
         while self._groups and self._groups[0].last <= self._done:
             self._groups.popleft()
-        self._places = {key: place for key, place in self._places.items() if place > self._done}
+        # Also because Python may reuse the id of an array that was freed.
+        self._places = {array_id: place for array_id, place in self._places.items() if place > self._done}
 
     @property
     def left(self) -> list[Sample]:
@@ -138,9 +141,10 @@ class Progress:
     @property
     def begun(self) -> list[tuple[int, int]]:
         """The keys of groups that are trained on in part, with the number of first sequences that are trained on."""
-        counts = dict(self._skip)
+        counts = dict(self._skip)  # groups of the run before that were not drawn again yet
         for group in self._groups:
-            count = group.skipped + max(0, self._done - group.before)
+            trained_here = max(0, self._done - group.before)
+            count = group.skipped + trained_here
             if count:
                 counts[group.sample.info.key] = count
         return list(counts.items())
@@ -205,7 +209,9 @@ class ServerRollouts(TrainerCallback):  # type: ignore[misc]  # transformers has
         self._table = table
         self._progress = Progress()
         self._trained = TrainedGroups()
+        """The groups of all steps so far that no checkpoint contains."""
         self._run = uuid.uuid4().hex
+        """The beginning of the scopes of this run's draws."""
         self._writer: WholeModel | None = None
         """The object that saves the weights that TRL sends. None: the trainer is not constructed yet."""
         self._tokenizer: Any = None
@@ -253,7 +259,7 @@ class ServerRollouts(TrainerCallback):  # type: ignore[misc]  # transformers has
             reason = why_not_mergeable(model)
             if reason:
                 raise ValueError(f"TRL adds the adapter to the weights that it sends: {reason}")
-        if self._writer is None or not self._writer.has_file:
+        if self._writer is None or not self._writer.has_file:  # `on_init_end` has kept no generation_config.json
             self._writer = WholeModel(base)
         self._tokenizer = processing_class
         frozen = [name for name, weight in model.named_parameters() if not weight.requires_grad]
@@ -264,6 +270,7 @@ class ServerRollouts(TrainerCallback):  # type: ignore[misc]  # transformers has
             )
         self._progress.watch(train_dataloader.collate_fn)
         newest = max(map(version_of, published(self._output_dir)), default=0)
+        # Fixes the offset of the server's versions from TRL's, which count from 0 at each start.
         self._reach(partial(self._pool.version_of, 0, newest))
         saved = state.stateful_callbacks.get(type(self).__name__)
         if saved:
@@ -310,7 +317,7 @@ class ServerRollouts(TrainerCallback):  # type: ignore[misc]  # transformers has
         saved = self._protocol.new_state(self._current.version)
         (folder / _STATE).write_text(json.dumps(asdict(saved)))
         for path in [*folder.rglob("*"), folder, folder.parent]:
-            to_disk(path)
+            to_disk(path)  # before the server forgets the groups that the checkpoint contains
         if self._queue.acknowledge(self._trained) and self._protocol.retains:
             self._check_alone(self._reach(self.client.policy))
             self._protocol.name(saved, self._current.weights)
@@ -375,6 +382,7 @@ class ServerRollouts(TrainerCallback):  # type: ignore[misc]  # transformers has
 
     @property
     def _current(self) -> Policy:
+        """The policy that this trainer found at its start or announced last. Only after training has begun."""
         assert self._policy is not None, "training has not begun"
         return self._policy
 
@@ -400,7 +408,7 @@ class ServerRollouts(TrainerCallback):  # type: ignore[misc]  # transformers has
         """Keeps a copy of the weights until `update_model_version` publishes them."""
         self._weights = {name: tensor.detach().to("cpu", copy=True) for name, tensor in iterator}
 
-    pause = resume = destroy = start
+    pause = resume = destroy = start  # they do nothing either
 
     # ------------------------------------------------------------------------------------------------------- groups
 
@@ -413,7 +421,7 @@ class ServerRollouts(TrainerCallback):  # type: ignore[misc]  # transformers has
         if not drawn:
             return []
         self._hungry_since = None
-        [sample] = drawn
+        [sample] = drawn  # each batch of the sampler has one group
         if self._pool.puts_aside(sample, self._table):
             # Nothing else to do: the lease of a rejected group ends with the leases of the groups of this step.
             self._unusable += 1
@@ -433,6 +441,7 @@ class ServerRollouts(TrainerCallback):  # type: ignore[misc]  # transformers has
         )
         number, skipped = self._progress.begin(sample)
         trained_sample = replacement[0] if replacement else sample
+        # The lease is that of the fresh group, even if a replacement is trained on.
         rows = self._samples(trained_sample, number)[skipped:]
         self._progress.hand_out(sample, skipped, [row.input_ids for row in rows])
         return rows
@@ -461,6 +470,7 @@ class ServerRollouts(TrainerCallback):  # type: ignore[misc]  # transformers has
         return self._reach(partial(self._pool.draw, 1, scope, partial(self._fits, size)))
 
     def _fits(self, size: int, group: RolloutGroup) -> bool:
+        """True if a stored group has `size` rollouts, and was sampled with the settings of this trainer."""
         return group.group_size == size and not other_sampling(group.sampling, self._sampling)
 
     def _samples(self, sample: Sample, number: int) -> list[RolloutSample]:
@@ -500,6 +510,7 @@ class ServerRollouts(TrainerCallback):  # type: ignore[misc]  # transformers has
         return samples
 
     def _text(self, token_ids: Any) -> str:
+        """The text of these tokens, without special tokens."""
         return text_of(self._tokenizer, token_ids.tolist(), skip_special_tokens=True)
 
 
@@ -511,9 +522,10 @@ def _base_of(model: Any) -> Any:
 
 
 class _ServerQueue:
-    """The part of `queue.Queue` that TRL's trainer uses: the samples of the last group, then those of the next."""
+    """The part of `queue.Queue` that TRL's trainer uses, with the samples of one group after the other."""
 
     def __init__(self, draw: Callable[[], list[RolloutSample]]) -> None:
+        """`draw`: returns the samples of the next group; empty if there is none yet."""
         self._draw = draw
         self._samples: deque[RolloutSample] = deque()
 
@@ -567,6 +579,7 @@ def last_checkpoint(output_dir: str | Path) -> str | None:
 
 
 def _metrics(group: RolloutGroup, k: int) -> dict[str, float]:
+    """The metrics that TRL's worker would give to rollout `k` of a group."""
     return {
         "reward": float(group.rewards[k]),
         "reward_std": float(group.rewards.std(ddof=1)) if group.group_size > 1 else 0.0,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -44,15 +45,16 @@ class GeneratedRows:
         return self.tool_mask
 
     def put(self, row: int, group: RolloutGroup, k: int) -> None:
-        """Replace a row by completion `k` of `group`."""
+        """Replaces a row by completion `k` of `group`."""
         if group.loss_mask is not None:
-            self.mask()
+            self.mask()  # so that `tool_mask` exists below
         span = group.sampled_spans()[k]
         self.prompt_ids[row] = group.prompts()[k].tolist()
         self.completion_ids[row] = group.completion_ids[span].tolist()
         if self.logprobs is not None:
-            # TRL writes None for a log-probability that is unknown.
-            self.logprobs[row] = [None if x != x else x for x in group.rollout_logprobs[span].tolist()]
+            # TRL writes None, and not NaN, for a log-probability that is unknown.
+            logprobs_T = group.rollout_logprobs[span].tolist()
+            self.logprobs[row] = [None if math.isnan(logprob) else logprob for logprob in logprobs_T]
         if self.tool_mask is not None:
             self.tool_mask[row] = group.trained_mask[span].astype(int).tolist()
 
@@ -63,25 +65,26 @@ class FreshRow(NamedTuple):
     prompt_ids: list[int]
     completion_ids: list[int]
     mask: list[int] | None
+    """As `tool_mask` of GeneratedRows."""
     logprobs: list[float]
     """NaN: unknown."""
 
 
 @dataclass
 class GenerationStep:
-    """One generation of a rank, from its inputs to its report.
+    """The state of one generation of a rank, from its inputs to its report.
 
-    Rows and groups are counted over all ranks, because a group may have rows on two ranks. The rank with the first row
-    of a group owns the group: that rank draws its replacement, and stores it.
+    Rows and groups are numbered over all ranks, because a group may have rows on two ranks. The rank with the first row
+    of a group owns the group: that rank draws the replacement of the group, or stores the group in the pool.
     """
 
     inputs: list[dict[str, Any]]
     size: int
     """G, rows of a group."""
     first: int
-    """Number of the first row of this rank."""
+    """The number of the first row of this rank."""
     version: int
-    """Policy version of what is generated now."""
+    """The policy version of the groups that are generated now."""
     away: bool = False
     """True if all ranks do without the server in this step."""
     fresh: GeneratedRows | None = None
@@ -91,7 +94,7 @@ class GenerationStep:
     trained: list[bool] = field(default_factory=list)
     """True for each fresh row of all ranks that has a token which the policy wrote."""
     final_rewards: Tensor | None = None
-    """The rewards of the final rows of all ranks, until TRL asks for them."""
+    """The rewards of the rows of all ranks after the replacement, until TRL asks for them."""
     fresh_logprobs: Tensor | None = None
     """(B, T) log-probabilities of the fresh rows under the current weights. Only set if replaced rows may have to be
     stored."""
@@ -145,7 +148,7 @@ class GenerationStep:
         return places
 
     def take_rewards(self, *_: Any) -> Tensor:
-        """Replaces TRL's `_calculate_rewards`: returns the rewards of the final rows, which are computed already."""
+        """Replaces TRL's `_calculate_rewards` for one call: returns `final_rewards`, which are computed already."""
         assert self.final_rewards is not None
         rewards = self.final_rewards
         self.final_rewards = None
@@ -198,16 +201,16 @@ def _describe(value: Any, levels: int) -> Any:
         functions = sorted((name, member) for name, member in vars(value).items() if hasattr(member, "__code__"))
         return [value.__qualname__, *(_describe(function, levels - 1) for _, function in functions)]
     code = getattr(value, "__code__", None)
-    if code is None:
+    if code is None:  # an object: its class may have a method that is called like a function
         return [type(value).__qualname__, _describe(vars(type(value)).get("__call__"), levels - 1)]
-    made_with = [cell.cell_contents for cell in value.__closure__ or () if _filled(cell)]
+    closure_values = [cell.cell_contents for cell in value.__closure__ or () if _filled(cell)]
     defaults = (value.__defaults__, sorted((value.__kwdefaults__ or {}).items()))
-    return _describe((code, made_with, defaults), levels - 1)
+    return _describe((code, closure_values, defaults), levels - 1)
 
 
 def _filled(cell: Any) -> bool:
     """True if the variable of a closure has a value."""
     try:
         return cell.cell_contents is not cell
-    except ValueError:  # assigned later, or never
+    except ValueError:  # the variable is assigned later, or never
         return False

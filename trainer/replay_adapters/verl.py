@@ -62,7 +62,7 @@ class _WithPool:
     def __init__(self, *args: Any, sampler_kwargs: Mapping[str, Any], **kwargs: Any) -> None:
         """Raises ValueError for an unknown option, and for group filtering without a metric."""
         # verl passes the options of group filtering only to its own buffers, so this buffer reads them itself.
-        filtering = _filtering(sampler_kwargs, alone=isinstance(self, ReplayBufferAsync))
+        filtering = _filtering(sampler_kwargs, is_async=isinstance(self, ReplayBufferAsync))
         super().__init__(*args, sampler_kwargs=sampler_kwargs, **(filtering | kwargs))  # type: ignore[call-arg]
         options = dict(sampler_kwargs or {})
         self.pool = GroupPool(
@@ -73,20 +73,23 @@ class _WithPool:
             on_unavailable=options.pop("on_unavailable", "continue"),
         )
         self._tensors: list[str] = []
-        """The names of all further columns of tensors, which may have a row for each token."""
+        """The names of all columns of tensors beside COLUMNS and the derived ones. They may have a row for each
+        token."""
         self._others: dict[str, str] = {}
-        """By name, the axes of the further columns that have a row for each token in the current batch."""
+        """Those of these columns that have a row for each token in the current batch: name -> axis."""
         self._max_prompt_length: int | None = options.pop("max_prompt_length", None)
         self._max_response_length: int | None = options.pop("max_response_length", None)
         if options:
             raise ValueError(f"sampler_kwargs has {', '.join(options)}, which {type(self).__name__} does not know")
         self._run = uuid.uuid4().hex
+        """The beginning of the scopes of this run's draws."""
         self._checked = False
+        """True once `_check_columns` has checked a row."""
 
     def sample(self, global_steps: int, partition_id: str, batch_size: int) -> tuple[Any, dict[str, Any]]:
         """verl's batch after replacement, and verl's metrics with `replay/*`."""
         batch, metrics = super().sample(global_steps, partition_id, batch_size)  # type: ignore[misc]
-        if partition_id == "val":
+        if partition_id == "val":  # validation
             return batch, metrics
         self._check_columns(batch)
         version = self.pool.advance(global_steps)
@@ -97,7 +100,7 @@ class _WithPool:
         return batch, metrics | pool_metrics
 
     def _check_columns(self, batch: Any) -> None:
-        """Raises ValueError if a row lacks a column that a group is made of."""
+        """Finds the names of the further columns, once. Raises ValueError if a row lacks one of COLUMNS."""
         if self._checked or not batch.keys:
             return
         row = tq.kv_batch_get(keys=batch.keys[:1], partition_id=batch.partition_id)
@@ -126,14 +129,15 @@ class _WithPool:
         self._others = _columns_of_tokens({name: values[name] for name in self._tensors}, values)
         groups = {}
         for name, members in keys.items():
-            if not any(_plain(values["multi_modal_inputs"][key]) for key in members):
+            has_images = any(_plain(values["multi_modal_inputs"][key]) for key in members)
+            if not has_images:
                 groups[name] = self._group(members, values, version)
         return keys, groups
 
     def _group(self, members: list[str], values: Mapping[str, Mapping[str, Any]], version: int) -> RolloutGroup:
         """The rows of a uid as a group."""
         sessions = [key.split("_")[1] for key in members]
-        counts = [sessions.count(session) for session in dict.fromkeys(sessions)]
+        counts = [sessions.count(session) for session in dict.fromkeys(sessions)]  # the rows of each session
         scores = [values["rm_scores"][key] for key in members]
         rewards = []
         row = -1
@@ -148,8 +152,8 @@ class _WithPool:
             arrays = [_numpy(tensor) for tensor in tensors]
             dtype = narrowest(arrays)
             columns[column] = (axis, [array.astype(dtype) for array in arrays])
-        if any(int(score[:-1].count_nonzero()) for score in scores):
-            # Single turns have rewards, so the rewards of all tokens must be stored.
+        has_rewards_before_last_token = any(int(score[:-1].count_nonzero()) for score in scores)
+        if has_rewards_before_last_token:  # so the reward of the row does not tell those of its tokens
             columns["rm_scores"] = (_TOKEN, [_numpy(score) for score in scores])
         return group_from_rows(
             prompts=[values["prompts"][key].numpy() for key in members],
@@ -208,7 +212,7 @@ class _WithPool:
                 "min_global_steps": step,
                 "max_global_steps": step,
             }
-            if key in keys:
+            if key in keys:  # the row exists, and only these columns of it are overwritten
                 rows[key] = row
                 continue
             # A row that is added to a session takes all other columns from the first row of the session.
@@ -221,7 +225,7 @@ class _WithPool:
             tq.kv_clear(keys=removed, partition_id=batch.partition_id)
         if set(new_keys) == set(keys):
             names = list(batch.keys)
-        else:
+        else:  # the rows of the group stand together, at the place of the first replaced row
             position = min(batch.keys.index(key) for key in keys)
             before = [key for key in batch.keys[:position] if key not in keys]
             after = [key for key in batch.keys[position:] if key not in keys]
@@ -229,6 +233,7 @@ class _WithPool:
         return dataclasses.replace(batch, keys=names, tags=[tags[key] for key in names])
 
     def _put(self, batch: Any, rows: Mapping[str, Any], tags: Mapping[str, Any]) -> None:
+        """Writes columns of rows, and their tags, by key."""
         tq.kv_batch_put(
             keys=list(rows),
             partition_id=batch.partition_id,
@@ -304,10 +309,10 @@ def _numpy(tensor: Tensor) -> npt.NDArray[Any]:
     return tensor.detach().cpu().numpy()
 
 
-def _filtering(sampler_kwargs: Any, alone: bool) -> dict[str, Any]:
+def _filtering(sampler_kwargs: Any, is_async: bool) -> dict[str, Any]:
     """The options that verl would pass to its own buffer for `algorithm.filter_groups` and `sync_refill_failed_groups`.
 
-    `alone`: leave out the options that only the synchronous buffer has. Raises ValueError for filtering without a
+    `is_async`: leave out the options that only the synchronous buffer has. Raises ValueError for filtering without a
     metric.
     """
     # `sampler_kwargs` is a part of verl's configuration, through which the whole configuration can be read.
@@ -324,7 +329,7 @@ def _filtering(sampler_kwargs: Any, alone: bool) -> dict[str, Any]:
     if metric is None and not refill:
         return {}
     filter_settings = {"filter_groups_metric": metric, "sync_refill_failed_groups": refill}
-    if alone:
+    if is_async:
         return filter_settings
     return filter_settings | {
         "train_batch_size": OmegaConf.select(whole, "data.train_batch_size"),

@@ -102,8 +102,9 @@ class Completion:
         lost = len(self.token_ids) - tokens
 
         def first(name: str, values: npt.NDArray[Any]) -> npt.NDArray[Any]:
+            """The part of an extra that belongs to the first `tokens`."""
             if self.axes.get(name.removesuffix(OFFSETS)) != RAGGED:
-                return values[: len(values) - lost]
+                return values[: len(values) - lost]  # a row for each token, of the prompt too if the axis is "whole"
             if name.endswith(OFFSETS):
                 return values[: tokens + 1]
             end = self.extras[name + OFFSETS][tokens]
@@ -125,7 +126,7 @@ OnFinished = Callable[[int, Completion], None]
 """Receives the number of a completion in its request, and the completion."""
 
 _MOST_TOKENS = 1 << 31
-"""A group holds only token ids below this number."""
+"""A group holds only token ids below this number, because they are int32."""
 
 
 def fault_of(completion: Completion | None, sampling: SamplingConfig, vocabulary: int | None) -> str:
@@ -208,7 +209,7 @@ def _size_of(tokenizer: Any, token: int) -> int | None:
     if not hasattr(tokenizer, "__len__"):
         return None
     size = len(tokenizer)
-    if token >= size and hasattr(tokenizer, "get_vocab"):
+    if token >= size and hasattr(tokenizer, "get_vocab"):  # only then is it worth to list all ids
         size = max(size, max(tokenizer.get_vocab().values(), default=-1) + 1)
     return size
 

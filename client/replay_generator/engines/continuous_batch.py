@@ -84,7 +84,7 @@ class ContinuousBatch:
         """
         self._routing = routing
         self._routed: list[torch.Tensor] = []  # the experts of the last forward pass, layer by layer
-        self._hooks: list[Any] = []
+        self._hooks: list[Any] = []  # the handles of `_note_experts` on the routers of the model
         self._max_length = max_length
         self._max_rows = max_rows
         self._end_ids = frozenset(end_ids)
@@ -99,7 +99,10 @@ class ContinuousBatch:
         return bool(self._waiting or self._cohorts)
 
     def add(self, prompt_ids: list[int], sampling: SamplingConfig, ended: Iterable[Any]) -> list[Row]:
-        """Adds rows for a prompt: one for each future of `ended`. Returns these rows, which wait for a `step`."""
+        """Adds rows for a prompt: one for each future of `ended`. Returns these rows, which wait for a `step`.
+
+        A future of `ended` is `Row.ended` of its row.
+        """
         limit = min(sampling.max_tokens, self._max_length - len(prompt_ids))
         seed = self._random.getrandbits(64) if sampling.seed is None else sampling.seed
         rows: list[Row] = []
@@ -120,12 +123,12 @@ class ContinuousBatch:
         self._model = model
         self._version = version
         self._accepts = set(inspect.signature(model.forward).parameters)
-        self._cache = name_of_cache(model, self._accepts)
+        self._cache_name = name_of_cache(model, self._accepts)
         while self._hooks:
             self._hooks.pop().remove()
         if self._routing:
             self._hooks += [router.register_forward_hook(self._note_experts) for router in routers_of(model)]
-        self._waiting = self.clear()
+        self._waiting = self.clear()  # each row is prefilled again, with the tokens that it has drawn
 
     def clear(self) -> list[Row]:
         """Drops all rows and their caches. Returns the rows: first those under way, then those that wait."""
@@ -143,7 +146,7 @@ class ContinuousBatch:
         Waiting rows are admitted as long as there is room, and also get a token.
         """
         with torch.inference_mode():
-            self._waiting = [row for row in self._waiting if not row.ended.done()]
+            self._waiting = [row for row in self._waiting if not row.ended.done()]  # without cancelled rows
             for cohort in self._cohorts:
                 self._draw(cohort, self._decode(cohort))
             room = self._max_rows - sum(len(cohort.rows) for cohort in self._cohorts)
@@ -210,18 +213,20 @@ class ContinuousBatch:
     ) -> tuple[torch.Tensor, Any, torch.Tensor | None]:
         """Logits (rows, vocabulary), float32, after the last token, and the cache with `ids` in it.
 
-        With `routing`, also the experts (rows, tokens, layers, K), uint8, of each of `ids`; otherwise None.
+        With `routing`, also the experts (rows, tokens, layers, K), uint8, of each of `ids`; otherwise None. `mask` also
+        covers the tokens in `cache`.
         """
+        # The position of a token is the number of tokens before it in its row, without padding.
         positions = (mask.cumsum(-1) - 1).clamp_min(0)[:, -ids.shape[1] :]
-        inputs = {"input_ids": ids, "attention_mask": mask, self._cache: cache, "use_cache": True}
-        optional = {"position_ids": positions, "logits_to_keep": 1}
+        inputs = {"input_ids": ids, "attention_mask": mask, self._cache_name: cache, "use_cache": True}
+        optional = {"position_ids": positions, "logits_to_keep": 1}  # not every model accepts these
         for name, value in optional.items():
             if name in self._accepts:
                 inputs[name] = value
         self._routed.clear()
         output = self._model(**inputs)
         logits = output.logits[:, -1].float()
-        cache = output[self._cache]
+        cache = output[self._cache_name]
         if not self._routing:
             return logits, cache, None
         layers = len(self._routed)
@@ -229,7 +234,8 @@ class ContinuousBatch:
         return logits, cache, routed
 
     def _note_experts(self, _router: Any, _inputs: Any, chosen: tuple[torch.Tensor, ...]) -> None:
-        """Is called after each router, and notes the experts. `chosen`: the router's logits, weights and experts."""
+        """Notes the experts. torch calls this hook after each router. `chosen`: the router's logits, weights and
+        experts."""
         self._routed.append(chosen[2].to(torch.uint8))
 
     def _draw(self, cohort: _Cohort, logits_RV: torch.Tensor) -> None:
@@ -261,7 +267,8 @@ class ContinuousBatch:
                 has_left = row.finish_reason or row.ended.done()
                 if not has_left:
                     keep.append(index)
-            if 0 < len(keep) < len(cohort.rows):
+            some_have_left = len(keep) < len(cohort.rows)
+            if keep and some_have_left:  # a cohort without rows is dropped below
                 indices = torch.tensor(keep, device=cohort.mask_RL.device)
                 cohort.mask_RL = cohort.mask_RL[indices]
                 cohort.cache.reorder_cache(indices)
@@ -291,7 +298,7 @@ def _merged(cohorts: list[_Cohort]) -> list[_Cohort]:
             others.append(cohort)
     if len(plain) < 2:
         return cohorts
-    # The merged cache has as many columns as the longest row has tokens. So padding for rows that have left goes too.
+    # The merged cache has as many columns as the longest row has tokens, so it has no padding for rows that have left.
     length = max(int(cohort.mask_RL.sum(-1).max()) for cohort in plain)
 
     def fitted(tensor: torch.Tensor, dim: int) -> torch.Tensor:
@@ -353,7 +360,7 @@ def processed_logprobs(
         probabilities = largest.softmax(-1)
         before = probabilities.cumsum(-1) - probabilities  # the sum of the more likely tokens
         outside = (before >= top_p_R[:, None]) & (top_p_R[:, None] < 1)
-        outside[:, 0] = False
+        outside[:, 0] = False  # keep at least the most likely token
         logits = logits.scatter(-1, order, largest.masked_fill(outside, float("-inf")))
     return logits.log_softmax(-1)
 
@@ -382,8 +389,11 @@ def _note_kept(rows: list[Row], logprobs_RV: torch.Tensor) -> None:
 
 
 def _choose(logprobs_RV: torch.Tensor, uniforms_R: torch.Tensor) -> torch.Tensor:
-    """Tokens (R,) by inverting the distribution function. Float64 keeps unlikely tokens of large vocabularies."""
+    """Tokens (R,) by inverting the distribution function at `uniforms_R`, random numbers in [0, 1).
+
+    In float64, the sum over a large vocabulary does not round the probabilities of unlikely tokens to 0.
+    """
     cumulative_RV = logprobs_RV.double().exp().cumsum(-1)
     target_R1 = uniforms_R[:, None] * cumulative_RV[:, -1:]
     tokens_R = torch.searchsorted(cumulative_RV, target_R1, right=True)[:, 0]
-    return tokens_R.clamp_max(logprobs_RV.shape[-1] - 1)
+    return tokens_R.clamp_max(logprobs_RV.shape[-1] - 1)  # rounding may put the target at the end of the sum

@@ -80,7 +80,8 @@ def choose_attention(model: Any) -> bool:
 
 
 _SDPA = ("sdpa", "replay_packed")
-"""Implementations of attention that compute transformers' sdpa, if the rows are not packed by the trainer."""
+"""Implementations of attention that compute the same as transformers' sdpa. "replay_packed" is the trainer's, and does
+so unless the trainer packs rows."""
 
 
 @torch.no_grad()
@@ -113,16 +114,16 @@ def _difference(model: Any, compare: Callable[[Any, Tensor], tuple[float, Tensor
     results, and one of the results.
     """
     vocabulary = len(model.get_input_embeddings().weight)
-    found = 0.0
+    difference = 0.0
     for seed in tries_of(model):
         random = torch.Generator().manual_seed(seed)
         ids_BT = torch.randint(0, vocabulary, (_ROWS, _TOKENS), generator=random).to(model.device)
-        found, logprobs = compare(model, ids_BT)
+        difference, logprobs = compare(model, ids_BT)
         if not logprobs.isfinite().all():
-            return 0.0  # the weights are damaged. The probe of the first version reports that
-        if found <= tolerance_of(model, logprobs):
+            return 0.0  # the weights are damaged, which the probe of the first version reports
+        if difference <= tolerance_of(model, logprobs):
             return 0.0
-    return found
+    return difference
 
 
 def _moves_earlier_tokens(model: Any, ids_BT: Tensor) -> tuple[float, Tensor]:
@@ -153,6 +154,7 @@ def _eager(model: Any) -> Iterator[None]:
     before = model.config._attn_implementation
 
     def use(implementation: str) -> None:
+        """Switches the model to an implementation of attention."""
         if model._can_set_attn_implementation():
             model.set_attn_implementation(implementation)
         else:

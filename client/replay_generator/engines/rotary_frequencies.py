@@ -33,9 +33,9 @@ class Rope:
     """The rule by which the frequencies of one model follow from a length."""
 
     long_from: int | None
-    """The long factors belong to lengths above this one; None: the model has no long factors."""
+    """The model takes its long factors for lengths above this one; None: the model has no long factors."""
     most: int | None
-    """The greatest length with which the model can be served; None: the frequencies set no limit."""
+    """The greatest length for which the model can be served; None: the frequencies set no limit."""
 
     @classmethod
     def of(cls, config: Any) -> Rope | None:
@@ -65,7 +65,7 @@ class Rope:
     def default_length(self, config: Any) -> int:
         """The most tokens of a sequence if no setting names a length."""
         if self.long_from is None:
-            assert self.most is not None
+            assert self.most is not None  # a rule has at least one of the two
             return self.most
         # vLLM looks for the original length only beside the parameters, and otherwise takes the whole length.
         text = config.get_text_config()
@@ -138,7 +138,8 @@ def why_other_frequencies(facts: Mapping[str, Any], served: int) -> str:
         return ""
     length = facts["max_length"]
     original = facts["original_length"]
-    if (served > original) == (length > original):
+    both_long_or_both_short = (served > original) == (length > original)
+    if both_long_or_both_short:
         return ""
     return (
         f"the engine serves sequences of up to {served} tokens, and the trainer has max_length = {length}: above "
@@ -149,11 +150,11 @@ def why_other_frequencies(facts: Mapping[str, Any], served: int) -> str:
 
 def _parameters_of(text: Any) -> list[Mapping[str, Any]]:
     """The parameters of the frequencies: one mapping for each type of layer, or one for all layers; []: none."""
-    found = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None)
-    if not isinstance(found, Mapping):
+    configured = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None)  # the older name
+    if not isinstance(configured, Mapping):
         return []
-    nested = [parameters for parameters in found.values() if isinstance(parameters, Mapping)]
-    return nested or [found]
+    of_layer_types = [parameters for parameters in configured.values() if isinstance(parameters, Mapping)]
+    return of_layer_types or [configured]
 
 
 def _kind_of(parameters: Mapping[str, Any]) -> str:
@@ -203,7 +204,7 @@ class _Part:
         """True if the rotations of the first positions change when the row also has the last of `length` positions."""
         import torch
 
-        few = min(_FEW, length)
+        few = min(_FEW, length)  # the number of positions to compare
         in_short_row = self._rotations(few, few)
         in_long_row = self._rotations(few, max(length - 1, few))
         pairs = zip(in_short_row, in_long_row, strict=True)
@@ -244,7 +245,7 @@ def _parts_of(module: Any) -> Iterator[_Part]:
 def _parameters_of_layers(config: Any, layer_type: str | None) -> Mapping[str, Any]:
     """The parameters of the frequencies of one type of layer (None: of all layers); empty: there are none."""
     if layer_type is None:
-        found = _parameters_of(config)
-        return found[0] if found else {}
-    own: Mapping[str, Any] = config.rope_parameters[layer_type]
-    return own
+        of_all_layers = _parameters_of(config)
+        return of_all_layers[0] if of_all_layers else {}
+    of_type: Mapping[str, Any] = config.rope_parameters[layer_type]
+    return of_type

@@ -69,6 +69,7 @@ class TransformersEngine:
         if dtype == "auto" and self._device.type == "cpu":
             self._dtype = "float32"
         self._wanted_length = max_length
+        """The length that the user gave, for `fix_frequencies`; None: none was given."""
         self._attention: str | None = None
         """The attention to which the first model was switched. Later models are loaded with the same attention.
         None: transformers chooses."""
@@ -105,8 +106,9 @@ class TransformersEngine:
             seed=seed,
         )
         self._orders: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
-        """Work to do between two tokens."""
+        """Work for the engine's thread to do between two tokens; None: end the thread."""
         self._thread: threading.Thread | None = None
+        """The engine's thread, from the first order on."""
 
     async def generate(
         self, prompt_ids: Sequence[int], sampling: SamplingConfig, n: int, finished: OnFinished | None = None
@@ -116,6 +118,7 @@ class TransformersEngine:
         ended: list[asyncio.Future[Completion]] = [loop.create_future() for _ in range(n)]
 
         def report(number: int, future: asyncio.Future[Completion]) -> None:
+            """The event loop calls this when the completion has ended, failed or was cancelled."""
             if finished is not None and not future.cancelled() and future.exception() is None:
                 finished(number, future.result())
 
@@ -128,6 +131,7 @@ class TransformersEngine:
         is_adapter = holds_adapter(path)
 
         def load() -> None:
+            """Runs in the engine's thread."""
             if is_adapter:
                 self._load_adapter(path)
             else:
@@ -143,7 +147,7 @@ class TransformersEngine:
             if not Path(path).is_dir():
                 raise FileNotFoundError(f"{path} was removed while it was read") from error
             raise
-        except (ValueError, ImportError):
+        except (ValueError, ImportError):  # these have the reason and the remedy
             raise
         except Exception as error:
             # All other errors come from the libraries that read files and move tensors.
@@ -157,7 +161,7 @@ class TransformersEngine:
 
     async def close(self) -> None:
         if self._thread is not None:
-            self._orders.put(None)
+            self._orders.put(None)  # ends the thread's loop
             await asyncio.to_thread(self._thread.join, ENGINE_STOP)
             self._thread = None
 
@@ -174,6 +178,7 @@ class TransformersEngine:
         result: asyncio.Future[_T] = asyncio.get_running_loop().create_future()
 
         def order() -> None:
+            """The engine's thread calls this."""
             try:
                 _call_on_loop(result, result.set_result, work())
             except Exception as error:
@@ -183,9 +188,9 @@ class TransformersEngine:
         return await result
 
     def _run(self) -> None:
-        """Is the loop of the engine's thread: does all work that was ordered, then draws the next token of each row."""
+        """The loop of the engine's thread: does all work that was ordered, then draws the next token of each row."""
         while True:
-            # Without rows there is no token to draw, so `get` waits for work.
+            # While no row is active, there is no token to draw, so `get` waits for work.
             while not self._batch.active or not self._orders.empty():
                 order = self._orders.get()
                 if order is None:
@@ -206,6 +211,7 @@ class TransformersEngine:
                     _call_on_loop(row.ended, row.ended.set_exception, EngineError(failure))
 
     def _completion(self, row: Row) -> Completion:
+        """The completion of a row that has ended."""
         columns = mask_fields(row.sampling_masks)
         if row.routed:
             extras = columns.get("extras", {})
@@ -222,6 +228,7 @@ class TransformersEngine:
         )
 
     def _load(self, path: str, **options: Any) -> Any:
+        """The model in `path`, ready to draw. Notes the attention to which it was switched."""
         model = load_causal_model(path, dtype=self._dtype, attn_implementation=self._attention, **options)
         model = model.to(self._device).eval()
         fix_frequencies(model, self._wanted_length)
@@ -239,6 +246,7 @@ class TransformersEngine:
         config, tensors = read_adapter(path)
         from peft import PeftModel, set_peft_model_state_dict
 
+        # An adapter belongs to the weights that the engine started with.
         if self._adapted is not None:
             self._model = self._adapted.unload()
         elif not self._is_base:
@@ -321,6 +329,7 @@ def _windows(model: Any) -> tuple[set[int], set[int]]:
     make_mask = ALL_MASK_ATTENTION_FUNCTIONS.get(implementation)
 
     def note_window(*arguments: Any, **options: Any) -> Any:
+        """Makes a mask as `make_mask` does, and notes its window. transformers calls this in the forward pass."""
         window = options.get("local_size")
         if window is not None:
             of_masks.add(int(window))
@@ -341,9 +350,9 @@ def _windows(model: Any) -> tuple[set[int], set[int]]:
 
 
 def _why_unequal(model: Any, seed: int) -> str:
-    """Draws some tokens in a separate batch.
+    """The reason that a row has other log-probabilities in a batch than alone; "": they agree for all rows.
 
-    Returns the reason that a row has other log-probabilities in the batch than alone; "": they agree for all rows.
+    Draws some tokens in a batch of its own. `seed`: the seed of the prompts and of the draws.
     """
     lengths = [*_FIRST_LENGTHS, *_LATER_LENGTHS]
     batch = ContinuousBatch(
@@ -374,7 +383,7 @@ def _why_unequal(model: Any, seed: int) -> str:
         scores = score_alone(model, [*row.prompt_ids, *row.token_ids])
         alone = torch.tensor(scores[len(row.prompt_ids) - 1 :])
         difference = float((alone - torch.tensor(row.logprobs)).abs().max())
-        if not difference <= tolerance_of(model, alone):
+        if not difference <= tolerance_of(model, alone):  # also if the difference is NaN
             return (
                 f"beside other prompts, the log-probabilities of its tokens differ by {difference:.3g} nats from those "
                 "of a prompt alone"

@@ -28,13 +28,14 @@ from replay_client.waits import ENGINE_STOP
 from replay_generator.engines import LOGPROBS_MODE, Completion, EngineError, OnFinished, SamplingConfig, text_of
 from replay_generator.engines.weights import check_base, holds_adapter
 
+# Settings of vLLM on a machine without a GPU.
 _CPU_ARGS = {
     "enforce_eager": True,
     # vLLM would take nearly all memory, and touching each page of it costs seconds.
     "kv_cache_memory_bytes": 256 * 2**20,
-    # If a prompt with a seed is read in parts, vLLM 0.32 winds its random numbers back after a part. Without a GPU it
-    # cannot do that, and dies of "CPU Generator does not use offset". With whole prompts it does not need to. The
-    # same seed gives the same completions either way.
+    # If a prompt with a seed is read in parts, vLLM 0.32 resets its random numbers after each part. Without a GPU it
+    # cannot do that, and dies of "CPU Generator does not use offset". Whole prompts need no reset. The same seed gives
+    # the same completions in both cases.
     "enable_chunked_prefill": False,
 }
 
@@ -44,7 +45,7 @@ _REMEDY = (
 )
 
 _CONSEQUENCE = "EngineDeadError"
-"""The error that all calls of a dead engine raise. It is only the consequence of another error."""
+"""The error that all calls of a dead engine raise. Another error, which the log has, is the cause of the death."""
 
 OWNER_VARIABLE = "REPLAY_ENGINE_OWNER"
 """The environment variable with the id of the process that owns vLLM's processes. `vllm_process` reads this variable,
@@ -116,8 +117,8 @@ class VLLMEngine:
         # vLLM kills its process if it has not ended after ENGINE_STOP seconds.
         self._finalizer = weakref.finalize(self, self._llm.shutdown, ENGINE_STOP)
         self._request_ids = itertools.count()
-        self._running = 0
-        self._idle = asyncio.Event()
+        self._running = 0  # the number of requests under way
+        self._idle = asyncio.Event()  # set while no request is under way
         self._idle.set()
         self._whole = asyncio.Event()  # unset from the beginning of a load until a load has succeeded
         self._whole.set()
@@ -137,9 +138,9 @@ class VLLMEngine:
         most_logprobs = 0 if self._returns_masks else self._most_logprobs
         fields = sampling_fields(sampling, n, most_logprobs)
         width = fields["logprobs"]
-        completions: dict[int, Completion] = {}
+        completions: dict[int, Completion] = {}  # the completions that have ended, by their numbers
         request = self._request(prompt_ids, each_on_its_own=finished is not None, **fields)
-        whole: Any = None
+        whole: Any = None  # all outputs so far, as one output
         async with aclosing(request) as outputs:
             async for output in outputs:
                 if whole is None:
@@ -147,13 +148,15 @@ class VLLMEngine:
                 else:
                     whole.add(output, aggregate=True)
                 for item in whole.outputs:
-                    if item.finish_reason is not None and item.index not in completions:
+                    has_ended = item.finish_reason is not None
+                    if has_ended and item.index not in completions:
                         completions[item.index] = self._completion(item, width, sampling.largest_mask)
                         if finished is not None:
                             finished(item.index, completions[item.index])
         return [completions[index] for index in range(n)]
 
     def _completion(self, output: Any, width: int, largest_mask: int) -> Completion:
+        """The completion in vLLM's CompletionOutput. `width` and `largest_mask`: see `masks_of`."""
         token_ids = list(output.token_ids)
         steps = output.logprobs or ()
         logprobs = [_logprob_of(token, step) for token, step in zip(token_ids, steps, strict=True)]
@@ -178,7 +181,7 @@ class VLLMEngine:
                 "--engine-arg enable_lora=true, or let the trainer publish whole weights with merge_adapter=True"
             )
         files = [*Path(path).glob("*.safetensors")]
-        self._whole.clear()
+        self._whole.clear()  # new requests wait from now on
         if is_adapter != (self._adapter is not None):
             # vLLM cannot give a request under way its first adapter, or take its adapter away.
             await self._idle.wait()
@@ -195,7 +198,7 @@ class VLLMEngine:
             except Exception as error:
                 if not all(file.exists() for file in files):
                     raise FileNotFoundError(f"{path} was removed while it was read") from error
-                if _died(error):
+                if _died(error):  # the `with` statement turns it into an EngineError
                     raise
                 raise EngineError(f"vLLM could not load {path}: {error}") from error
             # The whole cache is of the old weights, also the part that belongs to running requests.
@@ -205,6 +208,7 @@ class VLLMEngine:
         self._whole.set()
 
     async def _load_adapter(self, path: str) -> None:
+        """Loads an adapter, in place of the previous adapter if there is one."""
         from vllm.lora.request import LoRARequest
 
         # The number of the adapter, 1, is always the same, so that requests under way continue with the new adapter.
@@ -235,9 +239,10 @@ class VLLMEngine:
     async def _request(
         self, prompt_ids: Sequence[int], *, each_on_its_own: bool = False, **sampling: Any
     ) -> AsyncGenerator[Any]:
-        """Yields vLLM's outputs: one with all completions, when all have ended.
+        """Sends a request, and yields vLLM's outputs: one output with all completions, when all have ended.
 
         With `each_on_its_own`, yields two outputs for each completion: its first token, and later all its other tokens.
+        `sampling`: the other fields of vLLM's SamplingParams.
         """
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
@@ -325,7 +330,8 @@ def _died(error: BaseException) -> bool:
 
 @contextmanager
 def _death_as_engine_error() -> Iterator[None]:
-    """Turns an error inside that means that vLLM's process is dead into an EngineError with the reason."""
+    """Wraps calls of vLLM: turns an error which means that vLLM's process is dead into an EngineError with the
+    reason."""
     try:
         yield
     except Exception as error:
@@ -400,7 +406,7 @@ def _start(args: dict[str, Any]) -> Any:
         except BaseException as error:
             result["error"] = error
 
-    # Otherwise multiprocessing would start its tracker in that thread, and the start would unblock the signal again.
+    # Started here, because multiprocessing would otherwise start its tracker in that thread, and unblock the signal.
     multiprocessing.resource_tracker.ensure_running()
     before = set(multiprocessing.active_children())
     os.environ[OWNER_VARIABLE] = str(os.getpid())
@@ -410,7 +416,7 @@ def _start(args: dict[str, Any]) -> Any:
         while thread.is_alive():
             # The wait is divided: in a wait without an end, Python may miss a signal that came just before it.
             thread.join(1.0)
-    except BaseException:
+    except BaseException:  # such as Ctrl-C: kill the processes that vLLM has started until now
         for child in set(multiprocessing.active_children()) - before:
             child.kill()
         raise
@@ -449,24 +455,26 @@ class VLLMLog:
         (self._folder / "logging.json").write_text(json.dumps(config))
         os.environ["VLLM_LOGGING_CONFIG_PATH"] = str(self._folder / "logging.json")
         atexit.register(self._remove, os.getpid())
-        self._keep = False
+        self._keep = False  # True: a message has named the file, so it stays
 
     def reason(self) -> str:
         """The reason that an engine died, and the path of its log."""
         self._keep = True
         text = self._file.read_text(errors="replace") if self._file.exists() else ""
-        # Finds the last line of each traceback, which is its first line without indentation after the heading.
+        # Finds the error of each traceback: the first line after the heading that is not indented.
         tracebacks = re.finditer(r"^Traceback .*\n(?:[ \t].*\n|\n)*(\S.*)", text, re.MULTILINE)
         errors: list[str] = []
         for traceback in tracebacks:
             error = traceback[1]
-            if _CONSEQUENCE not in error.partition(":")[0]:
+            name_of_error = error.partition(":")[0]
+            if _CONSEQUENCE not in name_of_error:
                 errors.append(error)
         if not errors:
             return "its process ended without a word; was it killed, for example for its memory?"
         return f"{errors[-1]} (vLLM's log: {self._file})"
 
     def _remove(self, owner: int) -> None:
+        """Removes the folder when the process `owner` ends."""
         if os.getpid() == owner and not self._keep:  # a forked process must not remove the folder
             shutil.rmtree(self._folder, ignore_errors=True)
 

@@ -27,11 +27,12 @@ INCOMPLETE = "incomplete"
 _POLL_SECONDS = 0.1
 _CONNECT_SECONDS = 10
 _SILENCES = 2
-"""The number of successive questions about its health without an answer, after which a server counts as dead."""
+"""A server counts as dead after this many successive questions about its health without an answer."""
 FIRST_PAUSE = 0.5
 """Seconds until the next attempt at a server that failed. The pause doubles at each failure, and begins anew after a
 completion of the server."""
 _START = "VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --logprobs-mode processed_logprobs"
+"""The command that starts a server with all that this module needs."""
 
 
 class VLLMServerError(ReplayError):
@@ -42,7 +43,7 @@ class VLLMServerGoneError(VLLMServerError, ConnectionError):
     """A vLLM server does not answer, is busy, or no longer has the weights that were loaded into it."""
 
     retry_after = 0.0
-    """The seconds for which the server wants no further request."""
+    """The seconds for which the server wants no further request; above 0 if the server is busy, and not gone."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +67,10 @@ class Weights:
 
 
 def version_of(label: str) -> int:
-    """The policy version of a label. It is 0 for the weights with which a server was started."""
+    """The policy version of a label. It is 0 for the weights with which a server was started.
+
+    Raises VLLMServerGoneError for any other label that `Weights` has not made.
+    """
     number = label.partition("@")[0]
     if label == FIRST:
         return 0
@@ -90,6 +94,7 @@ class Timeouts:
     """The seconds between questions about the server's health during a call, and the limit of the answer to each."""
 
     def __post_init__(self) -> None:
+        """Raises ValueError as the class says."""
         for name in ("control", "reload", "health"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name}_timeout must be above 0, not {getattr(self, name)}")
@@ -106,10 +111,10 @@ class Timeouts:
 
 
 class VLLMServer:
-    """One server. Its methods raise VLLMServerGoneError if it does not answer or is busy.
+    """One server. The methods raise VLLMServerGoneError if the server does not answer or is busy.
 
-    They raise VLLMServerError if it refuses a call. While a call is under way, the server is asked for its health. Two
-    such questions in a row without an answer end all calls.
+    They raise VLLMServerError if the server refuses a call. While a call is under way, the server is asked for its
+    health. Two such questions in a row without an answer end all calls.
     """
 
     def __init__(
@@ -138,11 +143,14 @@ class VLLMServer:
         self._lock_file = Path(lock_folder or tempfile.gettempdir()) / f"replay-vllm-{name}.lock"
         self._timeouts = timeouts or Timeouts()
         self._session: aiohttp.ClientSession | None = None
-        self._calls = 0
+        self._calls = 0  # the number of calls under way
         self._watch: asyncio.Task[None] | None = None  # it runs while calls are under way
 
     async def call(self, method: str, path: str, body: Any = None, *, at: Sequence[Any] = (), **query: str) -> Any:
-        """The JSON of an answer, or the value in it at the path of keys `at`."""
+        """The JSON of the answer to a call, or the value in it at the path of keys `at`.
+
+        `body`: sent as JSON. `query`: the parameters of the address.
+        """
         self._calls += 1
         if self._watch is None:
             self._watch = asyncio.create_task(self._watch_health())
@@ -158,18 +166,19 @@ class VLLMServer:
         """Asks for the server's health. Makes all calls fail after `_SILENCES` questions in a row without an answer."""
         silences = 0
         while silences < _SILENCES:
+            # After a silence the next question follows at once, because the silence itself has taken time.
             await asyncio.sleep(0 if silences else self._timeouts.health)
             try:
                 await self._ask("GET", "/health")
                 silences = 0
             except VLLMServerGoneError as error:
-                if error.retry_after:  # it is busy, and not dead: it has said when to ask again
+                if error.retry_after:  # the server is busy, and not dead
                     silences = 0
                 else:
                     silences += 1
             except VLLMServerError:
                 silences = 0  # the server has answered, even if it has no page about its health
-        await self.close()
+        await self.close()  # which makes all calls fail
 
     async def _ask(self, method: str, path: str, body: Any = None, at: Sequence[Any] = (), **query: str) -> Any:
         """Makes one call, as `call` does, without questions about the health of the server."""
@@ -196,7 +205,7 @@ class VLLMServer:
                     ) from None
         except (aiohttp.ClientError, TimeoutError) as error:
             reason = str(error) or type(error).__name__
-            if session.closed:
+            if session.closed:  # by `_watch_health`
                 reason = f"it left {_SILENCES} questions about its health unanswered, {self._timeouts.health:g} s each"
             elif isinstance(error, TimeoutError) and not isinstance(error, aiohttp.ServerTimeoutError):
                 reason = f"no answer to {path} within {limit:g} s"
@@ -204,17 +213,17 @@ class VLLMServer:
 
     def _check_status(self, path: str, status: int, text: str, retry_after: str) -> None:
         """Raises VLLMServerGoneError or VLLMServerError for an answer with another status than 200."""
-        # A dead engine answers with 500, and a proxy whose server is gone with a higher number. To a reload, vLLM also
-        # answers with 500 if it cannot load the weights. Then the server is not gone.
+        # A server with a dead engine answers with 500, and a proxy whose server is gone with a higher status. To a
+        # reload, 500 may also mean that the server cannot load the weights. Then the server is not gone.
         first_of_gone = 501 if path == "/collective_rpc" else 500
         if status == 429 or status >= first_of_gone:
             gone = VLLMServerGoneError(f"{self.url}{path} answered {status}: {text[:200]}")
             if retry_after.isdecimal():
                 gone.retry_after = float(retry_after)
-            elif status == 429:
+            elif status == 429:  # the server is busy, and does not say for how long
                 gone.retry_after = FIRST_PAUSE
             raise gone
-        if status in (404, 405) and not path.startswith("/v1/"):
+        if status in (404, 405) and not path.startswith("/v1/"):  # a call that only development servers have
             raise VLLMServerError(f"{self.url} has no {path}: start it with the development calls: {_START}")
         if status == 401:
             raise VLLMServerError(f"{self.url} wants its --api-key: set VLLM_API_KEY")
@@ -291,13 +300,13 @@ class VLLMServer:
 
     @asynccontextmanager
     async def locked(self) -> AsyncIterator[None]:
-        """Locks the server: inside, no other generator with the same lock folder changes its weights."""
+        """Locks the server: inside, no other generator with the same lock folder changes the server's weights."""
         with self._lock_file.open("w") as file:
             while True:
                 try:
                     fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                     break
-                except BlockingIOError:
+                except BlockingIOError:  # another generator has the lock
                     await asyncio.sleep(_POLL_SECONDS)
             yield
 
@@ -344,7 +353,7 @@ class VLLMServer:
         body = {"method": "reload_weights", "kwargs": kwargs, "timeout": self._timeouts.reload}
         try:
             await self.call("POST", "/collective_rpc", body)
-        except VLLMServerGoneError:
+        except VLLMServerGoneError:  # a subclass of the next error
             raise
         except VLLMServerError as error:
             if path is not None and not [*Path(path).glob("*.safetensors")]:

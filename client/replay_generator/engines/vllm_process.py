@@ -1,9 +1,9 @@
 """FollowOwner: ends vLLM's processes when the process that owns them has ended.
 
-If its owner is killed, vLLM's engine process waits for requests for ever, and keeps the accelerator's memory. vLLM
-imports this module into its processes (`worker_extension_cls`). In each of them, the import starts a thread that ends
-the process after the owner has ended. The owner must not import this module: a process that is forked from the owner
-would then find the module imported already, and would not start the thread.
+Without this module, vLLM's engine process would wait for requests for ever after its owner was killed, and keep the
+accelerator's memory. vLLM imports this module into its processes (`worker_extension_cls`). In each of them, the import
+starts a thread that ends the process after the owner has ended. The owner must not import this module: a process that
+is forked from the owner would then find the module imported already, and would not start the thread.
 """
 
 from __future__ import annotations
@@ -24,11 +24,12 @@ class FollowOwner:
 
 
 def _alive(pid: int) -> bool:
+    """True if a process with this id runs."""
     try:
-        os.kill(pid, 0)
+        os.kill(pid, 0)  # signal 0 only checks that the process exists
     except ProcessLookupError:
         return False
-    except PermissionError:
+    except PermissionError:  # the process is another user's
         return True
     return True
 
@@ -43,7 +44,7 @@ def _follow(owner: int) -> None:
         parent = started_by.pid
     while os.getppid() == parent and (parent == owner or _alive(owner)):
         time.sleep(_POLL_SECONDS)
-    if os.getppid() == parent:
+    if os.getppid() == parent:  # the owner has ended, and the engine process has not
         os.kill(parent, signal.SIGKILL)
     os._exit(1)
 

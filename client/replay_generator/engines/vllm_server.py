@@ -1,7 +1,7 @@
 """VLLMServerEngine: completions over HTTP from one or several `vllm serve` that run elsewhere.
 
 generate ──▶ the usable server with the fewest requests ──▶ completions, each token with its version
-                 │ gone, or without our weights
+                 │ the server is away, or lost the weights
                  ▼
              recover: wait until it answers, load the newest weights, use it again
 """
@@ -49,9 +49,9 @@ class VLLMServerEngine:
     """`vllm serve` behind the `Engine` interface: token ids and log-probabilities as the server drew them.
 
     The constructor checks each server, and blocks meanwhile. A server that goes away later is asked until it is back.
-    The other servers do its work meanwhile. The log says when a server goes away and when it is back. A request fails
-    after all servers have been away for `patience` seconds, or after it has failed repeatedly for as long. Any number
-    of generators may share servers: one of them loads new weights.
+    Until then the other servers get its requests. The log tells when a server goes away and when it is back. A request
+    fails after all servers have been away for `patience` seconds, or if its attempts have failed for that time. Any
+    number of generators may share servers: one of them loads new weights.
     """
 
     def __init__(
@@ -93,8 +93,11 @@ class VLLMServerEngine:
         self._patience = patience
         self._seeds = random.Random(seed) if seed is not None else random.SystemRandom()
         self._weights: Weights | None = None
+        """The newest weights; None: those with which the servers were started."""
         self._changed = asyncio.Condition()
+        """Notified when a server has become usable or has failed."""
         self._recoveries: dict[VLLMServer, asyncio.Task[None]] = {}
+        """The last recovery of each server that was away. A server is away while its recovery runs."""
         self._failures: dict[VLLMServer, Exception] = {}
         """The errors of servers that have been away for longer than `patience`, or that cannot be used as they are."""
         self.engines_lost = 0
@@ -103,6 +106,7 @@ class VLLMServerEngine:
         self.tokenizer: Any = AutoTokenizer.from_pretrained(self.model)
         self.vocabulary: int | None = model_facts(self.model, self.tokenizer).get("vocabulary")
         self._wanted = (self.model, served_model, max_length)
+        """The arguments of VLLMServer.check."""
         start = self._start(self_test)
         with concurrent.futures.ThreadPoolExecutor(1) as thread:  # this thread may run an event loop already
             thread.submit(asyncio.run, start).result()
@@ -131,7 +135,7 @@ class VLLMServerEngine:
         self, prompt_ids: Sequence[int], sampling: SamplingConfig, n: int, finished: OnFinished | None = None
     ) -> list[Completion]:
         if finished is not None:
-            return await self._generate_each(prompt_ids, sampling, n, finished)
+            return await self._generate_each(prompt_ids, sampling, n, finished)  # calls this method for each completion
         vocabulary = len(self.tokenizer) if self.vocabulary is None else self.vocabulary
         most = min(most_logprobs(server.max_logprobs, vocabulary) for server in self._servers)
         body = {
@@ -143,18 +147,18 @@ class VLLMServerEngine:
         }
         if sampling.seed is None:  # data-parallel engines without a seed would draw the same completions
             body["seed"] = self._seeds.getrandbits(31)
-        failures: list[float] = []
+        failures: list[float] = []  # the times of the failures of this request
         while True:
             server = await self._usable_server()
             server.running += 1
             try:
                 return await self._complete(server, body)
             except VLLMServerGoneError as error:
-                self._refused(server, error, failures)
+                self._note_failure(server, error, failures)
             finally:
                 server.running -= 1
 
-    def _refused(self, server: VLLMServer, error: VLLMServerGoneError, failures: list[float]) -> None:
+    def _note_failure(self, server: VLLMServer, error: VLLMServerGoneError, failures: list[float]) -> None:
         """Handles a failure of a request. Raises the error if the request must not be tried again.
 
         `failures`: the times of all failures of this request, to which the new one is added.
@@ -167,15 +171,16 @@ class VLLMServerEngine:
     async def _generate_each(
         self, prompt_ids: Sequence[int], sampling: SamplingConfig, n: int, finished: OnFinished
     ) -> list[Completion]:
-        """Requests each completion alone: a server answers only when all completions of the request have ended."""
+        """Requests each completion alone, because a server answers a request when all of its completions have ended."""
 
-        async def one(number: int) -> Completion:
+        async def draw(number: int) -> Completion:
+            # Each completion has a seed of its own, or all would be equal.
             seed = None if sampling.seed is None else sampling.seed + number
             (completion,) = await self.generate(prompt_ids, replace(sampling, seed=seed), 1)
             finished(number, completion)
             return completion
 
-        tasks = [asyncio.create_task(one(number)) for number in range(n)]
+        tasks = [asyncio.create_task(draw(number)) for number in range(n)]
         try:
             await asyncio.wait(tasks)  # if one completion fails, the others are still drawn to their end
             return [task.result() for task in tasks]
@@ -217,7 +222,7 @@ class VLLMServerEngine:
         await asyncio.gather(*loads)
         usable = asyncio.ensure_future(self._usable_server())
         try:
-            while True:
+            while True:  # until one server has the weights
                 done, _ = await asyncio.wait({usable}, timeout=LONGEST_PAUSE)
                 if done:
                     break
@@ -259,7 +264,7 @@ class VLLMServerEngine:
                 try:
                     rows[server.url] = await self._score(server, tokens)
                 except VLLMServerGoneError as error:
-                    self._refused(server, error, failures)
+                    self._note_failure(server, error, failures)
         (first, expected), *others = rows.items()
         for url, row in others:
             differences = [abs(score - other) for score, other in zip(row, expected, strict=True)]
@@ -298,6 +303,7 @@ class VLLMServerEngine:
         await self._close_connections()
 
     async def _close_connections(self) -> None:
+        """Closes the connections to all servers."""
         for server in self._servers:
             await server.close()
 
@@ -324,6 +330,7 @@ class VLLMServerEngine:
         return len([server for server in self._servers if self._is_away(server)])
 
     def _is_away(self, server: VLLMServer) -> bool:
+        """True while a server that failed is asked until it is back."""
         recovery = self._recoveries.get(server)
         return recovery is not None and not recovery.done()
 
@@ -340,6 +347,7 @@ class VLLMServerEngine:
         since = time.monotonic()
 
         async def use_again() -> None:
+            """One attempt: checks the server, and loads the newest weights."""
             await server.call("GET", "/health")
             await server.check(*self._wanted)  # the server may have been started again with other options
             try:
@@ -349,6 +357,7 @@ class VLLMServerEngine:
                 raise VLLMServerGoneError(f"{server.url}: {gone}") from gone
 
         async def failed(error: Exception, _: bool = False) -> None:
+            """Called after each failed attempt. Returns, so that there is always a next attempt."""
             log.wait(f"{error}; it is asked again, {self.engines_away} of {len(self._servers)} servers are away")
             waited = time.monotonic() - since
             # The server counts as failed now, and is still asked. If all servers have failed, requests raise the error.
@@ -356,10 +365,10 @@ class VLLMServerEngine:
                 async with self._changed:
                     self._failures[server] = error
                     self._changed.notify_all()
-            retry_after = getattr(error, "retry_after", 0.0)
+            retry_after = getattr(error, "retry_after", 0.0)  # which a busy server names
             await asyncio.sleep(min(retry_after, self._patience))
 
-        await failed(error)
+        await failed(error)  # of the request that found the server away
         await asyncio.sleep(min(server.pause, LONGEST_PAUSE))
         server.pause = min(2 * server.pause, LONGEST_PAUSE)
         await Patience(failed, first=FIRST_PAUSE, longest=LONGEST_PAUSE).result(use_again)

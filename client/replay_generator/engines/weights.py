@@ -29,8 +29,8 @@ from replay_client.errors import ReplayError
 from replay_client.records import ClientInfo, read_described
 from replay_client.settings import MOST_TEXT
 
-_CHUNK = 1 << 22  # bytes; a chunk that fits a processor's cache is checked several times faster
-_MOST_HEADER = 100_000_000  # bytes; the format has the same limit
+_CHUNK = 1 << 22  # bytes that are checked at a time: few enough for a processor's cache, which is several times faster
+_MOST_HEADER = 100_000_000  # the most bytes of the header of a safetensors file; the format has the same limit
 _ADAPTER_CONFIG = "adapter_config.json"
 _ADAPTER_WEIGHTS = "adapter_model.safetensors"
 _HEAD = "lm_head.weight"
@@ -79,21 +79,21 @@ def check_folder(
     """
     path = Path(folder)
     for file in _files(path):
-        is_usual = file.is_file() or file.is_dir()
-        if file.exists() and not is_usual:  # a reader of a pipe would wait for ever
+        is_file_or_folder = file.is_file() or file.is_dir()
+        if file.exists() and not is_file_or_folder:  # for example, a reader of a pipe would wait for ever
             raise WeightsDamagedError(f"{file} is no regular file, and is not opened: remove it")
     if root is not None:
         _check_inside(folder, root)
     # A tokenizer takes up to a second to load. So it is compared only until a version has passed its probe.
     _check_facts(folder, facts or {}, model, tokenizer=not known)
     probe = Probe.read(folder)
-    tensors: dict[str, tuple[Path, int, int, str]] = {}
+    tensors: dict[str, tuple[Path, int, int, str]] = {}  # as in `_check_finite`
     for file in sorted(path.glob("*.safetensors")):
         for name, (start, end, dtype) in _tensors(file).items():
             tensors[name] = (file, start, end, dtype)
     names: Set[str] = tensors.keys()
     if (path / _ADAPTER_CONFIG).is_file():
-        names = frozenset()
+        names = frozenset()  # the tensors of an adapter are not those of the model
     if names:
         _check_names(folder, names, model, known, probed=probe is not None)
     if probe is not None:
@@ -148,7 +148,7 @@ def _check_names(folder: str, names: Set[str], model: str | None, known: Set[str
     """
     own, optional = _own_names(model)
     wanted = known or own
-    if not wanted:
+    if not wanted:  # the names of the model are unknown
         return
     missing = wanted - names - optional
     odd = names - wanted - optional
@@ -198,17 +198,18 @@ def _finite(file: Path, start: int, end: int, dtype: str) -> bool:
         content.seek(start)
         while start < end:
             chunk = content.read(min(_CHUNK, end - start))
-            if not chunk:
+            if not chunk:  # the file was cut short meanwhile
                 break
             start += len(chunk)
             values = np.frombuffer(chunk, kind, len(chunk) // np.dtype(kind).itemsize)
+            # All exponent bits of a number are set if it is NaN or infinite.
             if ((values & values.dtype.type(bits)) == bits).any():
                 return False
     return True
 
 
 def _own_names(model: str | None) -> tuple[Set[str], Set[str]]:
-    """The names of this model's tensors (empty: unknown), and the names of tensors that are optional in weights."""
+    """The names of a model's tensors (empty: unknown), and the names of tensors that published weights may lack."""
     folder = Path(model or "")
     names: set[str] = set()
     try:
@@ -314,7 +315,9 @@ _TEMPLATES = "additional_chat_templates"
 
 
 def model_facts(model: Any, tokenizer: Any) -> dict[str, Any]:
-    """The known facts on which generator and trainer must agree. `model`: a configuration, folder or name; None: none.
+    """The known facts on which generator and trainer must agree.
+
+    `model`: a configuration of transformers, a folder, or a name on the hub; None: only the tokenizer has facts.
 
     The facts are model_type, vocabulary (the number of embeddings), the other sizes of `_FACTS`, and tokenizer:
     16 hexadecimal digits, a hash of its tokens and their ids. Tokens that were added after its vocabulary do not count,
@@ -365,14 +368,14 @@ def folder_facts(folder: Path, wanted: Iterable[str], *, tokenizer: bool = True)
         facts = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))["model"]
         if isinstance(facts, dict) and not wanted.isdisjoint(facts):
             return facts
-    own: Any = None
+    folder_tokenizer: Any = None
     if tokenizer and "tokenizer" in wanted and any((folder / name).is_file() for name in _VOCABULARIES):
         with suppress(Exception):  # a damaged tokenizer may raise any error
             from transformers import AutoTokenizer
 
-            own = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-    has_config = bool(wanted - {"tokenizer"}) and (folder / "config.json").is_file()
-    return model_facts(str(folder) if has_config else None, own)
+            folder_tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    needs_config = bool(wanted - {"tokenizer"}) and (folder / "config.json").is_file()
+    return model_facts(str(folder) if needs_config else None, folder_tokenizer)
 
 
 def folder_frequencies(folder: str) -> dict[str, Any]:
@@ -389,7 +392,7 @@ def differing_facts(other_facts: Mapping[str, Any], own_facts: Mapping[str, Any]
     """The facts that both sides know and that differ, each with both values, in words; "": none differ."""
     differing: list[str] = []
     for name, own in own_facts.items():
-        other = other_facts.get(name, own)
+        other = other_facts.get(name, own)  # a fact that only one side knows does not differ
         if other != own:
             differing.append(f"{name} {other} (here {own})")
     return ", ".join(differing)
@@ -479,7 +482,7 @@ def no_progress_bars() -> Iterator[None]:
 def told_facts(facts: Mapping[str, Any]) -> str:
     """JSON of the facts that fit into MOST_TEXT characters, with which a client describes itself to the server.
 
-    The facts that name a model come first. Manifests have all facts.
+    The facts by which people know a model come first. (A manifest of published weights has all facts.)
     """
     fitting: dict[str, Any] = {}
     for name in (*_NAMING, *facts):
@@ -495,7 +498,7 @@ def why_other_model(clients: Iterable[ClientInfo], own_facts: Mapping[str, Any])
     for client in clients:
         settings = read_described(client.settings)
         other_facts = settings.get("model")
-        if not client.open or client.ended:
+        if not client.open or client.ended:  # not connected
             continue
         if settings.get("part") != "generator" or not isinstance(other_facts, dict):
             continue
