@@ -15,13 +15,14 @@ def main() -> None:
     """The entry point. Never returns: it exits with the status of the command."""
     # Ctrl-C while the modules load must end the process with a status, and without a traceback. Python's handler would
     # raise KeyboardInterrupt, which an import may turn into another exception. There is nothing to clean up yet.
-    is_handled = signal.getsignal(signal.SIGINT) is signal.default_int_handler  # a shell ignores SIGINT for some jobs
+    # A job in the background of a shell ignores SIGINT, and goes on ignoring it.
+    is_handled = signal.getsignal(signal.SIGINT) is signal.default_int_handler
     if is_handled:
         signal.signal(signal.SIGINT, _leave)
     quiet_libraries()
     from replay_cli.app import run
 
-    if is_handled:
+    if is_handled:  # from here on, `run` handles the KeyboardInterrupt of Ctrl-C
         signal.signal(signal.SIGINT, signal.default_int_handler)
     run()
 

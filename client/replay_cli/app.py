@@ -37,8 +37,9 @@ app = Commands(
     pretty_exceptions_enable=False,
 )
 _INTERRUPTED = 128 + signal.SIGINT
+"""The exit status after Ctrl-C."""
 _UsageError: Any = typer.BadParameter.__bases__[0]
-"""The class `UsageError` of click. typer uses a copy of click or the package click, and does not export the class."""
+"""The class `UsageError` of click. It is not imported, because some versions of typer have their own copy of click."""
 table = Commands("Change a table, or its items.\n\nExample: replay table update replay max_size=8192")
 table.add(update, delete, reset, export)
 table.add(import_items, name="import")
@@ -79,7 +80,7 @@ def run() -> NoReturn:
     numbers = stop_signals()
 
     def terminate(number: int, frame: FrameType | None) -> None:
-        # typer takes every KeyboardInterrupt for a Ctrl-C, so the signal is noted here.
+        # typer returns the status of Ctrl-C for every KeyboardInterrupt, so the status of the signal is noted here.
         nonlocal ended_by
         ended_by = 128 + number
         raise KeyboardInterrupt
@@ -102,12 +103,14 @@ def run() -> NoReturn:
             complain("nothing was changed")
     except KeyboardInterrupt:
         status = _INTERRUPTED
-    except BrokenPipeError:
+    except BrokenPipeError:  # the reader of the output has ended, such as `head`
         ignore_stdout()
         status = 1
     for number in numbers:  # from here on, a signal could only cause a traceback
         signal.signal(number, signal.SIG_IGN)
-    sys.exit(ended_by if status == _INTERRUPTED else status)
+    if status == _INTERRUPTED:
+        status = ended_by
+    sys.exit(status)
 
 
 def _complain_of_usage(error: Any) -> None:
@@ -121,21 +124,23 @@ def _complain_of_usage(error: Any) -> None:
 
 
 _NO_COMMAND = re.compile(r"^No such command (.*?)\.(?= Did|$)")
+"""The sentence of click about an unknown command. The group is the command in quotes."""
 
 
 def _mistake(error: Any) -> str:
     """The mistake in a command line, in a sentence: `--limit must be at least 1`."""
-    if hasattr(error, "possibilities"):
+    is_unknown_option = hasattr(error, "possibilities")
+    if is_unknown_option:
         hint = ""
         if error.possibilities:
             hint = f"; did you mean {' or '.join(error.possibilities)}?"
         return f"there is no option {error.option_name}{hint}"
     parameter = getattr(error, "param", None)
-    if parameter is None:
+    if parameter is None:  # the error is about the command line as a whole
         message = str(error.message if isinstance(error, typer.BadParameter) else error.format_message())
         message = _NO_COMMAND.sub(r"there is no command \1", message)
         return message.replace(". Did", "; did").rstrip(".")
     name = parameter.metavar if parameter.param_type_name == "argument" else parameter.opts[0]
-    if not error.message:
+    if not error.message:  # click's error about a missing value has no message
         return f"{name} is needed"
     return about(name, in_our_words(error.message).rstrip("."))

@@ -71,37 +71,38 @@ def reset(
 
     Example: replay table reset rollouts
     """
-    if bool(table) == all_tables:
+    if bool(table) == all_tables:  # neither is given, or both are
         misuse("name the table to empty, or say --all")
-    place = table or "all tables"
-    confirm(f"Remove every item of {place}?", yes)
+    target = table or "all tables"
+    confirm(f"Remove every item of {target}?", yes)
     with connect(context) as client:
         removed = ask(lambda: client.reset(table))
-    print_result(as_json, {"removed": removed}, f"{counted(removed, 'item')} removed from {place}")
+    print_result(as_json, {"removed": removed}, f"{counted(removed, 'item')} removed from {target}")
 
 
 def _losses(info: TableInfo, wanted: Document) -> str:
-    """Says in words which new limit the table exceeds; empty: none of them.
+    """Says which of the new limits the table exceeds, as words that follow the table's name. Empty: none of them.
 
-    Raises ValueError for a text that is no size.
+    `wanted`: the new values of fields of the table, by name. Raises ValueError for a text that is no size.
     """
     from replay_server.tables.config import parse_bytes
 
-    staleness = info.staleness.max if info.size else 0
+    staleness = info.staleness.max if info.size else 0  # an empty table has no staleness
     amounts = {
         "max_size": (info.size, "items"),
         "max_bytes": (info.bytes, "bytes"),
         "max_staleness": (staleness, "versions of staleness"),
     }
     for name, (amount, unit) in amounts.items():
-        limit = parse_bytes(wanted.get(name))
+        limit = parse_bytes(wanted.get(name))  # only a text is parsed; a number or None stays
         # A limit that is negative or no number is skipped here, because the server refuses it.
         if isinstance(limit, int | float) and 0 <= limit < amount:
             return f"holds {amount:.0f} {unit}, more than {name} {limit:.0f}"
     uses = wanted.get("max_times_sampled")  # 0: without a limit
     uses_before = json.loads(info.config)["max_times_sampled"]
     if isinstance(uses, int) and uses and info.size:
-        is_lower = not uses_before or uses < uses_before
+        had_no_limit = not uses_before
+        is_lower = had_no_limit or uses < uses_before
         if is_lower:
             return f"may hold items that were sampled {counted(uses, 'time')}"
     return ""

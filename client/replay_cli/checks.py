@@ -41,17 +41,18 @@ def check_folder(name: str, folder: Path) -> None:
                 raise ValueError(f"{name} {folder} cannot be a folder: {ancestor} is a file")
             if not os.access(ancestor, os.W_OK | os.X_OK):
                 raise ValueError(f"{name} {folder} cannot be written: permission denied in {ancestor}")
-            return
+            return  # the folders below this one can be made
 
 
 def check_listen(name: str, address: str) -> None:
     """Raises ValueError unless a server can listen on `address`, the value of the setting `name`."""
     host, _, port = address.rpartition(":")
     try:
-        found = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)
-        family = found[0][0]
-        resolved = found[0][4]
+        bare_host = host.strip("[]")  # brackets stand around an IPv6 address
+        candidates = socket.getaddrinfo(bare_host, int(port), type=socket.SOCK_STREAM)
+        family, _, _, _, resolved = candidates[0]
         with socket.socket(family, socket.SOCK_STREAM) as listener:
+            # With this option, closed connections of an earlier server do not occupy the port.
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             listener.bind(resolved)
     except OSError as error:
@@ -73,7 +74,7 @@ class ModelFiles:
 
 
 def model_files(model: str, max_length: int | None = None) -> ModelFiles:
-    """Reads configuration and tokenizer of a model, and no weights. Raises ValueError that names the model.
+    """Reads configuration and tokenizer of a model, and no weights. Raises a ValueError that names the model.
 
     `max_length`: tokens of the engine's context; None: as many as the model has positions.
     """
@@ -90,7 +91,7 @@ def model_files(model: str, max_length: int | None = None) -> ModelFiles:
     positions = None
     if not _stretches_positions(config):
         positions = getattr(config, "max_position_embeddings", None)
-    limit = max_length or positions or sys.maxsize
+    limit = max_length or positions or sys.maxsize  # without the first two, only the engine knows its limit
     return ModelFiles(tokenizer, limit, getattr(config, "vocab_size", None))
 
 
@@ -111,14 +112,14 @@ def _stretches_positions(config: Any) -> bool:
 
 @contextmanager
 def _without_torch() -> Iterator[None]:
-    """Hides torch inside the block. Otherwise transformers would import torch, which takes ten seconds and which no
-    tokenizer needs.
+    """Hides torch inside the block, so that transformers does not import it: that takes ten seconds.
 
-    If code of the user has already imported torch, torch is not hidden.
+    No tokenizer needs torch. If code of the user has already imported torch, torch is not hidden.
     """
     if "torch" in sys.modules:
         yield
         return
+    # transformers would warn that there is no torch.
     advice = os.environ.get("TRANSFORMERS_NO_ADVISORY_WARNINGS")
     os.environ["TRANSFORMERS_NO_ADVISORY_WARNINGS"] = "1"
     sys.modules["torch"] = None  # type: ignore[assignment]  # None tells Python that there is no such module
@@ -145,22 +146,22 @@ def first_prompt(
 ) -> tuple[Prompt, list[int]]:
     """The first prompt that a generator would complete, and its token ids (P,).
 
-    Raises ValueError if there is none, and PromptError if it cannot be completed. If a run skips such prompts,
-    raises PromptError only if none of the first hundred prompts can be completed.
+    Raises ValueError if there are no prompts, and PromptError if the first prompt cannot be completed. If the run skips
+    such prompts, raises PromptError only if none of the first hundred prompts can be completed.
     """
     from replay_generator import PromptError
     from replay_generator.prompts.prompt import prompt_for
 
     if hasattr(rows, "__getitem__"):  # PromptRows need not be iterable
         numbered = cast("PromptRows", rows)
-        found: Iterator[Any] = map(numbered.__getitem__, range(len(numbered)))
+        prompts: Iterator[Any] = map(numbered.__getitem__, range(len(numbered)))
     else:
-        found = iter(rows)
+        prompts = iter(rows)
     engine = cast("Engine", model)  # `prompt_for` reads only attributes that ModelFiles has
     failure: Exception = ValueError("there are no prompts")
     for _ in range(_MOST_TRIED):
         try:
-            return prompt_for(engine, next(found), settings.chat_template_kwargs)
+            return prompt_for(engine, next(prompts), settings.chat_template_kwargs)
         except StopIteration:
             break
         except PromptError as error:
@@ -173,18 +174,18 @@ def first_prompt(
 def rewards_of_nothing(
     rewards: Sequence[Reward], prompt: Prompt, settings: GeneratorConfig, *, has_rollouts: bool
 ) -> dict[str, float]:
-    """Calls each reward function on an empty answer. Returns the reward of each by its name. NaN: it abstains.
+    """Calls the reward functions on an empty answer. Returns their rewards by name. NaN: the function abstains.
 
     `has_rollouts`: True if each rollout of the run is one completion of its prompt. Other rollouts cannot be made up
-    here, so functions with a parameter for rollouts are then not called. Raises RewardError if a function fails, unless
-    the run would skip the group.
+    here, so if it is False, functions with a parameter for rollouts are not called. Raises RewardError if a function
+    fails, unless the run would skip the group.
     """
     from replay_generator.engines import Completion
     from replay_generator.rewards.functions import RewardError, Scorer
     from replay_generator.rollouts.rollout import Rollout, RolloutSequence
     from replay_generator.user_code.calls import run
 
-    sequence = RolloutSequence([0])
+    sequence = RolloutSequence([0])  # a prompt of one token, which may be any
     sequence.append_completion(Completion([], [], "", "stop", []))
     called = [reward for reward in rewards if has_rollouts or not _asks_for_rollouts(reward)]
     if not called:
@@ -202,7 +203,7 @@ def rewards_of_nothing(
 def _asks_for_rollouts(reward: Reward) -> bool:
     """True if the reward function has a parameter for the rollout of an answer, or for all rollouts."""
     try:
-        named = inspect.signature(reward.function).parameters
+        parameters = inspect.signature(reward.function).parameters
     except (TypeError, ValueError):  # some functions written in C have no signature
         return False
-    return "rollout" in named or "rollouts" in named
+    return "rollout" in parameters or "rollouts" in parameters

@@ -26,6 +26,7 @@ _REACH = 5.0
 ByShard = Annotated[bool, typer.Option("--by-shard", help="Also show each server, if there are several.")]
 
 _reaching = partial(option, rich_help_panel="Connection")
+"""Makes an option that the help shows in the group "Connection"."""
 CONNECTION = (
     _reaching(
         "address",
@@ -42,7 +43,7 @@ CONNECTION = (
     _reaching("name", "Name of a generator, trainer or archiver. [env: REPLAY_NAME; default: host:pid]"),
     _reaching("client_config", "TOML file with the settings above. [env: REPLAY_CLIENT_CONFIG]", metavar="FILE"),
 )
-"""Options that say how to reach the server. None takes the token itself: other users can read command lines."""
+"""Options that say how to reach the server. No option has the token itself: other users can read command lines."""
 ROOT = (
     *CONNECTION,
     _reaching("timeout", "Seconds to wait for the server. [default: as the command needs]", float, min=0),
@@ -82,7 +83,9 @@ def connect(context: typer.Context, usual: float = 5.0, *, named: bool = False) 
 
 def reach(client: ReplayClient, context: typer.Context) -> None:
     """Ends the command soon if no server answers. Call it before a request that takes the server long."""
-    seconds = min(timeout_of(context, _REACH) or 0.0, _REACH)
+    timeout = timeout_of(context, _REACH)
+    assert timeout is not None  # None would need a `usual` of None
+    seconds = min(timeout, _REACH)
     ask(lambda: client.policy(timeout=seconds))
 
 
@@ -101,7 +104,7 @@ def parse_key(text: str) -> int:
     try:
         key = int(text, 0)
     except ValueError:
-        key = -1
+        key = -1  # no key, so it is refused below
     if not 0 <= key < 1 << 64:
         raise typer.BadParameter(
             f"{text!r} is not a key: a whole number from 0 to 2^64 - 1, as `replay items` shows it"
@@ -110,7 +113,7 @@ def parse_key(text: str) -> int:
 
 
 def parse_tags(texts: Sequence[str] | None) -> dict[str, str]:
-    """The values of tags by name, from texts NAME=VALUE. A name that comes twice ends the command with an error."""
+    """The values of tags by name, from texts NAME=VALUE. A name that comes twice ends the command."""
     return pairs("--tag", texts)
 
 

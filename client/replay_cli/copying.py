@@ -45,11 +45,11 @@ class Store:
         """The store's entry of each finished file, by the file's name. An address may name a single file."""
         self._fs.invalidate_cache()
         try:
-            found = self._fs.ls(self._root, detail=True)
+            listed = self._fs.ls(self._root, detail=True)  # of a file: the entry of that file
         except FileNotFoundError:  # nothing was copied yet
             return {}
         entries = {}
-        for entry in found:
+        for entry in listed:
             name = Path(entry["name"]).name
             if _FINISHED.fullmatch(name):
                 entries[name] = entry
@@ -63,7 +63,7 @@ class Store:
             if entry is None or entry["size"] != size:
                 return False
             if path.suffix != ".checkpoint":
-                return True
+                return True  # the name of a file of an archive is unique
             return bool(self._fs.tail(entry["name"], _SEAL) == file.read())
 
     def send(self, path: Path) -> None:
@@ -74,7 +74,8 @@ class Store:
 
         target = f"{self._root}/{path.name}"
         if not getattr(self._fs, "local_file", False):
-            # An object store shows an object only when it is whole, so no temporary name is needed.
+            # An object store shows an object only when it is whole, so no temporary name is needed. fsspec calls the
+            # hook during the copy. The heartbeat then tells a supervisor that this process still works.
             progress = Callback(hooks={"beat": lambda *_, **__: beat()})
             self._fs.put_file(str(path), target, callback=progress)
             return
@@ -85,7 +86,7 @@ class Store:
     def checkpoints(self) -> list[tuple[float, Any, str]]:
         """The checkpoints, the newest first. For each: its time, its entry, and why it cannot be restored, or "".
 
-        The time is that of the seal, so a checkpoint does not become newer if it is copied late or again. If the seal
+        The time is that in the seal, so a checkpoint does not become newer if it is copied late or again. If the seal
         is damaged, the time is that of the file in the store.
         """
         from replay_server.storage.checkpoints import SEAL_BYTES, DamagedCheckpoint, sealed_by
@@ -115,6 +116,7 @@ class Store:
 
 
 def _time_and_name(checkpoint: tuple[float, Any, str]) -> tuple[float, str]:
+    """The sort key of `Store.checkpoints`."""
     created, entry, _ = checkpoint
     return created, entry["name"]
 
@@ -151,8 +153,10 @@ def copy(
         problem = copy_finished(folder, store, done)
         if not problem:
             beat()
-        if bool(problem) != bool(last_problem):
-            complain(f"{folder} is not copied: {problem}; it is tried again") if problem else say("copying goes on")
+        if problem and not last_problem:
+            complain(f"{folder} is not copied: {problem}; it is tried again")
+        if last_problem and not problem:
+            say("copying goes on")
         last_problem = problem
         if is_last:
             break
@@ -164,7 +168,8 @@ def copy(
 def copy_finished(folder: Path, store: Store, done: dict[str, tuple[int, int]]) -> str:
     """Copies the files that `store` lacks, the oldest first. Returns why a file could not be copied, or "".
 
-    `done`: the time and size of each file that the store is known to have, by name. Files that are copied are added.
+    A file that cannot be copied does not stop the others. `done`: the time and size of each file that the store is
+    known to have, by name. This function adds the files that it copies.
     """
     problem = ""
     try:
@@ -219,12 +224,15 @@ def fetch(address: str, folder: Path) -> str:
         if problems:
             raise ValueError(f"no checkpoint that can be restored: {'; '.join(problems)}")
         raise ValueError("there is no checkpoint")
-    except Exception as error:  # each store has its own types of errors
+    except Exception as error:  # the two above, and errors of the store, which may be of any type
         raise ValueError(f"{address}: {in_words(error)}") from error
 
 
 def _fetched(store: Store, entry: Any, path: Path) -> str:
-    """Copies a checkpoint to `path`, unless it is there. Returns why it cannot be restored, or ""."""
+    """Copies a checkpoint to `path`, unless `path` has it already. Returns why it cannot be restored, or "".
+
+    Raises ValueError if `path` is another checkpoint.
+    """
     from replay_server.storage.checkpoints import DamagedCheckpoint, verified
 
     is_new = not path.exists()
@@ -235,7 +243,7 @@ def _fetched(store: Store, entry: Any, path: Path) -> str:
     try:
         verified(path)
     except DamagedCheckpoint as error:
-        if is_new:
+        if is_new:  # a file that this command has not made stays
             path.unlink()
         return str(error)
     return ""

@@ -35,19 +35,19 @@ NEEDED = ("prompt_ids", "completion_ids", "reward")
 
 
 def items_of(rows: Iterable[Numbered], table: str | None) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Rows of items as `replay table import` takes them, each with the number of the last row that it was made from.
+    """Rows of items for `replay table import`. Before each of them: the number of the last row that it was made from.
 
     Rows of a data set become groups, and rows of items stay as they are. The key of a group follows from its bytes and
     its position among the groups, so a second import of the same rows inserts nothing. `table`: the table of groups
     whose rows name no table. Raises a ValueError that names the rows.
     """
-    count = 0
-    for identity, run in groupby(rows, key=_identity):
-        if identity is None:
-            for number, row in run:
+    index = 0
+    for identity, consecutive in groupby(rows, key=_identity):
+        if identity is None:  # rows of items
+            for number, row in consecutive:
                 yield number, dict(row)
             continue
-        numbered = list(run)
+        numbered = list(consecutive)
         first_number, first = numbered[0]
         last_number, _ = numbered[-1]
         try:
@@ -57,8 +57,8 @@ def items_of(rows: Iterable[Numbered], table: str | None) -> Iterator[tuple[int,
             group = group_of([row for _, row in numbered])
         except (TypeError, ValueError, OverflowError) as error:
             raise ValueError(f"rows {first_number} to {last_number}: {error}") from None
-        yield last_number, _item_row(group, count, name, first)
-        count += 1
+        yield last_number, _item_row(group, index, name, first)
+        index += 1
 
 
 def _item_row(group: RolloutGroup, index: int, table: str, first: Row) -> dict[str, Any]:
@@ -67,6 +67,7 @@ def _item_row(group: RolloutGroup, index: int, table: str, first: Row) -> dict[s
     `index`: the position of the group among the groups of its file, from 0. `first`: the first row of the group.
     """
     payload = group.encode()
+    # `index` is hashed too, so that two equal groups of a file have different keys.
     digest = blake2b(index.to_bytes(8, "little") + payload, digest_size=8).digest()
     priority = first.get("priority")
     if priority is None:
@@ -82,7 +83,7 @@ def _item_row(group: RolloutGroup, index: int, table: str, first: Row) -> dict[s
 
 
 def group_of(rows: Sequence[Row]) -> RolloutGroup:
-    """The group of these rows. Consecutive rows with the same `rollout` are one rollout.
+    """Makes one group of these rows. Consecutive rows with the same `rollout` are one rollout.
 
     Without the column `rollout`, each row is a rollout. Raises ValueError, and TypeError for a value that is no number.
     """
@@ -96,7 +97,7 @@ def group_of(rows: Sequence[Row]) -> RolloutGroup:
             values = {row.get(name) for row in rollout}
             if len(values) > 1:
                 raise ValueError(f"{name} differs in the rows of one rollout: give all of them one")
-    firsts = [rollout[0] for rollout in rollouts]
+    firsts = [rollout[0] for rollout in rollouts]  # the values of a rollout are the same in all its rows
     first = firsts[0]
     rewards_G = np.array([row["reward"] for row in firsts], np.float32)
     return group_from_rows(
@@ -122,10 +123,10 @@ def _rollouts_of(rows: Sequence[Row]) -> list[list[Row]]:
     numbers = []
     for index, row in enumerate(rows):
         number = row.get("rollout")
-        numbers.append(index if number is None else number)
+        numbers.append(index if number is None else number)  # `index` differs from that of the row before
     rollouts = []
-    for _, run in groupby(zip(numbers, rows, strict=True), key=itemgetter(0)):
-        rollouts.append([row for _, row in run])
+    for _, numbered_rows in groupby(zip(numbers, rows, strict=True), key=itemgetter(0)):
+        rollouts.append([row for _, row in numbered_rows])
     return rollouts
 
 
@@ -183,12 +184,12 @@ def _identity(numbered: Numbered) -> tuple[Any, ...] | None:
     name = row.get("prompt_id")
     if name is not None:
         return (name,)
-    # The empty text keeps a prompt of one token apart from a prompt_id.
+    # With the empty text, a prompt of the one token 7 differs from the prompt_id 7.
     return ("", *(row.get("prompt_ids") or ()))
 
 
 def _object(value: Any) -> dict[str, Any]:
-    """An object in a row. Parquet stores it as JSON text. Null is an empty object."""
+    """The object that `value` stands for: an object, its JSON text (in Parquet), or null for an empty object."""
     try:
         if isinstance(value, str):
             return dict(json.loads(value))

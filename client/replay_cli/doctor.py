@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from replay_dashboard.diagnosis import Finding
 
 _ROUND_TRIPS = 5
+"""Requests whose median time is the round trip."""
 _SLOW = 0.1
 """A round trip that takes more seconds gives a warning."""
 _LEVELS = {"ok": "ok", "idle": "ok", "warning": "warning", "blocked": "warning", "failure": "failure"}
@@ -50,7 +51,7 @@ def doctor(
         info, examined = look(client, max_staleness)
         address = client.address
     findings = [_access(access_of(context)), *examined]
-    judgement = verdict(info, findings, ())
+    judgement = verdict(info, findings, ())  # (): without the warning signs in the trainer's metrics
     if by_shard and info is not None:
         findings += _of_shards(info, max_staleness)
     levels = {finding.level for finding in findings}
@@ -75,6 +76,7 @@ def _access(options: dict[str, Any]) -> Finding:
     access = Access.find(**options)
     token = "no token" if access.token is None else "a token"
     addresses = split_addresses(access.address).values()
+    # The hosts behind a ray:// address are not known. The empty text stands for them, and does not count as loopback.
     hosts = [address.rpartition(":")[0] for address in addresses] or [""]
     if access.tls is not None:
         return Finding("access", Level.OK, f"{token}, encrypted")
@@ -84,12 +86,15 @@ def _access(options: dict[str, Any]) -> Finding:
 
 
 def look(client: ReplayClient, max_staleness: float | None = None) -> tuple[ServerInfo | None, list[Finding]]:
-    """The state of the server, and all findings. If it does not answer, None and the finding about the connection."""
+    """Returns the state of the server, and all findings about it.
+
+    If the server does not answer, returns None and the finding about the connection.
+    """
     from replay_client.errors import DeadlineExceededError, ReplayError, ServerUnavailableError
     from replay_dashboard.diagnosis import Finding, Level, diagnose, found
 
     try:
-        client.policy()
+        client.policy()  # opens the connection, whose time is not measured
         trips = []
         for _ in range(_ROUND_TRIPS):
             begin = time.perf_counter()
@@ -114,7 +119,7 @@ def look(client: ReplayClient, max_staleness: float | None = None) -> tuple[Serv
 
 
 def _of_shards(info: ServerInfo, max_staleness: float | None) -> Iterator[Finding]:
-    """The findings about each of several servers, as far as they answer."""
+    """The findings about each of several servers. A server that does not answer has none."""
     from replay_client.records import shards_of
     from replay_dashboard.diagnosis import diagnose
 

@@ -51,8 +51,11 @@ ENGINES = {
 }
 """For each engine, by its name: the extra that installs it, the modules that it needs, and its class (module:class)."""
 OF_ONE = "a group of one has no variance, so its advantage is 0 and it teaches nothing"
+"""The reason against a group_size of 1, for messages."""
 _data = partial(in_panel, "Data")
+"""Makes an option that the help shows in the group "Data"."""
 _of_engine = partial(in_panel, "Engine")
+"""Makes an option that the help shows in the group "Engine"."""
 SETTINGS = CommandSettings(GeneratorConfig, SamplingConfig, without=("sampling", "seed"))
 _IN_GROUPS: dict[str, Any] = {"rich_help_panel": "Groups"}
 _ABOUT_MOST = "Groups at once; 0: as many as permits. [default: 16]"
@@ -66,6 +69,7 @@ _FIELDS = (
     option("max_concurrent_groups", _ABOUT_MOST, int, rich_help_panel="Staleness"),
     *options_of(GeneratorConfig, "Staleness", "reload", "wait_for_policy", "weights_root"),
 )
+"""The options that set a field of GeneratorConfig or SamplingConfig."""
 
 
 @taking(SETTINGS.options, _FIELDS)
@@ -138,7 +142,7 @@ def generate(
     options = SETTINGS.resolve(context, source, chosen)
     if source["recipe"] is not None:
         show_recipe(source["recipe"], "generate", options)
-    as_typed = {*context.params, *typed(access_of(context))}
+    as_typed = {*context.params, *typed(access_of(context))}  # errors show these names as options
     try:
         settings = check_options(options, context.params)
         client = AsyncReplayClient.from_env(timeout_of(context, 30.0), **access_of(context))
@@ -157,9 +161,9 @@ def generate(
         beat()  # if its file cannot be written, the command fails now, and not in the middle of the run
         if environment:
             need("--environment", "verifiers", "verifiers")
-            played = load_environment(environment, environment_args, settings)
-            hook = played
-            rows: Iterable[PromptSource] | PromptRows = played.prompts(seed)
+            environment_hook = load_environment(environment, environment_args, settings)
+            hook = environment_hook
+            rows: Iterable[PromptSource] | PromptRows = environment_hook.prompts(seed)
         else:
             # The table of prompts decides the order for all generators that share it, so the rows are not shuffled.
             order_seed = seed if settings.prompts_table is None else None
@@ -177,6 +181,7 @@ def generate(
             return
         args = {"max_length": max_length, "seed": seed, **engine_args(engine_arg)}
         if base_url:
+            # `agreement`: by how many nats the probe's log-probabilities of the servers may differ.
             args = {"base_url": base_url, "agreement": settings.probe_tolerance, **args}
         with loading(model):
             running_engine = load_engine(engine, model, args)
@@ -201,7 +206,7 @@ def generate(
         )
     except (ReplayError, ValueError, OSError, ImportError) as error:
         fail(error)
-    report(stats, 0.0)
+    report(stats, 0.0)  # the last statistics, even if a line was printed a moment ago
     made = stats["groups"] + stats["groups_filtered"]
     if settings.max_groups is None or stops:
         return
@@ -243,12 +248,12 @@ def score(
     set_up_tracing("replay-scorer")
     sys.path.insert(0, os.getcwd())  # a reward function may be in a module of this folder
     flags = {"source_table": "--source-table", "tables": "--table"}
-    settings = {field.name for field in fields(ScorerConfig)} - flags.keys()
+    setting_names = {field.name for field in fields(ScorerConfig)} - flags.keys()
     texts = pairs("--set", more)
-    for name, flag in flags.items():
+    for name, flag in flags.items():  # a field with an option of its own has a better message than an unknown name
         if name in texts:
             misuse(f"--set {name}={texts[name]}: {flag} says that")
-    texts = pairs("--set", more, settings)
+    texts = pairs("--set", more, setting_names)
     options = {name: json_or_word(text) for name, text in texts.items()}
     options |= {name: scoring[name] for name in typed(scoring)}
     try:
@@ -262,7 +267,7 @@ def score(
     try:
         report = reporter(as_json=False)
         stats = run_scorer(lambda: client, rewards, config, on_group=report)
-        report(stats, 0.0)
+        report(stats, 0.0)  # the last statistics, even if a line was printed a moment ago
     except (ReplayError, ValueError, OSError, ImportError) as error:
         fail(error)
 
@@ -275,6 +280,7 @@ def check_options(options: dict[str, Any], named: Mapping[str, Any]) -> Generato
     """
     environment = named["environment"]
     reward = named["reward"]
+    # Each of these options says who plays the rollouts.
     players = {f"--{name}": named[name] for name in ("rollout", "agent", "sessions", "environment")}
     check_source(
         prompts=named["prompts"],
@@ -291,7 +297,7 @@ def check_options(options: dict[str, Any], named: Mapping[str, Any]) -> Generato
         raise ValueError("--reward and --drop-zero-variance belong to `replay score` here, because of --unscored-table")
     if not (reward or settings.unscored_table or any(players.values())):
         raise ValueError("--reward exact_match or --reward package.module:function is needed")
-    engine_args(named["engine_arg"])
+    engine_args(named["engine_arg"])  # raises for a text that is not NAME=VALUE
     _check_engine(named["engine"])
     is_elsewhere = named["engine"] == "vllm-server"
     if is_elsewhere != bool(named["base_url"]):
@@ -312,7 +318,7 @@ def _check(
     from replay_generator.rollouts.rollout import single_turn
 
     named = context.params
-    Access.find(**access_of(context))
+    Access.find(**access_of(context))  # raises for a wrong setting of the connection
     if named["sessions"]:
         check_listen("--sessions", named["sessions"])
     _need_engine(named["engine"])
@@ -334,7 +340,10 @@ def engine_args(texts: list[str] | None) -> dict[str, Any]:
 
 
 def _settings_of(options: dict[str, Any], seed: int, environment: str | None) -> GeneratorConfig:
-    """The settings of a generator, checked. `options` has sampling's settings beside the others, as a file has them."""
+    """The settings of a generator, checked. `options`: all settings by name, with those of sampling among them.
+
+    Raises ValueError.
+    """
     sampling_names = {field.name for field in fields(SamplingConfig)}
     sampling_options = {name: value for name, value in options.items() if name in sampling_names}
     sampling = SamplingConfig(**sampling_options, seed=seed)
@@ -350,10 +359,10 @@ def _settings_of(options: dict[str, Any], seed: int, environment: str | None) ->
 def check_source(
     *, prompts: str | None, players: Mapping[str, str | None], args: str | None, chat: bool, system: str | None
 ) -> None:
-    """Raises ValueError unless there is one source of prompts and at most one player of rollouts.
+    """Raises ValueError unless there is one source of prompts, and at most one option that says who plays the rollouts.
 
-    Also raises it for an option that belongs to another source or player. `players`: the values of the options that say
-    who plays the rollouts, by flag.
+    Also raises ValueError for an option that does not go with that source. `players`: the values of the options that
+    say who plays the rollouts, by flag. `args`: the value of --environment-args.
     """
     environment = players["--environment"]
     if not prompts and not environment:
@@ -371,10 +380,9 @@ def check_source(
 
 
 def reporter(as_json: bool) -> Callable[..., None]:
-    """A function that prints the statistics of a generator.
+    """Makes a function that prints the statistics of a generator, as JSON or as a line for people.
 
-    The function prints nothing if it printed less than `seconds` ago, or if the statistics are those that it printed
-    last.
+    The function prints nothing if it has printed less than `seconds` ago, or if its last output was the same.
     """
     printed_at = -math.inf
     printed: object = None
@@ -396,7 +404,7 @@ def reporter(as_json: bool) -> Callable[..., None]:
 
 
 def in_a_line(stats: GeneratorStats) -> str:
-    """The statistics of a generator for people: what it has made, and how fast if that is known."""
+    """The statistics of a generator in a line for people. Leaves out the reward and the speed if they are not known."""
     words = [counted(stats["groups"], "group")]
     if not math.isnan(stats["reward_mean"]):
         words.append(f"reward {stats['reward_mean']:.3f}")
@@ -416,9 +424,9 @@ def load_rows(
     seed: int | None,
     check: bool,
 ) -> Iterable[PromptSource] | PromptRows:
-    """An endless iterator over the prompts, shuffled anew for each epoch. Without a seed: the rows as they are.
+    """An endless iterator over the prompts, shuffled anew for each epoch. Without a seed: the rows in their order.
 
-    `check`: a bad row raises at once, if the rows are in memory. Raises ValueError, OSError or ImportError.
+    `check`: raises ValueError at once for a bad row, if the rows are in memory. Also raises OSError and ImportError.
     """
     from replay_generator.prompts.prompt import PreparedRows, cycle_prompts, load_prompts
 

@@ -42,7 +42,7 @@ _KEYS_PER_CALL = 10_000
 _FEW = 16
 """Without a tokenizer, the output shows at most this many token ids of a text."""
 _MOST_TURNS = 64
-"""Turns of a sequence that are printed for people. JSON has them all."""
+"""The most turns of a sequence that are printed for people. JSON has all turns."""
 
 
 Order = Literal["age", "priority", "policy_version", "times_sampled", "size"]
@@ -131,7 +131,7 @@ def delete(
     Example: replay table delete replay --tag environment=math
     """
     tags = parse_tags(tag)
-    if bool(keys) == bool(tags):
+    if bool(keys) == bool(tags):  # neither is given, or both are
         misuse("name the items to delete by their keys, or by --tag NAME=VALUE")
     with connect(context) as client:
         if keys:
@@ -142,8 +142,8 @@ def delete(
         confirm(f"Delete {counted(len(set(chosen)), 'item')} from {table}?", yes)
         results = []
         for start in range(0, len(chosen), _KEYS_PER_CALL):
-            part = chosen[start : start + _KEYS_PER_CALL]
-            results.append(ask(partial(client.delete, table, part)))
+            keys_of_call = chosen[start : start + _KEYS_PER_CALL]
+            results.append(ask(partial(client.delete, table, keys_of_call)))
     deleted = sum(result.applied for result in results)
     missing: list[int] = []
     if not tags:  # an item found by its tags may leave the table meanwhile, which is no error
@@ -157,8 +157,9 @@ def delete(
 
 def all_items(client: ReplayClient, table: str, tags: Mapping[str, str]) -> Iterator[ItemInfo]:
     """The items of a table that have these tags, the oldest first, page by page."""
-    page = ""
+    page = ""  # the first page
     while True:
+        # Items are sorted by age, so the oldest come first if the order is descending.
         listing = client.list_items(table, limit=_ITEMS_PER_PAGE, descending=True, page=page, tags=tags)
         yield from listing.items
         page = listing.next_page
@@ -174,6 +175,7 @@ def info_document(item: ItemInfo) -> Document:
 
 
 def _tag_words(tags: Mapping[str, str | int]) -> str:
+    """The tags in words: `environment=math, level=3`."""
     return one_line(", ".join(f"{name}={value}" for name, value in tags.items()))
 
 
@@ -195,30 +197,32 @@ def show(
     from replay_generator.prompts.stored import document_of
 
     with connect(context) as client:
-        found = ask(lambda: client.get([key]))
-    if not found:
+        stored_items = ask(lambda: client.get([key]))
+    if not stored_items:
         fail(
             f"this server holds no item {key}: it was consumed, evicted, dropped or deleted, or never inserted; "
             f"`replay items TABLE` lists keys"
         )
+    item = stored_items[0]
     text = load_tokenizer(tokenizer)
-    document = item_document(found[0], text, whole=True)
-    stored = document_of(found[0].payload)
-    group = document["group"]
+    document = item_document(item, text, whole=True)
+    prompt_document = document_of(item.payload)  # None, unless the item is in a table of prompts
+    group = document["group"]  # None: the item is no group
     if as_json:
         if group is not None and not tokens:
+            # A window has the tokens of a text. Without --tokens, JSON has neither their ids nor their arrays.
             windows = [group["prompt"]]
             windows += [sequence["window"] for sequence in group["completions"]]
             for window in windows:
                 del window["ids"]
                 del window["arrays"]
-        print_json(document | (stored or {}))
+        print_json(document | (prompt_document or {}))
         return
-    lines: list[str | Text] = [*_item_lines(found[0])]
+    lines: list[str | Text] = [*_item_lines(item)]
     if group is not None:
         lines += _group_lines(group, text, tokens)
-    elif stored is not None:
-        lines.append(json.dumps(stored, ensure_ascii=False, indent=2, default=str))
+    elif prompt_document is not None:
+        lines.append(json.dumps(prompt_document, ensure_ascii=False, indent=2, default=str))
     else:
         lines += [f"payload: {document['problem']}", *document["head"]]
     out = console()
@@ -306,12 +310,12 @@ def _group_headline(group: Document) -> str:
 
 
 def _group_facts(group: Document) -> list[str]:
-    """The lines about `sampling` and `meta`, the rollouts that failed, and the extra arrays."""
+    """The lines about `sampling`, `meta`, failed rollouts and extra arrays. Removes `failures` from `meta`."""
     from replay_dashboard.units import byte_size
 
-    # The lines of the turns, below the facts, show the roles. So `turns` would show them twice.
+    # The lines of the turns, below the facts, show the roles. The entry `turns` would show the roles again.
     shown_below = {"turns"} if _has_roles(group) else set()
-    failures = group["meta"].pop("failures", [])
+    failures = group["meta"].pop("failures", [])  # has lines of its own below
     lines = []
     for name in ("sampling", "meta"):
         facts = [f"{field} {value}" for field, value in group[name].items() if field not in shown_below]
@@ -369,7 +373,8 @@ def _turn_lines(sequence: Document, text: TokenText) -> list[str | Text]:
     for turn in sequence["turns"][:_MOST_TURNS]:
         ids = sequence["window"]["ids"][turn["start"] : turn["stop"]]
         role = turn["role"]
-        if role is None and turn["stop"] <= sequence["context_tokens"]:
+        is_context = turn["stop"] <= sequence["context_tokens"]  # of this sequence, not shared with the group
+        if role is None and is_context:
             role = "own context"
         facts = []
         if role is not None:
@@ -380,9 +385,9 @@ def _turn_lines(sequence: Document, text: TokenText) -> list[str | Text]:
         style = "bold" if turn["trained"] else "dim"
         lines.append(Text(f"[{', '.join(facts)}]", style=style))
         lines.append(_words(ids, text))
-    left = len(sequence["turns"]) - _MOST_TURNS
-    if left > 0:
-        lines.append(Text(f"[and {counted(left, 'more turn')}; --json has them all]", style="dim"))
+    hidden = len(sequence["turns"]) - _MOST_TURNS
+    if hidden > 0:
+        lines.append(Text(f"[and {counted(hidden, 'more turn')}; --json has them all]", style="dim"))
     return lines
 
 

@@ -29,9 +29,9 @@ from replay_protos.settings import parse_toml, unknown_name
 R = TypeVar("R")
 Options = Sequence[inspect.Parameter]
 HELP_WIDTH = 100
-"""Columns of the help, if the terminal has as many."""
+"""The width of the help in characters, unless the terminal is narrower."""
 _FILE = "replay.file"
-"""The key in a context's `meta` of the settings that stand in the file of --config."""
+"""The key in a context's `meta` under which the settings in the file of --config are stored."""
 _NOT_IN_FILES = {"config", "set", "recipe", "check"}
 """Options of a command that cannot stand in a file."""
 
@@ -41,7 +41,7 @@ def option(name: str, text: str, kind: Any = str, default: Any = None, *flags: s
 
     `typers`: further arguments of typer.Option.
     """
-    if kind == list[str]:
+    if kind == list[str]:  # the help shows the type of one value, not of the list
         typers = {"metavar": "TEXT"} | typers
     is_switch_with_default = kind is bool and default is not None
     # Without explicit flags, typer adds `--no-name` to a switch. A switch whose default means "not given" needs no such
@@ -95,8 +95,8 @@ def _form_of(annotation: Any) -> str | None:
     if get_origin(annotation) is Literal:
         return "|".join(get_args(annotation))
     if get_origin(annotation) in (types.UnionType, typing.Union):
-        for part in get_args(annotation):
-            form = _form_of(part)
+        for member in get_args(annotation):
+            form = _form_of(member)
             if form is not None:
                 return form
         return None
@@ -106,7 +106,7 @@ def _form_of(annotation: Any) -> str | None:
 def _type_of(annotation: Any) -> Any:
     """The type to which the command line converts a value.
 
-    All but switches and numbers are texts, which the class of settings checks.
+    Only switches and numbers are converted. All other values stay texts, which the class of settings checks.
     """
     origin = get_origin(annotation)
     if origin is Annotated:
@@ -120,9 +120,9 @@ def _type_of(annotation: Any) -> Any:
 
 
 def taking(*groups: Options) -> Callable[[Callable[..., R]], Callable[..., R]]:
-    """Decorator that adds options to a command.
+    """Makes a decorator that adds options to a command.
 
-    The command gets a dict for each group as its first arguments: the values of the group's options by name.
+    The first arguments of the command are dicts, one for each group: the values of the group's options by name.
     """
 
     def decorate(command: Callable[..., R]) -> Callable[..., R]:
@@ -134,11 +134,11 @@ def taking(*groups: Options) -> Callable[[Callable[..., R]], Callable[..., R]]:
             return command(*dicts, **arguments)
 
         declared = list(inspect.signature(command, eval_str=True).parameters.values())
-        own = declared[len(groups) :]
+        own = declared[len(groups) :]  # without the dicts
         parameters = [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in own]
         for group in groups:
             parameters += group
-        # typer reads the options of a command from both.
+        # typer reads the options of a command from its signature and from its annotations.
         run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
         run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
         return run
@@ -180,6 +180,7 @@ class CommandSettings:
         about = "TOML file with these options and all other settings."
         more = "Another setting as in the file; repeatable."
         self.options: Options = (
+            # Eager: the file has the defaults of other options, so it is read before them.
             option(
                 "config", about, Path, None, "--config", "-c", metavar="FILE", callback=self._read_file, is_eager=True
             ),
@@ -204,7 +205,8 @@ class CommandSettings:
                 recipe = recipe_of(source["recipe"])[str(context.info_name)]
             except ValueError as error:
                 misuse(error)
-        return changed(recipe, context.meta.get(_FILE, {})) | typed_settings
+        settings = changed(recipe, context.meta.get(_FILE, {}))
+        return settings | typed_settings
 
     def _read_file(self, context: typer.Context, path: Path | None) -> Path | None:
         """Stores the values of the file of --config (see `keep`). Raises BadParameter."""
@@ -219,11 +221,13 @@ class CommandSettings:
         return path
 
     def keep(self, context: typer.Context, found: Mapping[str, Any]) -> None:
-        """Stores the settings in a file, and makes the other values of the file the defaults of the command's options.
+        """Stores the settings of a file, and makes the other values of the file the defaults of the command's options.
+
+        `found`: the values in the file, by name.
 
         Raises ValueError for a name that is neither a setting nor an option.
         """
-        own = {str(parameter.name): parameter for parameter in context.command.params}
+        own = {str(parameter.name): parameter for parameter in context.command.params}  # the command's options
         known = (own.keys() | self._fields) - _NOT_IN_FILES
         values = with_underscores(found)
         for name in values:
@@ -281,9 +285,9 @@ def json_or_word(text: str) -> Any:
 
 
 def _as_option(value: Any, *, multiple: bool) -> Any:
-    """A value of a file as the command line takes it.
+    """A value of a file in the form that it would have on the command line.
 
-    A TOML table becomes JSON. If the option is repeatable (`multiple`), it becomes a text `name=value` for each field.
+    A TOML table becomes JSON or, if the option is repeatable (`multiple`), a text `name=value` for each field.
     """
     if not multiple:
         return json.dumps(value) if isinstance(value, dict) else value
@@ -313,6 +317,7 @@ class _InGroups:
     """
 
     def make_parser(self: Any, ctx: Any) -> Any:
+        """Overrides click's method. Adds the root's options to the parser, and passes their values on to the root."""
         parser = super().make_parser(ctx)  # type: ignore[misc]
         root = ctx.find_root()
         further = {} if root is ctx else self._options_of_root(root)
@@ -321,10 +326,10 @@ class _InGroups:
         parse = parser.parse_args
 
         def parse_args(args: list[str]) -> tuple[dict[str, Any], list[str], list[Any]]:
-            found, rest, order = parse(args=args)
-            for name in found.keys() & further.keys():
-                further[name].handle_parse_result(root, {name: found.pop(name)}, [])
-            return found, rest, order
+            values, rest, order = parse(args=args)
+            for name in values.keys() & further.keys():
+                further[name].handle_parse_result(root, {name: values.pop(name)}, [])
+            return values, rest, order
 
         parser.parse_args = parse_args
         return parser
@@ -339,12 +344,13 @@ class _InGroups:
         return options
 
     def collect_usage_pieces(self: Any, ctx: Any) -> list[str]:
+        """Overrides click's method. Returns the words after the command's name in the line "Usage:" of the help."""
         pieces = ["[OPTIONS]"]
         for parameter in self.get_params(ctx):
             if parameter.param_type_name != "argument":
                 continue
             piece = str(parameter.metavar)
-            if parameter.nargs == -1:
+            if parameter.nargs == -1:  # any number of values
                 piece += "..."
             pieces.append(piece if parameter.required else f"[{piece}]")
         if isinstance(self, TyperGroup):
@@ -352,6 +358,7 @@ class _InGroups:
         return pieces
 
     def format_options(self: Any, ctx: Any, formatter: Any) -> None:
+        """Overrides click's method. Writes the arguments and options in their groups, and then the commands."""
         groups: defaultdict[str, list[Any]] = defaultdict(list, {"Arguments": [], "Options": []})
         for parameter in self.get_params(ctx):
             record = parameter.get_help_record(ctx)
@@ -375,9 +382,9 @@ def in_one_form(parameter: Any, names: str, text: str) -> tuple[str, str]:
     else:
         names = _TYPE.sub(lambda match: _FORMS.get(match[1], match[1]), names)
     notes: list[str] = []
-    while (found := _NOTES.search(text)) is not None:
-        notes[:0] = found[1].split("; ")
-        text = text[: found.start()]
+    while (match := _NOTES.search(text)) is not None:
+        notes[:0] = match[1].split("; ")  # the last notes are found first
+        text = text[: match.start()]
     shown = []
     for note in notes:
         note = re.sub("^env var: ", "env: ", note)
@@ -419,7 +426,8 @@ class Commands(typer.Typer):
 
 
 def _help_of(text: str) -> dict[str, Any]:
-    """The help of a command. The text after "Example: " stands below the options, as it is written."""
+    """The arguments of typer for the help of a command. The help shows the example of `text` below the options."""
     about, _, example = text.partition("\n\nExample: ")
+    # click does not wrap the lines after \b.
     epilog = f"\b\nExample: {example}" if example else None
     return {"help": about, "epilog": epilog}

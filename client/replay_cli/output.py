@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 _WIDTH_WITHOUT_TERMINAL = 240
-"""Columns of output that goes into a file or another program, so that nothing is cut off."""
+"""The width, in characters, of output into a file or a pipe. It is large enough that no row is cut off."""
 _claimed: list[TextIO] = []
 """The copy of standard output that `claim_stdout` makes. The list is empty until then."""
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
@@ -73,7 +73,7 @@ def need(what: str, extra: str, *modules: str) -> None:
 
 
 def printable(text: str) -> str:
-    """`text` with its control characters as escapes: they could move the cursor or worse. Newlines and tabs stay."""
+    """`text` with control characters as escapes, because a terminal would obey them. Newlines and tabs stay."""
     characters = []
     for character in text:
         if character.isprintable() or character in "\n\t":
@@ -137,7 +137,7 @@ def claim_stdout() -> None:
 
 
 def ignore_stdout() -> None:
-    """Discards further output, because the reader of the pipe has gone. Python would complain at the end otherwise."""
+    """Discards further output, because nobody reads the pipe any more. Otherwise Python prints an error at its exit."""
     nothing = os.open(os.devnull, os.O_WRONLY)
     for stream in (sys.__stdout__, *_claimed):
         if stream is not None:
@@ -147,14 +147,15 @@ def ignore_stdout() -> None:
 def print_json(value: object, *, indent: int | None = 2) -> None:
     """Prints a JSON document; with `indent=None` in one line. NaN and infinities become null."""
     text = json.dumps(plain(value), indent=indent, ensure_ascii=False, allow_nan=False)
-    output = _claimed[-1] if _claimed else sys.stdout
     # `json` escapes only control characters below U+0020. The others could control the terminal, and a lone surrogate
     # cannot be encoded as UTF-8.
     text = re.sub("[\x7f-\x9f\ud800-\udfff]", _escape, text)
+    output = _claimed[-1] if _claimed else sys.stdout
     print(text, file=output, flush=True)
 
 
 def _escape(match: re.Match[str]) -> str:
+    """The matched character as an escape of JSON."""
     return f"\\u{ord(match[0]):04x}"
 
 

@@ -62,7 +62,7 @@ class JsonFormatter(logging.Formatter):
 
 
 def log_to_stderr(level: str, form: str = "text") -> None:
-    """Sends the log of this process to standard error. `level`: the least level. `form`: text or json."""
+    """Sends the log of this process to standard error. `level`: the lowest level to log. `form`: text or json."""
     formatter = JsonFormatter() if form == "json" else TextFormatter()
     handler = logging.StreamHandler()
     handler.setFormatter(formatter)
@@ -123,7 +123,7 @@ def is_missing(model: str) -> bool:
 def loading(model: str) -> Iterator[None]:
     """Turns an OSError of the block, which loads a model, into a ValueError of one line that names the model.
 
-    The errors of transformers have several lines, and some of them do not name the model.
+    The error of transformers may have several lines, and may not name the model.
     """
     try:
         yield
@@ -159,7 +159,7 @@ class FirstSignal:
         self.number = 0
         """The number of the first signal; 0: no signal has come."""
         self._act = act
-        self._at = 0.0
+        self._first_time = 0.0
         """The time of the first signal, by the monotonic clock."""
         self._before: dict[int, Callable[[int, FrameType | None], Any]] = {}
         """The handler that each signal had before the block, by the number of the signal."""
@@ -169,25 +169,26 @@ class FirstSignal:
             handler = signal.getsignal(number)
             if callable(handler):  # an ignored signal stays ignored
                 self._before[number] = handler
-                signal.signal(number, self._hear)
+                signal.signal(number, self._handle)
         return self
 
     def __exit__(self, *_: object) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
-    def _hear(self, number: int, frame: FrameType | None) -> None:
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        """The handler of the signals inside the block."""
         now = time.monotonic()
         if not self.number:
             self.number = number
-            self._at = now
+            self._first_time = now
             self._act()
             return
         if IN_A_RUN in os.environ:
-            hurries = number == signal.SIGINT
+            ends_command = number == signal.SIGINT
         else:
-            hurries = now - self._at > SAME_REQUEST
-        if hurries:
+            ends_command = now - self._first_time > SAME_REQUEST
+        if ends_command:
             self._before[number](number, frame)
 
 

@@ -1,4 +1,4 @@
-"""Quiets libraries that write to standard error: their lines only repeat what our own error messages say."""
+"""Quiets libraries that write to standard error, because their lines only repeat our own error messages."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ QUIETED: set[str] = set()
 
 
 def quiet_libraries() -> None:
-    """Sets environment variables that libraries read at their import. A variable that the person has set wins.
+    """Sets environment variables that libraries read at their import. A variable that is set already keeps its value.
 
     `serve` does not quiet gRPC, because only gRPC reports failed connections to a server. Progress bars are shown only
     if standard error is a terminal.

@@ -47,6 +47,7 @@ FileNames = Annotated[
 _LONG = 600.0
 """Seconds that the server may take to write or read a checkpoint."""
 _PAYLOADS_PER_CALL = 32
+"""The most items that are read or inserted at a time."""
 _ITEM_COLUMNS = ("key", "table", "priority", "policy_version", "payload")
 """The columns that a row of an item needs."""
 
@@ -203,12 +204,12 @@ class Imported:
 def _insert_all(
     client: ReplayClient, files: Sequence[Path], table: str | None, done: Imported, *, new_keys: bool
 ) -> None:
-    """Inserts the items of the files into `table`, or each into the tables that its rows name.
+    """Inserts the items of the files into `table`, or each into the tables that its rows name. Counts them in `done`.
 
     An item that is in several files is inserted once, into all of its tables.
     """
     several = len(files) > 1
-    priorities: dict[str, dict[str, float]] = {}
+    priorities: dict[str, dict[str, float]] = {}  # stays empty if each item joins only the table of its own row
     if several and table is None:
         priorities = _priorities_of_all(files)
     known_keys: set[str] = set()
@@ -219,12 +220,12 @@ def _insert_all(
                 # An item of an earlier file has been inserted into all of its tables already.
                 batch = [(number, row) for number, row in batch if str(row.get("key")) not in known_keys]
                 known_keys.update(str(row.get("key")) for _, row in batch)
-            keys = [] if new_keys else [int(row["key"]) for _, row in batch]
+            keys = [] if new_keys else [int(row["key"]) for _, row in batch]  # the inserts return the new keys
             before = {item.key: item for item in client.get(keys, payloads=False)}
             for number, row in batch:
-                own = {table or row["table"]: float(row["priority"])}
+                own_priority = {table or row["table"]: float(row["priority"])}
                 try:
-                    wanted = priorities.get(str(row["key"]), own)
+                    wanted = priorities.get(str(row["key"]), own_priority)
                     if new_keys:
                         keys.append(_insert(client, row, wanted, key=None))
                         continue
@@ -251,7 +252,10 @@ def _refuse_other_tables(item: StoredItem | None, wanted: Mapping[str, float]) -
 
 
 def _priorities_of_all(files: Sequence[Path]) -> dict[str, dict[str, float]]:
-    """For each item, by its key: its priority in each of its tables, by the name of the table."""
+    """For each item, by its key: its priority in each of its tables, by the name of the table.
+
+    Raises ValueError for a row that lacks one of these values.
+    """
     from replay_cli.archive.files import read_rows
 
     columns = ("key", "table", "priority")
@@ -269,7 +273,7 @@ def _priorities_of_all(files: Sequence[Path]) -> dict[str, dict[str, float]]:
 
 
 def _rows(client: ReplayClient, items: Iterator[ItemInfo], table: str, form: Form) -> Iterator[Row]:
-    """The rows of `items`. Leaves out items that leave the server before their payloads are read."""
+    """The rows of `items`. An item that leaves the server before its payload is read has no rows."""
     while infos := list(islice(items, _PAYLOADS_PER_CALL)):
         stored = {item.key: item for item in client.get([info.key for info in infos])}
         for info in infos:
@@ -292,7 +296,7 @@ def _items_of(path: Path, table: str | None) -> Iterator[tuple[int, Row]]:
             yield number, row
     except ValueError as error:
         message = str(error)
-        if not message.startswith(str(path)):
+        if not message.startswith(str(path)):  # `read_rows` names the file itself
             message = f"{path}, {message}"
         raise ValueError(message) from None
 
@@ -321,10 +325,10 @@ def _check(number: int, row: Row) -> None:
 
 
 def _remedy(row: Row, missing: Sequence[str]) -> str:
-    """The end of the message about a row that lacks columns."""
+    """The end of the message about a row that lacks the columns `missing`; empty: the message needs no remedy."""
     from replay_cli.data_rows import NEEDED
 
-    if missing == ["payload"]:
+    if missing == ["payload"]:  # exported without payloads, or as sequences
         return "; export it with payloads, a row for each item"
     if "key" in missing and "payload" in missing:  # perhaps a row of a data set
         lacking = [name for name in NEEDED if row.get(name) is None]
@@ -340,15 +344,15 @@ def _tags_of(row: Row) -> Mapping[str, Any] | None:
     tags = row.get("tags")
     if not tags:
         return None
-    found = tags
+    decoded = tags
     try:
         if isinstance(tags, str):
-            found = json.loads(tags)
+            decoded = json.loads(tags)
     except RecursionError:
         raise ValueError("tags are nested too deeply") from None
-    if found is not None and not isinstance(found, Mapping):
+    if decoded is not None and not isinstance(decoded, Mapping):
         raise ValueError(f"tags are {tags!r:.80}, not an object of names and values")
-    return found
+    return decoded
 
 
 def _item_of(row: Row) -> RolloutGroup | bytes:
@@ -369,7 +373,8 @@ def _item_of(row: Row) -> RolloutGroup | bytes:
     try:
         return RolloutGroup.decode(payload)
     except ValueError as error:
-        # If the row has rewards, the item was a group, even if its first bytes are damaged too.
+        # The last byte of MAGIC is the version of the format. If the row has rewards, the item was a group, even if its
+        # first bytes are damaged too.
         was_group = payload.startswith(MAGIC[:-1]) or row.get("rewards") is not None
         if was_group:
             raise ValueError(f"payload is damaged: {error}") from None

@@ -34,7 +34,7 @@ _BELOW = 8
 _VALUES = 6
 """The most values of a tag that a line shows."""
 _SPARE = 2
-"""Lines for the heading of the tables, and for the last line of the terminal, which stays empty."""
+"""Further lines of the terminal: the heading of the tables, and the last line, which stays empty."""
 _HISTORY = 24
 """Past rates that a sparkline shows."""
 
@@ -96,6 +96,7 @@ def _size(table: TableInfo) -> str:
 
 
 def _blocked(table: TableInfo) -> str:
+    """The shares of the last minute in which inserts and draws were blocked."""
     inserts = table.insert_blocked_share
     samples = table.sample_blocked_share
     if not inserts and not samples:
@@ -104,6 +105,7 @@ def _blocked(table: TableInfo) -> str:
 
 
 def _evicted(table: TableInfo) -> Text:
+    """The number of evicted items, and of those that were never drawn."""
     cell = Text(str(table.evicted))
     if table.evicted_unsampled:
         cell.append(f" ({table.evicted_unsampled} unsampled)", style="red")
@@ -111,6 +113,7 @@ def _evicted(table: TableInfo) -> Text:
 
 
 def _stale(table: TableInfo) -> Text:
+    """The number of items that were dropped as stale or, on arrival, refused as stale."""
     count = table.stale + table.stale_refused
     return Text(str(count), style="yellow" if count else "")
 
@@ -160,7 +163,7 @@ class TableView:
 
 
 def _fitting(rows: Sequence[Mapping[str, Cell]], width: int) -> list[str]:
-    """The names of the columns that fit into `width` without a cut: half a number would be a wrong number."""
+    """The names of the columns that fit into `width` in whole. None is cut, because half a number is a wrong number."""
     widths = {}
     for column in COLUMNS:
         cells = [column.name, *(row[column.name] for row in rows)]
@@ -217,6 +220,7 @@ def tags(info: ServerInfo) -> Iterator[Text]:
     """A line for each tag by which a table counts groups: what became of the groups with each value of the tag."""
     for table in info.tables.values():
         for counts in tag_counts(info, table):
+            # The values with the most generated groups come first.
             ordered = sorted(counts.values.items(), key=lambda item: -item[1].generated)
             values = []
             for value, groups in ordered[:_VALUES]:
@@ -228,7 +232,7 @@ def tags(info: ServerInfo) -> Iterator[Text]:
 
 
 def permits(info: ServerInfo) -> Iterator[Text]:
-    """The line about permits, if the server gives out permits."""
+    """The line about permits; no line if the server has no permits."""
     admission = info.admission
     if admission is None:
         return
@@ -252,7 +256,9 @@ def sparkline(values: Sequence[float]) -> str:
 def capacity(table: TableInfo) -> int:
     """The most items that a table holds."""
     config = json.loads(table.config)
-    return int(min(config["max_size"], config["rate_limiter"]["max_size"] or config["max_size"]))
+    size = config["max_size"]
+    limiter_size = config["rate_limiter"]["max_size"] or size  # null: the rate limiter sets no limit
+    return int(min(size, limiter_size))
 
 
 Rates = tuple[deque[float], deque[float]]
@@ -275,7 +281,7 @@ class Screen:
     info: ServerInfo | None = None
     """None: the server has not answered yet."""
     problem: str = ""
-    """The reason why the server did not answer the last request, so that `info` is old. Empty: it did answer."""
+    """The reason why the server did not answer the last request; `info` is then old. Empty: the server answered."""
     by_shard: bool = False
     """True if each of several servers has a line. A server that does not answer has a line in any case."""
     paused: bool = False
@@ -294,7 +300,7 @@ class Screen:
     def press(self, key: str) -> None:
         """Reacts to a key of the person. An empty key means that the terminal is gone."""
         match key:
-            case "q" | "\x04" | "":
+            case "q" | "\x04" | "":  # "\x04": Ctrl-D
                 self.ended = True
             case " " | "p":
                 self.paused = not self.paused
@@ -316,18 +322,18 @@ class Screen:
         below = [*permits(self.info), *waits(self.info), *balances(self.info), *tags(self.info), *clients(self.info)]
         shown = list(self.info.tables.values())
         if height is not None:
-            above.append(Text())
+            above.append(Text())  # an empty line
             below = [Text(), *below[:_BELOW], self._keys()]
             room = height - len(above) - len(below) - _SPARE
             if len(shown) > room:
-                fitting = max(1, room - 1)
+                fitting = max(1, room - 1)  # one line says how many are hidden
                 hidden = len(shown) - fitting
                 shown = shown[:fitting]
                 below.insert(0, Text(f"and {counted(hidden, 'more table')}: `replay tables` has all", style="dim"))
         for line in (*above, *below):
             if isinstance(line, Text):
                 line.no_wrap = True
-                line.overflow = "ellipsis" if live else "ignore"
+                line.overflow = "ellipsis" if live else "ignore"  # `tables` prints long lines in whole
         view = TableView(shown, self._rates if live else None)
         return Group(*above, view, *below)
 

@@ -111,8 +111,8 @@ def serve(
         # Each connection takes a file descriptor; the soft limit is often 1024.
         _, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard_limit, hard_limit))
-        # The collector rests until the server has started (`_announce`): a start with data makes at least an object for
-        # each item, and the collector would look at all of them again and again.
+        # The garbage collector is off until the server has started (see `_announce`). A start with data makes at least
+        # one object for each item, and the collector would look at all of them again and again.
         gc.disable()
         event_loop.run(_run(server))
     except (ValueError, OSError) as error:
@@ -120,7 +120,7 @@ def serve(
 
 
 def _check(config: Config) -> None:
-    """Prints the tables of a server.
+    """Checks the ports and folders of a server, and prints its tables.
 
     Raises ValueError for a port that is in use, and for a folder that cannot be written.
     """
@@ -137,9 +137,9 @@ def _check(config: Config) -> None:
 
 
 def _load(path: Path | None, recipe: Mapping[str, Any] | None = None) -> Config:
-    """The configuration in a file. A recipe gives settings that the file lacks. Without either: the two usual tables.
+    """The configuration in a file. The recipe has the settings that the file lacks.
 
-    Raises ValueError.
+    Without file and recipe, the configuration has the two usual tables. Raises ValueError.
     """
     from replay_server.config import USUAL, Config
 
@@ -149,9 +149,9 @@ def _load(path: Path | None, recipe: Mapping[str, Any] | None = None) -> Config:
 
 
 def _listening(config: Config, addresses: Mapping[str, str | None]) -> Config:
-    """The configuration with other `addresses`, by their names in [server]. Raises ValueError.
+    """The configuration, with `addresses` in place of those of its file. Raises ValueError.
 
-    An address that is None stays as it is.
+    `addresses`: by their names in [server]. None: the address of the file stays.
     """
     from pydantic import ValidationError
 
@@ -182,8 +182,11 @@ async def _run(server: ReplayServer) -> None:
 
 
 def _announce(server: ReplayServer) -> None:
-    """Prints the addresses once the server answers at them. Programs wait for these lines."""
-    gc.freeze()  # otherwise the collector walks through all loaded objects, three times
+    """Turns the garbage collector on, and prints the addresses of the server. Programs wait for these lines.
+
+    The server calls this function once it answers.
+    """
+    gc.freeze()  # otherwise the collector would look at all objects that the start has made, which stay
     gc.enable()
     say(f"listening on {server.address}")
     if server.metrics_address is not None:
@@ -255,7 +258,7 @@ def _name_shards(_: dict[str, Any]) -> None:
 
 def _ray_of(context: typer.Context) -> dict[str, Any]:
     """The options of the group `shards`, which its commands need."""
-    assert context.parent is not None
+    assert context.parent is not None  # a command of a group has the group as its parent
     return context.parent.params
 
 
@@ -283,7 +286,7 @@ def _size(
     insecure: Insecure = False,
     as_json: AsJson = False,
 ) -> None:
-    """Runs `up` and `resize`, which take the same options."""
+    """The function of the commands `up` and `resize`, which have the same options."""
     from replay_server.tables.config import parse_bytes
 
     ray = _ray_of(context)
@@ -291,8 +294,9 @@ def _size(
     reserved = ask(lambda: parse_bytes(memory))
     if insecure:
         loaded = _insecure(loaded)
-    found = _of_ray(str(context.info_name), shards, loaded, pin=pin, memory=reserved, **per_shard, **ray)
-    _show(found, ray, as_json)
+    verb = str(context.info_name)  # up or resize
+    statuses = _of_ray(verb, shards, loaded, pin=pin, memory=reserved, **per_shard, **ray)
+    _show(statuses, ray, as_json)
 
 
 def status(context: typer.Context, as_json: AsJson = False) -> None:
@@ -301,14 +305,14 @@ def status(context: typer.Context, as_json: AsJson = False) -> None:
     Example: replay shards status
     """
     ray = _ray_of(context)
-    found = _of_ray("status", **ray)
-    _show(found, ray, as_json)
-    if not found:
+    statuses = _of_ray("status", **ray)
+    _show(statuses, ray, as_json)
+    if not statuses:
         fail(
             f"there are no shards {ray['name']}-0, ... in namespace {ray['namespace']}: start them with "
             "`replay shards up`"
         )
-    if not all(shard.is_up for shard in found):
+    if not all(shard.is_up for shard in statuses):
         raise typer.Exit(1)
 
 
@@ -346,23 +350,24 @@ def _of_ray(verb: str, *arguments: Any, **named: Any) -> Any:
         fail(error)
 
 
-def _show(found: list[ShardStatus], ray: dict[str, Any], as_json: bool) -> None:
-    """Prints the state of the shards."""
+def _show(statuses: list[ShardStatus], ray: dict[str, Any], as_json: bool) -> None:
+    """Prints the state of the shards. `ray`: the options of the group `shards`, by name."""
     address = f"ray://{ray['namespace']}/{ray['name']}"
     if as_json:
-        document: dict[str, Any] = {"address": address, "shards": [vars(shard) for shard in found]}
+        document: dict[str, Any] = {"address": address, "shards": [vars(shard) for shard in statuses]}
         print_json(document)
         return
     rows = []
-    for shard in found:
+    for shard in statuses:
         if shard.is_up:
-            rows.append((shard.name, shard.address, shard.node[:12], str(shard.pid), str(shard.items), _state(shard)))
+            node = shard.node[:12]  # the beginning of Ray's long id
+            rows.append((shard.name, shard.address, node, str(shard.pid), str(shard.items), _state(shard)))
         else:
             rows.append((shard.name, "-", "-", "-", "-", "away"))
     columns = ("shard", "address", "node", "pid", "items", "state")
     out = console()
     out.print(plain_table(columns, rows, left=("shard", "address", "node", "state")))
-    addresses = [shard.address for shard in found if shard.is_up]
+    addresses = [shard.address for shard in statuses if shard.is_up]
     out.print(f"clients: {address}, or {','.join(addresses)}", soft_wrap=True)
 
 

@@ -47,10 +47,10 @@ def _document(address: str, info: ServerInfo, by_shard: bool) -> Document:
     """The state of a server as JSON. With `by_shard`, also the state of each of several servers."""
     from replay_client.records import shards_of
 
-    found: Document = {"address": address} | document(info, pb.ServerInfo.DESCRIPTOR)
-    shards = dict(shards_of(info))
+    state: Document = {"address": address} | document(info, pb.ServerInfo.DESCRIPTOR)
+    shards = dict(shards_of(info))  # empty for a single server
     if shards:
-        found["gone"] = [name for name, shard in shards.items() if shard is None]
+        state["gone"] = [name for name, shard in shards.items() if shard is None]
     if by_shard:
         documents: dict[str, Document | None] = {}
         for name, shard in shards.items():
@@ -58,8 +58,8 @@ def _document(address: str, info: ServerInfo, by_shard: bool) -> Document:
                 documents[name] = None
             else:
                 documents[name] = {"address": name} | document(shard, pb.ServerInfo.DESCRIPTOR)
-        found["shards"] = documents
-    return found
+        state["shards"] = documents
+    return state
 
 
 def top(
@@ -92,16 +92,16 @@ def _show_looks(client: ReplayClient, interval: float, by_shard: bool) -> None:
 
     with Keyboard() as keyboard, Live(console=console(), screen=True, auto_refresh=False) as live:
         screen = Screen(client.address, by_shard=by_shard)
-        look_at = time.monotonic()
+        next_look = time.monotonic()
         while not screen.ended:
-            if not screen.paused and time.monotonic() >= look_at:
-                look_at = time.monotonic() + interval
+            if not screen.paused and time.monotonic() >= next_look:
+                next_look = time.monotonic() + interval
                 try:
                     screen.record(client.server_info())
                 except ReplayError as error:
                     screen.problem = str(error)
             live.update(screen.render(live.console.height), refresh=True)
-            wait = interval if screen.paused else max(0.0, look_at - time.monotonic())
+            wait = interval if screen.paused else max(0.0, next_look - time.monotonic())
             for key in keyboard.read(wait):
                 screen.press(key)
 
@@ -131,16 +131,20 @@ class Keyboard:
     def __enter__(self) -> Self:
         self._file = sys.stdin.fileno()
         self._before = termios.tcgetattr(self._file)
-        tty.setcbreak(self._file)
+        tty.setcbreak(self._file)  # keys arrive without Enter, and are not shown
         return self
 
     def read(self, seconds: float) -> str | list[str]:
-        """Waits up to `seconds` for keys. A loop over the result yields the keys: `[""]` if the terminal is gone."""
+        """Waits up to `seconds` for keys. Returns the keys, to loop over.
+
+        Returns an empty text if no key was pressed, and `[""]` if the terminal is gone.
+        """
         ready, _, _ = select.select([self._file], [], [], seconds)
         if not ready:
             return ""
         try:
-            return os.read(self._file, 64).decode(errors="replace") or [""]
+            keys = os.read(self._file, 64).decode(errors="replace")
+            return keys or [""]  # no bytes: the end of the input
         except OSError:
             return [""]
 
@@ -195,7 +199,7 @@ def dashboard(
     except ValueError as error:
         misuse(error)
     port = int(listen.rpartition(":")[2])
-    token = None if is_loopback(host) else secrets.token_urlsafe(32)
+    token = None if is_loopback(host) else secrets.token_urlsafe(32)  # a page beyond loopback needs a token
     settings = Settings(access_of(context), tokenizer, runs, token, tuple(allow_host or ()), solved_reward)
     try:
         server = PageServer(settings)
@@ -205,7 +209,7 @@ def dashboard(
         fail(error)
     except OSError as error:
         fail(f"cannot listen on {listen}: {error.strerror}")
-    if host in ("0.0.0.0", "::"):
+    if host in ("0.0.0.0", "::"):  # all interfaces: no address that a browser could open
         shown_host = socket.gethostname()
     elif ":" in host:
         shown_host = f"[{host}]"
@@ -213,8 +217,8 @@ def dashboard(
         shown_host = host
     url = f"http://{shown_host}:{listener.getsockname()[1]}/"
     if token is not None:
-        url += f"#token={token}"
-    # The page's server handles signals while it runs. A signal that comes earlier must end it too.
+        url += f"#token={token}"  # a browser does not send the part after #
+    # The page's server handles signals while it runs. A signal before that must end it too.
     early: list[int] = []
 
     def end(number: int, frame: object) -> None:
@@ -225,7 +229,8 @@ def dashboard(
 
     handlers = {number: signal.signal(number, end) for number in stop_signals()}
     say(f"dashboard at {url}")
-    if browser and (sys.platform != "linux" or {"DISPLAY", "WAYLAND_DISPLAY"} & os.environ.keys()):
+    has_display = sys.platform != "linux" or bool({"DISPLAY", "WAYLAND_DISPLAY"} & os.environ.keys())
+    if browser and has_display:
         webbrowser.open(url)
     os.nice(5)  # if the replay server runs on the same machine, it goes first
     server.run(sockets=[listener])

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 EVAL_EVERY = 10
 """Steps between two evaluations with --eval-prompts, unless the configuration has eval_every."""
 _evaluating = partial(in_panel, "Evaluation")
+"""Makes an option that the help shows in the group "Evaluation"."""
 SETTINGS = CommandSettings(GRPOConfig, also=("lora", "evaluation"), without=("output_dir",))
 _FIELDS = (
     *options_of(GRPOConfig, "Learning", "max_steps", "groups_per_step", "learning_rate", "beta"),
@@ -39,6 +40,7 @@ _FIELDS = (
     *options_of(GRPOConfig, "Memory", "max_tokens_per_micro_batch", "bf16", "gradient_checkpointing", "fsdp"),
     *options_of(GRPOConfig, "Output", "resume", "save_every"),
 )
+"""The options that set a field of GRPOConfig."""
 
 
 @taking(SETTINGS.options, _FIELDS)
@@ -70,7 +72,7 @@ def train(
     tracing = set_up_tracing("replay-trainer")
     need("replay train", "trainer", "torch", "transformers", "safetensors")
     check_model(model)
-    chosen |= {"output_dir": output_dir, "progress": False if quiet else None}
+    chosen |= {"output_dir": output_dir, "progress": False if quiet else None}  # None: as the file says
     options = SETTINGS.resolve(context, source, chosen)
 
     from replay_client import ReplayClient
@@ -80,13 +82,14 @@ def train(
     try:
         checked = check_options(options, context.params)
         if checked.lora is not None and "adapter" not in checked.lora:
-            _lora_config(checked.lora)
+            _lora_config(checked.lora)  # raises for an unknown field now, before the model is loaded
         rewards = [] if eval_prompts is None else _rewards(eval_reward)
     except ImportError as error:
         fail(error)
     except ValueError as error:
         message = _as_typed(str(error), typed(chosen))
-        if source["config"] is not None and not message.startswith("--"):
+        is_about_file = source["config"] is not None and not message.startswith("--")
+        if is_about_file:
             message = f"{source['config']}: {message}"
         misuse(message)
     recipe = source["recipe"]
@@ -111,6 +114,7 @@ def train(
         from replay_trainer import Forgiving, GRPOTrainer, StepSpans
 
         transformers_logging.disable_progress_bar()
+        # An error of the exporter must not end the run.
         callbacks = [Forgiving("the exporter of spans", StepSpans())] if tracing else []
         with ReplayClient.from_env(timeout_of(context, None), **access) as client:
             with loading(model):
@@ -161,7 +165,7 @@ def _check(checked: TrainOptions, context: typer.Context) -> None:
     from replay_client.access import Access
 
     named = context.params
-    Access.find(**access_of(context))
+    Access.find(**access_of(context))  # raises for a wrong setting of the connection
     check_folder("--output-dir", named["output_dir"])
     if checked.config.weights_dir is not None:
         check_folder("weights_dir", Path(checked.config.weights_dir))
@@ -170,7 +174,7 @@ def _check(checked: TrainOptions, context: typer.Context) -> None:
         held_out = _held_out(named["eval_prompts"], checked.reading)
         line += f", evaluated with {counted(len(held_out), 'prompt')}"
     check_weights(named["model"])
-    model_files(named["model"])
+    model_files(named["model"])  # raises if configuration or tokenizer cannot be read
     say(line)
 
 
@@ -207,7 +211,7 @@ def check_options(options: Mapping[str, Any], named: Mapping[str, Any]) -> Train
 
 
 def _check_lora(lora: Any) -> None:
-    """Raises ValueError for a [lora] that is no section, names a missing adapter, or has fields beside `adapter`."""
+    """Raises ValueError if [lora] is no section, if its `adapter` is missing, or if it has fields beside `adapter`."""
     if not isinstance(lora, dict):
         raise ValueError(f"lora is a section of the file: [lora], with r = 16 below it, not lora = {lora!r}")
     folder = lora.get("adapter")
@@ -308,7 +312,7 @@ def _rewards(names: list[str] | None) -> list[Reward]:
 
 
 def _held_out(prompts: str, reading: _Reading) -> list[Prompt]:
-    """The prompts of an evaluation. Raises ValueError, OSError or ImportError."""
+    """The held-out prompts of an evaluation. Raises ValueError, OSError or ImportError if they cannot be read."""
     from replay_generator.prompts.prompt import PreparedRows, load_prompts
 
     loaded = load_prompts(prompts, prompt_field=reading.prompt_field, split=reading.split, check=False)

@@ -1,4 +1,4 @@
-"""Archiver: writes the copies that a table makes of its items (`copy_to`) into segments, until it is told to end.
+"""Archiver: writes the copies that a table makes of its items (`copy_to`) into segments, until a signal ends it.
 
     draw, under a lease ──▶ write into the open segment ──▶ finish it ──▶ acknowledge all that is in it
 
@@ -6,7 +6,7 @@ An item leaves the table of copies when the segment with the item is on the disk
 nothing. The items of the open segment come back to the table when their lease ends, and go into another segment. A kill
 between the rename and the acknowledgement leaves items in two segments; readers count an item once, by its key.
 
-The archiver is a client like any other, and nobody waits for it. It rests between two draws, so that the server has
+The archiver is a client like any other, and nobody waits for it. It sleeps between two draws, so that the server has
 time for other clients. If the archiver is slow or hangs, the table of copies evicts its oldest items, and counts them.
 """
 
@@ -31,18 +31,18 @@ from replay_protos.words import counted
 log = logging.getLogger("replay_cli.archive")
 
 BYTES_PER_DRAW = 8 << 20
-"""The bytes of payloads that a draw should have."""
+"""The approximate number of bytes of payloads in one draw."""
 MOST_ROWS = 256
-"""Most rows of a draw."""
+"""The most items of a draw."""
 DRAW_SECONDS = 1.0
 """Seconds that a draw waits for items, if there are fewer than it asks for."""
 REST = 9.0
-"""The archiver rests nine times as long as a draw took. So the server works for the archiver a tenth of the time at
-most. A busy server works for it even less, because a draw takes longer. Items that arrive faster wait in the table."""
+"""The archiver sleeps nine times as long as a draw took, so the server spends at most a tenth of its time on it. A busy
+server spends even less, because a draw then takes longer. Items that arrive faster wait in the table."""
 MOST_REST = 1.0
-"""Most seconds of a rest."""
+"""The most seconds between two draws."""
 LAST_SECONDS = 5.0
-"""Seconds for which an archiver that was told to end still draws waiting items."""
+"""Seconds for which the archiver, after the signal to end, still draws waiting items."""
 MOST_SILENCE = 600.0
 """Seconds without an answer of the server, after which the archiver gives up."""
 
@@ -55,7 +55,7 @@ class OpenSegment:
     begun: float
     """The time at which the segment was opened, by the monotonic clock."""
     nbytes: int = 0
-    """Bytes of the payloads in it."""
+    """Bytes of the payloads in the segment."""
     samples: list[Sample] = field(default_factory=list)
     """The samples without their payloads."""
 
@@ -97,7 +97,7 @@ class Archiver:
             self._most_bytes = min(segment_bytes, quarter)
         self._open: OpenSegment | None = None
         self._rows = 1
-        """The number of rows that the next draw asks for."""
+        """The number of items that the next draw asks for."""
         removed = remove_unfinished(folder)
         if removed:
             segments = counted(removed, "segment")
@@ -144,10 +144,10 @@ class Archiver:
                         time.sleep(DRAW_SECONDS)
                 last = time.monotonic() + LAST_SECONDS
                 while self._step(renewer, 0.0) and time.monotonic() < last:
-                    pass
+                    pass  # until no item waits, or the time is over
                 self._finish(renewer)
             finally:
-                self._give_up()
+                self._give_up()  # after an error; otherwise no segment is open any more
 
     def _step(self, renewer: LeaseRenewer, seconds: float) -> int:
         """Waits for items at most `seconds`, and writes them. Finishes the open segment if it is large or old enough.
@@ -177,6 +177,7 @@ class Archiver:
         self._open.writer.add(rows)
         nbytes = sum(len(sample.payload) for sample in samples)
         self._open.nbytes += nbytes
+        # The number of items of the same mean size that have BYTES_PER_DRAW together.
         wanted = len(samples) * BYTES_PER_DRAW // max(1, nbytes)
         self._rows = max(1, min(MOST_ROWS, wanted))
         self._open.samples += [Sample(sample.info, b"") for sample in samples]
@@ -201,7 +202,7 @@ class Archiver:
         return [row | {"inserted_at": time.time() - info.age} for row in GROUP_ROWS.rows(facts, sample.payload)]
 
     def _finish(self, renewer: LeaseRenewer) -> None:
-        """Finishes the open segment, and acknowledges its items to the server."""
+        """Finishes the open segment, if there is one, and acknowledges its items."""
         segment = self._open
         if segment is None:
             return
@@ -219,7 +220,7 @@ class Archiver:
             log.warning(message, path.name, counted(len(lacking), "item"), lacking[0])
 
     def _give_up(self) -> None:
-        """Discards the open segment, and requeues its items if the server answers."""
+        """Discards the open segment, if there is one, and requeues its items if the server answers."""
         segment = self._open
         if segment is None:
             return

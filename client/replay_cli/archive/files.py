@@ -20,7 +20,7 @@ _ROWS_PER_READ = 32
 
 
 def write_rows(path: Path, columns: Mapping[str, str], rows: Iterable[Row]) -> int:
-    """Writes the rows into a file beside `path`, which gets the name `path` at the end. Returns the number of rows."""
+    """Writes the rows into a file beside `path`, which is renamed to `path` at the end. Returns the number of rows."""
     unfinished = path.with_name(path.name + ".tmp")
     write = _write_parquet if path.suffix == ".parquet" else _write_jsonl
     try:
@@ -42,6 +42,7 @@ def read_rows(path: Path, columns: Sequence[str] | None = None) -> Iterator[Row]
 
 
 def _write_jsonl(path: Path, columns: Mapping[str, str], rows: Iterator[Row]) -> int:
+    """Writes each row as a line of JSON. Returns the number of rows. `columns` is not needed."""
     count = 0
     with path.open("w", encoding="utf-8") as file:
         for row in rows:
@@ -52,12 +53,12 @@ def _write_jsonl(path: Path, columns: Mapping[str, str], rows: Iterator[Row]) ->
 
 
 def _plain(value: Any) -> Any:
-    """A value in the form in which JSON has it. Bytes are in base64."""
+    """The value in a form that `json` can write. Bytes become base64."""
     if isinstance(value, bytes):
         return base64.b64encode(value).decode()
     dtype = getattr(value, "dtype", None)
     if getattr(dtype, "kind", "") in ("i", "b"):  # an array of integers or booleans
-        # `plain` would look at each entry, and a group may have a million tokens.
+        # `plain` would be slow: it looks at each entry, and a group may have a million tokens.
         return value.tolist()
     return plain(value)
 
@@ -74,6 +75,7 @@ def schema_of(columns: Mapping[str, str]) -> Any:
 
 
 def _write_parquet(path: Path, columns: Mapping[str, str], rows: Iterator[Row]) -> int:
+    """Writes the rows as a parquet file. Returns the number of rows."""
     from pyarrow import parquet
 
     schema = schema_of(columns)
@@ -86,7 +88,7 @@ def _write_parquet(path: Path, columns: Mapping[str, str], rows: Iterator[Row]) 
 
 
 def table_of(rows: Sequence[Row], columns: Mapping[str, str], schema: Any) -> Any:
-    """The rows as a table of pyarrow. `schema` is that of `columns`."""
+    """The rows as a table of pyarrow. `columns`: the type of each column, by its name. `schema`: that of `columns`."""
     import pyarrow
 
     json_columns = [name for name, kind in columns.items() if kind == "json"]
@@ -98,10 +100,12 @@ def table_of(rows: Sequence[Row], columns: Mapping[str, str], schema: Any) -> An
 
 
 def _json_of(value: Any) -> str | None:
+    """The value as JSON text. None stays, as a null of parquet."""
     return None if value is None else json.dumps(plain(value))
 
 
 def _read_parquet(path: Path, columns: Sequence[str] | None = None) -> Iterator[Row]:
+    """The rows of a parquet file. `columns`: the columns to read; None: all."""
     from pyarrow import ArrowInvalid, parquet
 
     try:

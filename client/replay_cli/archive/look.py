@@ -76,11 +76,12 @@ def show_step(
         archived = ask(lambda: {row["key"]: row for row in groups_of_step})
     document: dict[str, list[Row]] = {"trained": [], "left_out": [], "unusable": []}
     for outcome in outcomes:
-        document[outcome.outcome.replace("-", "_")].append(_used(outcome, archived))
+        name = outcome.outcome.replace("-", "_")  # left-out is left_out in JSON
+        document[name].append(_used(outcome, archived))
     if as_json:
         print_json({"step": number} | document)
         return
-    missing = 0
+    missing = 0  # groups of the step that are in no finished file
     for kind, groups in document.items():
         missing += sum(not group["archived"] for group in groups)
         if groups:
@@ -132,7 +133,10 @@ def _rows(form: Form, groups: Iterable[Row]) -> Iterator[Row]:
 
 
 def _groups(folder: Path, selection: Mapping[str, Any], columns: Iterable[str]) -> Iterator[Row]:
-    """The selected groups, each with its `outcome`, and in `said` all its outcomes in words."""
+    """The selected groups, as rows with `columns`, with `outcome`, and with `said`: all outcomes of the group in words.
+
+    `selection`: the values of the options in _SELECTION, by name.
+    """
     need("an archive", "parquet", "pyarrow")
     from replay_cli.archive.outcomes import Outcomes
     from replay_cli.archive.reading import read_groups
@@ -143,12 +147,12 @@ def _groups(folder: Path, selection: Mapping[str, Any], columns: Iterable[str]) 
     wanted = selection.get("outcome")
     for row in read_groups(folder, columns, where, tags):
         outcome = outcomes.of(row["key"])
-        if wanted in (None, outcome):
+        if wanted is None or wanted == outcome:
             yield row | {"outcome": outcome, "said": outcomes.words(row["key"])}
 
 
 def _where(selection: Mapping[str, Any]) -> Any:
-    """The condition on columns for pyarrow; None: no condition."""
+    """The selection by key, prompt and policy version, as a condition for pyarrow. None: no condition."""
     from pyarrow.compute import field
 
     conditions = []
@@ -160,7 +164,7 @@ def _where(selection: Mapping[str, Any]) -> Any:
         conditions.append(field("prompt_id") == prompt_id)
     versions = selection.get("policy_version")
     if versions:
-        least, dots, most = versions.partition("..")
+        least, dots, most = versions.partition("..")  # an empty end is open: `40..` is 40 and above
         for end in (least, most):
             is_number = end.isascii() and end.isdecimal()
             if end and not is_number:
@@ -173,14 +177,14 @@ def _where(selection: Mapping[str, Any]) -> Any:
 
 
 def _used(outcome: Outcome, archived: Mapping[str, Row]) -> Row:
-    """A group of a step: the facts of the archive and of the trainer. `archived`: the rows of the archive, by key."""
+    """What the archive and the trainer know of a group of a step. `archived`: the rows of the archive, by key."""
     row = archived.get(outcome.key, {})
     facts = {name: value for name, value in outcome.facts.items() if name not in ("key", "table")}
     return row | facts | {"key": outcome.key, "archived": bool(row)}
 
 
 def _print_groups(rows: list[Row]) -> None:
-    """Prints a table with a line for each group."""
+    """Prints a table with a line for each group. A value that the archive does not know is "-"."""
     cells = []
     for row in rows:
         tags = [f"{name}={value}" for name, value in row.get("tags", {}).items()]
@@ -202,4 +206,5 @@ def _print_groups(rows: list[Row]) -> None:
 
 
 def _number(value: float | None) -> str:
+    """The number with three digits; "-" for None."""
     return "-" if value is None else f"{value:.3f}"

@@ -32,7 +32,7 @@ class Outcome:
     @property
     def outcome(self) -> str:
         """One of OUTCOMES."""
-        return self.what if self.what in OUTCOMES else "trained"
+        return self.what if self.what in OUTCOMES else "trained"  # fresh and replayed groups are trained on
 
     def words(self) -> str:
         """The outcome in words, such as `step 412 (fresh)`."""
@@ -53,7 +53,7 @@ def read_steps(path: Path) -> Iterator[tuple[int, list[Outcome]]]:
 
 
 def _outcomes_of(line: dict[str, Any]) -> list[Outcome]:
-    """The outcomes in a line of the file: trained groups first, then those left out, then unusable ones."""
+    """The outcomes in a line of steps.jsonl: trained groups first, then those left out, then unusable ones."""
     unused = [("left-out", group) for group in line["left_out"]]
     unused += [("unusable", group) for group in line["unusable"]]
     trained = [(str(group["source"]), group) for group in line["trained"]]

@@ -31,8 +31,8 @@ def read_groups(
     """The items of the archive in a folder, in the order in which they were archived, each once.
 
     `where`: the condition on columns by which pyarrow filters rows as it reads them; None: no condition. `tags`: the
-    tags that an item must have, with their values as text. A damaged file is read up to the damage, and named in the
-    log. Raises ValueError if there is no such folder.
+    tags that an item must have, with their values as text. A damaged file is read up to the damage, and the log names
+    it. Raises ValueError if there is no such folder.
     """
     chosen = list(columns)
     needed = list(dict.fromkeys([*chosen, "key", "tags"]))  # each once, in this order
@@ -47,13 +47,14 @@ def read_groups(
 
 
 def _rows(folder: Path, columns: list[str], where: Any) -> Iterator[Row]:
+    """The rows of all segments that fulfil `where`. An item may come twice. Skips what is damaged, with a warning."""
     from pyarrow import ArrowException, dataset
 
     options = dataset.ParquetFragmentScanOptions(page_checksum_verification=True)
-    checked = dataset.ParquetFileFormat(default_fragment_scan_options=options)
+    with_checksums = dataset.ParquetFileFormat(default_fragment_scan_options=options)
     for path in segments(folder):
         try:
-            segment = dataset.dataset(str(path), format=checked, schema=schema_of(GROUP_COLUMNS))
+            segment = dataset.dataset(str(path), format=with_checksums, schema=schema_of(GROUP_COLUMNS))
             for batch in segment.to_batches(columns=columns, filter=where, batch_size=_ROWS_PER_READ):
                 yield from batch.to_pylist()
         except (ArrowException, OSError) as error:

@@ -16,6 +16,7 @@ from replay_dashboard.group import TokenText, completion_facts
 from replay_dashboard.turns import turns_of
 
 Row = dict[str, Any]
+"""The values of a row, by the names of the columns."""
 
 GROUP_COLUMNS: dict[str, tuple[str, Callable[[RolloutGroup], Any]]] = {
     "prompt_id": ("str", lambda group: group.prompt_id),
@@ -35,7 +36,7 @@ GROUP_COLUMNS: dict[str, tuple[str, Callable[[RolloutGroup], Any]]] = {
 function that reads the value.
 
 A list has one value for each rollout. `context_tokens`, `completion_tokens` and `mean_logprobs` have one value for each
-sequence of each rollout. All are null if the item is not a group."""
+sequence of each rollout. All columns are null if the item is not a group."""
 ITEM_COLUMNS = {
     "key": "str",
     "table": "str",
@@ -91,7 +92,7 @@ class Form:
     """The kind of rows and columns that an export writes."""
 
     sequences: bool
-    """The export writes a row for each sequence of a group; if False, a row for each item."""
+    """True: the export writes a row for each sequence of a group. False: a row for each item."""
     text: TokenText
     """The tokenizer. Without one, the rows have no texts."""
     payloads: bool
@@ -119,7 +120,7 @@ class Form:
         columns = self.columns()
         group = group_of(payload)
         if group is None:
-            rows: list[Row] = [{}]
+            rows: list[Row] = [{}]  # only the facts about the item
         elif self.sequences:
             rows = sequence_rows(group, self.text)
         else:
@@ -127,8 +128,9 @@ class Form:
         item = {name: facts[name] for name in ITEM_COLUMNS}
         if PAYLOAD in columns:
             item[PAYLOAD] = bytes(payload)
+        nothing = dict.fromkeys(columns)  # None for each column
         for row in rows:
-            yield dict.fromkeys(columns) | item | row
+            yield nothing | item | row
 
 
 def group_row(group: RolloutGroup, text: TokenText) -> Row:
@@ -141,7 +143,7 @@ def group_row(group: RolloutGroup, text: TokenText) -> Row:
 
 def sequence_rows(group: RolloutGroup, text: TokenText) -> list[Row]:
     """The columns of each sequence of a group, by SEQUENCE_COLUMNS, and its texts if there is a tokenizer."""
-    shared = group.prompt_ids.size
+    shared_size = group.prompt_ids.size
     trained_T = group.trained_mask
     counts_G = counts_of(group)
     numbers_S: list[tuple[int, int]] = []  # (number of the rollout, number of the sequence in it)
@@ -165,7 +167,7 @@ def sequence_rows(group: RolloutGroup, text: TokenText) -> list[Row]:
             "sequence": sequence,
             "policy_version_end": None if group.policy_version_end is None else int(group.policy_version_end),
             "prompt_ids": group.prompt_ids,
-            "context_ids": prompt_ids[shared:],
+            "context_ids": prompt_ids[shared_size:],
             "completion_ids": group.completion_ids[span],
             "loss_mask": trained_T[span],
             "logprobs": group.rollout_logprobs[span],
@@ -178,7 +180,7 @@ def sequence_rows(group: RolloutGroup, text: TokenText) -> list[Row]:
             "meta": meta,
         }
         if text.source:
-            for name in SEQUENCE_TEXTS:
+            for name in SEQUENCE_TEXTS:  # the text `prompt` is that of `prompt_ids`, and so on
                 row[name] = text.text(row[f"{name}_ids"].tolist())
         rows.append(row)
     return rows
@@ -194,10 +196,10 @@ def group_of(payload: Buffer) -> RolloutGroup | None:
 
 def _texts(group: RolloutGroup, text: TokenText) -> Row:
     """The texts of a group, by TEXT_COLUMNS."""
-    shared = group.prompt_ids.size
+    shared_size = group.prompt_ids.size
     return {
         "prompt": text.text(group.prompt_ids.tolist()),
-        "contexts": [text.text(ids[shared:].tolist()) for ids in group.prompts()],
+        "contexts": [text.text(ids[shared_size:].tolist()) for ids in group.prompts()],
         "completions": [text.text(group.completion_ids[span].tolist()) for span in group.sampled_spans()],
     }
 

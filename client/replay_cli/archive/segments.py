@@ -1,8 +1,8 @@
 """Segments: writes the Parquet files of an archive. A reader sees the whole file, or no file.
 
-A segment is written under a name that ends with `.tmp`, forced to the disk, and renamed. Readers ignore files with the
-first name. The writer holds a lock on the file. After a kill, the next archiver finds the file without a lock, and
-removes it.
+A segment is written under a name that ends with `.tmp`, forced to the disk, and renamed. Readers ignore files with such
+a name. The writer holds a lock on the file. After a kill, the next archiver finds the file without a lock, and removes
+it.
 
 A segment has the rows of `replay table export`, and a column with the time of the insert. The names of segments sort by
 the time at which they were begun.
@@ -40,9 +40,9 @@ class SegmentWriter:
         self._unfinished = self._path.with_name(self._path.name + ".tmp")
         self._schema = schema_of(GROUP_COLUMNS)
         self._file: Any = self._unfinished.open("xb")
-        fcntl.flock(self._file, fcntl.LOCK_EX)
-        # Payloads differ, so a dictionary of them would cost much and save nothing. Readers do not filter by payloads
-        # and lists, so they need no statistics of them.
+        fcntl.flock(self._file, fcntl.LOCK_EX)  # until the file is closed
+        # Payloads differ, so a dictionary of payloads would cost much and save nothing. Readers do not filter by
+        # payloads and lists, so they need no statistics of such columns.
         flat = [name for name, kind in GROUP_COLUMNS.items() if kind in ("int", "float", "str")]
         self._writer = parquet.ParquetWriter(
             self._file,
@@ -52,6 +52,7 @@ class SegmentWriter:
             write_page_checksum=True,
         )
         self.rows = 0
+        """The rows that were written so far."""
         self.lacking: list[str] = []
         """A message for each row that was written without some columns, which could not be written."""
 
@@ -83,7 +84,7 @@ class SegmentWriter:
         self._file.flush()
         os.fsync(self._file.fileno())
         self._unfinished.rename(self._path)
-        self._file.close()
+        self._file.close()  # not earlier: `remove_unfinished` removes a file `.tmp` that is not locked
         folder = os.open(self._path.parent, os.O_RDONLY)
         try:
             os.fsync(folder)  # forces the new name to the disk

@@ -33,11 +33,15 @@ WithPayloads = Annotated[
 
 
 def write(file: Path, form: Form, rows: Iterator[Row], origin: dict[str, str], as_json: bool) -> None:
-    """Writes an export, and prints its size. `origin`: the source of the rows, by the name of its field in JSON."""
+    """Writes an export, and prints how many items and rows it has.
+
+    `origin`: one field of the JSON output, which says where the rows are from, such as {"table": "replay"}.
+    """
     from replay_cli.archive.files import write_rows
 
     check_name(file)
     count = ask(lambda: write_rows(file, form.columns(), rows))
+    # `form` has counted the items while it made the rows.
     more = f", in {counted(count, 'row')}" if form.sequences else ""
     words = f"{counted(form.items, 'item')} of {', '.join(origin.values())} written to {file}{more}"
     print_result(as_json, origin | {"file": str(file), "items": form.items, "rows": count}, words)

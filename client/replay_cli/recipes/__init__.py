@@ -1,7 +1,8 @@
 """Reads recipes: files of this folder, each with settings of server, generator and trainer that belong together.
 
-A command with --recipe takes its part of the file as if the user had written it into the file of --config. A setting of
-the user wins. Servers, generators and trainers do not know recipes: the command gives them only settings.
+A command with --recipe reads its part of the file as if the user had written it into the file of --config. A setting of
+the user overrides that of the recipe. Servers, generators and trainers do not know recipes, because the command passes
+only settings to them.
 """
 
 from __future__ import annotations
@@ -31,14 +32,14 @@ def recipe_of(name: str) -> dict[str, Any]:
 
 
 def show_recipe(name: str, command: str, actual: Settings) -> None:
-    """Logs each setting of the recipe, with the user's value if that differs. Call it when the log is set up.
+    """Logs each setting of the recipe, with the user's value if that differs. Call it after the log is set up.
 
     `actual`: the settings with which the command runs.
     """
     recipe = recipe_of(name)
     lines = [f"recipe {name}: {recipe['about']}"]
-    for name, recommended, value in _compare(recipe[command], actual):
-        line = f"    {name} = {json.dumps(value)}"
+    for setting, recommended, value in _compare(recipe[command], actual):
+        line = f"    {setting} = {json.dumps(value)}"
         if value != recommended:
             line += f"  (yours; the recipe has {json.dumps(recommended)})"
         lines.append(line)
@@ -49,7 +50,10 @@ def show_recipe(name: str, command: str, actual: Settings) -> None:
 
 
 def _compare(recipe: Settings, actual: Settings, section: str = "") -> Iterator[tuple[str, Any, Any]]:
-    """The full name of each setting of the recipe (`section.name`), its value in the recipe, and its actual value."""
+    """The full name of each setting of the recipe (`section.name`), its value in the recipe, and its actual value.
+
+    `section`: the beginning of the full names, with a dot at its end.
+    """
     for name, recommended in recipe.items():
         value = actual[name]
         if name == "tables" and isinstance(recommended[0], Mapping):  # the tables of a server, not names of tables

@@ -48,7 +48,8 @@ def run(
     try:
         lock = FolderLock(plan.output_dir, "run")
         # The lock comes before the checks: if the run is under way, its port is in use, and "it runs already" is the
-        # better message. If there is no folder yet, the lock comes after the checks, so that a mistake creates none.
+        # better message. If there is no folder yet, the lock, which creates the folder, comes after the checks. A run
+        # whose checks fail then creates no folder.
         is_held = not check and plan.output_dir.exists()
         if is_held:
             _hold(lock)
@@ -70,13 +71,13 @@ def run(
     except (RunError, OSError) as error:
         fail(error)
     except RunStopped:
-        if runner.trainer.status != 0:
+        if runner.trainer.status != 0:  # 0: the trainer made its last step before the stop
             step = runner.status.step
             where = f"after step {step}" if step else "before its first step"
             with suppress(OSError):  # the terminal was closed
                 complain(f"stopped {where}; the same command goes on with the run")
             raise typer.Exit(128 + signals.first) from None
-        reason = ""
+        reason = ""  # the run is complete
     if as_json:
         print_json(runner.status.document() | {"ended": reason or "the last step is made"}, indent=None)
         return
@@ -86,7 +87,7 @@ def run(
 
 
 def _hold(lock: FolderLock) -> None:
-    """Takes the lock of the folder. Ends the command if another process holds it."""
+    """Acquires the lock of the run's folder. Ends the command if another process holds the lock."""
     reason = lock.acquire()
     if reason:
         fail(reason)

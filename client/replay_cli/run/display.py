@@ -22,6 +22,7 @@ LINE_SECONDS = 10.0
 """Seconds between two lines if the output is no terminal."""
 _NAME_WIDTH = 12
 _STYLES = {"running": "green", "died": "red"}
+"""The colour of a part's state. The other states have none."""
 
 
 class Display:
@@ -68,6 +69,7 @@ class Display:
             logger.error("the run goes on without a display: %s: %s", type(error).__name__, error)
 
     def _show(self, status: RunStatus, news: Sequence[str]) -> None:
+        """Shows the state, and the sentences `news` about events, in the form that the output needs."""
         if self._live is not None:
             self._show_live(self._live, status, news)
         elif self._as_json:
@@ -78,9 +80,10 @@ class Display:
             self._show_line(status, ())
 
     def _show_live(self, live: Live, status: RunStatus, news: Sequence[str]) -> None:
+        """Replaces the lines on the terminal, and prints `news` above them."""
         for note in news:
-            live.console.print(one_line(note))  # above the lines that change
-        width = self._console.width - 1
+            live.console.print(one_line(note))
+        width = self._console.width - 1  # a line that is as wide as the terminal could wrap
         lines = [*terminal_lines(status)]
         for line in lines:
             line.truncate(width, overflow="ellipsis")
@@ -89,6 +92,7 @@ class Display:
         live.update(Text("\n").join(lines), refresh=True)
 
     def _show_line(self, status: RunStatus, news: Sequence[str]) -> None:
+        """Prints a line, at most every LINE_SECONDS unless there are `news` or the runner does something else."""
         now = time.monotonic()
         if now < self._line_at and status.doing == self._last_doing and not news:
             return
@@ -122,7 +126,7 @@ def line_of(status: RunStatus) -> str:
         more = words_of(status, part)
         state = part.state
         if state == "ended" and not more:
-            continue  # the part that prepared the run ended long ago
+            continue  # the part that prepared the run, whose end is no news
         if state != "running":
             more = f"{state}, {more}" if more else state
         words.append(f"{part.name} {more}".rstrip())
@@ -133,14 +137,14 @@ def line_of(status: RunStatus) -> str:
 
 
 def words_of(status: RunStatus, part: Part) -> str:
-    """Describes what a part has done so far: its address, its step, or its groups."""
-    again = "" if part.starts < 2 else f", start {part.starts}"
+    """Describes a part: the server's address, the trainer's step, or a generator's groups. Empty: nothing is known."""
+    again = "" if part.starts < 2 else f", start {part.starts}"  # the part was started again
     if part.name == "server":
         return f"{status.address}{again}" if status.address else ""
     if part.name == "trainer":
         return f"step {status.step} of {status.plan.max_steps}{again}"
     names = [generator.name for generator in status.plan.generators]
-    if part.name not in names:
+    if part.name not in names:  # the part that prepares the run
         return ""
     number = names.index(part.name)
     groups = status.generating(number, "groups")

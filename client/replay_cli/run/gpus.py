@@ -15,7 +15,7 @@ _ORDER = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
 """Makes CUDA number the GPUs as nvidia-smi does. Otherwise the fastest GPU comes first."""
 _QUERY = ("nvidia-smi", "--query-gpu=index,uuid", "--format=csv,noheader")
 _SECONDS = 60.0
-"""The most seconds that nvidia-smi may take. The driver of a machine that has just started takes long."""
+"""The most seconds that nvidia-smi may take. It is slow on a machine that has just started."""
 _UUID = re.compile(r"(GPU|MIG)-[\w/-]+")
 _RANGE = re.compile(r"(\d+)(?:-(\d+))?")
 _MOST = 1024
@@ -54,15 +54,15 @@ class Gpus:
         Raises ValueError for an entry that names no GPU, for a GPU that the shell does not see, and for a GPU that is
         named twice.
         """
-        found: list[str] = []
+        names: list[str] = []
         for gpu in _numbers_and_uuids(wanted):
             name = self._with_number(gpu) if isinstance(gpu, int) else self._with_uuid(gpu)
-            if name in found:
+            if name in names:
                 raise ValueError(f"{wanted!r} names the GPU {gpu} twice")
-            found.append(name)
-        if not found:
+            names.append(name)
+        if not names:
             raise ValueError(f"{wanted!r} names no GPUs")
-        return found
+        return names
 
     def environment(self, names: Sequence[str]) -> dict[str, str]:
         """The variables of a process that is to see only these GPUs."""
@@ -90,6 +90,7 @@ class Gpus:
             # CUDA accepts the beginning of a UUID.
             if name.startswith(uuid):
                 return name
+        # The shell may name the same GPU by its index.
         for index, listed in self._uuids().items():
             if listed.startswith(uuid) and index in visible:
                 return index
@@ -108,9 +109,9 @@ class Gpus:
         return self._listed
 
     def _lines(self) -> list[str]:
-        """The lines of nvidia-smi. If it fails, there are none, and `_why_none` has the reason."""
+        """The lines of nvidia-smi. If nvidia-smi fails, returns no lines, and sets `_why_none` to the reason."""
         try:
-            done = subprocess.run(
+            result = subprocess.run(
                 _QUERY, env=self._environ, capture_output=True, text=True, timeout=_SECONDS, check=True
             )
         except FileNotFoundError:
@@ -121,25 +122,25 @@ class Gpus:
         except (OSError, subprocess.TimeoutExpired) as error:
             self._why_none = f"nvidia-smi gives no answer: {error}"
         else:
-            return [line for line in done.stdout.splitlines() if line.strip()]
+            return [line for line in result.stdout.splitlines() if line.strip()]
         return []
 
 
 def _numbers_and_uuids(wanted: object) -> list[int | str]:
     """Splits what a person writes into single GPUs: numbers and UUIDs. Raises ValueError for all other texts."""
     entries = wanted if isinstance(wanted, list) else str(wanted).split(",")
-    found: list[int | str] = []
+    gpus: list[int | str] = []
     for entry in entries:
         text = str(entry).strip()
-        span = _RANGE.fullmatch(text)
         if _UUID.fullmatch(text):
-            found.append(text)
+            gpus.append(text)
             continue
+        span = _RANGE.fullmatch(text)  # "3" or "2-7"
         if span is None or isinstance(entry, bool):
             raise ValueError(f'{wanted!r} names no GPUs: write "0,1", "2-7", [0, 1] or UUIDs ("GPU-...")')
         first = int(span[1])
         last = int(span[2] or first)
         if last < first or last > _MOST:
             raise ValueError(f"{text!r} is no range of GPUs: the first comes first, and {_MOST} is the most")
-        found.extend(range(first, last + 1))
-    return found
+        gpus.extend(range(first, last + 1))
+    return gpus

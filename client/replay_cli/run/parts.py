@@ -18,8 +18,9 @@ MOST_READ = 1 << 16
 class Part:
     """One command of a run: the server, the trainer or a generator.
 
-    A supervisor runs the command. So all descendants of the command end with it, and with the process that made the
-    part, however that process ends. That process must start the part from its main thread.
+    A supervisor runs the command. It ends all descendants of the command as soon as the command ends, or the process
+    that made the part. That process must start the part from its main thread, because the supervisor notices only the
+    end of the thread that started it.
     """
 
     def __init__(self, name: str, command: Sequence[str], environment: Mapping[str, str], log: Path) -> None:
@@ -27,6 +28,7 @@ class Part:
         self.name = name
         self.log = log
         self.starts = 0
+        """How often the command has been started."""
         self.status: int | None = None
         """The exit status of the last process, as shells report it; None: it runs, or has not been started."""
         self.finished = False
@@ -67,8 +69,8 @@ class Part:
         self.log.parent.mkdir(parents=True, exist_ok=True)
         with self.log.open("ab") as log:
             self._log_begin = log.tell()
-            # In a session of its own, the part does not get Ctrl-C of the terminal: `replay run` alone gets it, and
-            # stops its parts in order.
+            # In a session of its own, the part does not get the SIGINT of Ctrl-C. Only `replay run` gets it, and stops
+            # its parts in order.
             self._process = subprocess.Popen(
                 command,
                 stdin=DEVNULL,
@@ -105,7 +107,7 @@ class Part:
             self._process.wait()
 
     def output(self) -> str:
-        """The output of the command since its last start; of a long one, the last MOST_READ bytes."""
+        """The output of the command since its last start. Of a long output, only the last MOST_READ bytes."""
         try:
             with self.log.open("rb") as log:
                 end = log.seek(0, os.SEEK_END)
@@ -115,7 +117,7 @@ class Part:
             return ""
 
     def last_words(self) -> str:
-        """The last line of the output that is not empty."""
+        """The last line of `output` that is not empty, or a phrase if there is none."""
         lines = [line.strip() for line in self.output().splitlines() if line.strip()]
         return lines[-1] if lines else "it wrote nothing"
 
@@ -126,5 +128,5 @@ class Part:
             try:
                 return f"was ended by {signal.Signals(self.status - 128).name}"
             except ValueError:
-                pass
+                pass  # no signal has this number
         return f"ended with status {self.status}"

@@ -32,7 +32,7 @@ _BESIDE_TRAINER = 0.45
 _LONG = str(7 * 24 * 3600)
 """Seconds that torchrun gives its ranks to end: a week, because `replay run` itself decides how long to wait."""
 SERVER_PATIENCE = "600"
-"""Seconds that a generator waits for a server that is away. The runner starts it again, and it has to read its data."""
+"""Seconds that a generator waits for a server that is away: the runner starts it again, and it has to read its data."""
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ class RunPlan:
 
     @property
     def parts(self) -> tuple[PartPlan, ...]:
-        """All processes, in the order in which they start."""
+        """All processes, in the order in which `describe` lists them."""
         return (self.server, self.trainer, *self.generators)
 
     def describe(self) -> list[str]:
@@ -113,11 +113,11 @@ def read_run(path: Path, sets: Sequence[str], recipe: str | None, environ: Mappi
     """
     run = read_run_file(path, sets, recipe)
     gpus = Gpus(environ)
-    generate_gpus = _found(run, gpus, "generate", run.generate_gpus)
-    train_gpus = _found(run, gpus, "train", run.train_gpus)
+    generate_gpus = _gpus_of_section(run, gpus, "generate", run.generate_gpus)
+    train_gpus = _gpus_of_section(run, gpus, "train", run.train_gpus)
     engine_gpus = _gpus_of_engine(run)
     processes = _processes(run, generate_gpus, engine_gpus)
-    engines = _shared_out(generate_gpus, processes, engine_gpus)
+    engines = _gpus_of_generators(generate_gpus, processes, engine_gpus)
     shares = _memory_shares(run, gpus, engines, train_gpus, engine_gpus)
     ranks = 1 if train_gpus is None else len(train_gpus)
     _check_ranks(run, ranks)
@@ -151,8 +151,8 @@ def read_run(path: Path, sets: Sequence[str], recipe: str | None, environ: Mappi
     launcher: tuple[str, ...] = ()
     if ranks > 1:
         launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks))
-        # By default torchrun kills its ranks after 30 s, perhaps in the middle of a checkpoint. Before torch 2.12 that
-        # time cannot be changed.
+        # By default, after a signal, torchrun kills its ranks after 30 s, perhaps in the middle of a checkpoint. Before
+        # torch 2.12 that time cannot be changed.
         environment["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = _LONG
     command = (sys.executable, *launcher, *replay, "train", "--config", str(config / "train.toml"))
     return RunPlan(
@@ -211,20 +211,23 @@ def _check_ranks(run: RunFile, ranks: int) -> None:
             )
     tables = {table.name: table for table in run.server.tables}
     limiter = tables[trainer.rollouts_table].rate_limiter
-    part = trainer.fresh_groups_per_step // ranks
-    if limiter.max_size is not None and limiter.max_size < part:
+    drawn_at_once = trainer.fresh_groups_per_step // ranks  # each rank draws its share of a step
+    if limiter.max_size is not None and limiter.max_size < drawn_at_once:
         raise ValueError(
             f"{run.path}: [[serve.tables]] {trainer.rollouts_table}.rate_limiter: a {limiter.type} of "
-            f"{limiter.max_size} never holds the {counted(part, 'fresh group')} that are drawn at once: max_size = "
-            f"{QUEUED_STEPS * part * ranks} does"
+            f"{limiter.max_size} never holds the {counted(drawn_at_once, 'fresh group')} that are drawn at once: "
+            f"max_size = {QUEUED_STEPS * drawn_at_once * ranks} does"
         )
 
 
 # ------------------------------------------------------------------------------------------------ GPUs
 
 
-def _found(run: RunFile, gpus: Gpus, section: str, wanted: object) -> list[str] | None:
-    """The names of the GPUs of a section; None: it names no GPUs, so its processes see those of the shell."""
+def _gpus_of_section(run: RunFile, gpus: Gpus, section: str, wanted: object) -> list[str] | None:
+    """The names of the GPUs of a section; None: the section names no GPUs, so its processes see those of the shell.
+
+    `wanted`: the value of the setting `gpus`. Raises ValueError.
+    """
     if wanted is None:
         return None
     place = f"{run.at(section)} gpus:"
@@ -250,7 +253,7 @@ def _gpus_of_engine(run: RunFile) -> int:
 def _processes(run: RunFile, gpus: list[str] | None, engine_gpus: int) -> int:
     """The number of generators.
 
-    Raises ValueError if the GPUs cannot be shared out among them, or if several would listen on one address.
+    Raises ValueError if the GPUs cannot be divided among the generators, or if several would listen on one address.
     """
     count = _count_of_processes(run, gpus, engine_gpus)
     if count > 1 and "sessions" in run.generate:
@@ -259,7 +262,7 @@ def _processes(run: RunFile, gpus: list[str] | None, engine_gpus: int) -> int:
 
 
 def _count_of_processes(run: RunFile, gpus: list[str] | None, engine_gpus: int) -> int:
-    """The number of generators. Raises ValueError if the GPUs cannot be shared out among them."""
+    """The number of generators. Raises ValueError if the GPUs cannot be divided among them."""
     if gpus is None:
         return run.processes or 1
     place = f"{run.at('generate')} gpus:"
@@ -278,10 +281,11 @@ def _count_of_processes(run: RunFile, gpus: list[str] | None, engine_gpus: int) 
     raise ValueError(f"{place} {run.processes} processes need {needed}, not {len(gpus)}, {reason}")
 
 
-def _shared_out(gpus: list[str] | None, processes: int, engine_gpus: int) -> list[list[str] | None]:
+def _gpus_of_generators(gpus: list[str] | None, processes: int, engine_gpus: int) -> list[list[str] | None]:
     """The GPUs of each generator; None: the GPUs of the shell."""
     if gpus is None:
         return [None] * processes
+    # If there are more generators than groups of GPUs, several generators share a group.
     groups = [gpus[first : first + engine_gpus] for first in range(0, len(gpus), engine_gpus)]
     return [groups[index % len(groups)] for index in range(processes)]
 
@@ -358,36 +362,40 @@ def _check_apart(
 
 
 def check_deeply(plan: RunPlan) -> None:
-    """Lets each part check its settings on this machine: `replay generate --check` and the like, all at once.
+    """Lets each part check its settings on this machine, as `replay generate --check` does. All checks run in parallel.
 
-    The first generator checks for all generators. No process stays, and nothing is written into output_dir.
+    The first generator checks for all generators. No process runs afterwards, and nothing is written into output_dir.
     Raises a ValueError with the message of the first part whose check fails.
     """
     with TemporaryDirectory(prefix="replay-run-") as folder:
-        moved = {}
+        copies = {}
         for path, text in plan.files.items():
             copy = Path(folder) / path.name
             copy.write_text(text)
-            moved[str(path)] = str(copy)
+            copies[str(path)] = str(copy)
         checks: list[tuple[PartPlan, subprocess.Popen[bytes], Path]] = []
         try:
             for part in (plan.server, plan.generators[0], plan.trainer):
                 errors = Path(folder) / f"{part.name}.errors"
-                checks.append((part, _start_check(part, moved, errors), errors))
+                checks.append((part, _start_check(part, copies, errors), errors))
             for part, process, errors in checks:
                 if process.wait():
-                    raise ValueError(_line_of(plan, part, errors.read_text(errors="replace"), moved))
+                    raise ValueError(_message_of(plan, part, errors.read_text(errors="replace"), copies))
         finally:
             for _, process, _ in checks:
                 process.terminate()  # the supervisor ends the check with all its descendants
                 process.wait()
 
 
-def _start_check(part: PartPlan, moved: Mapping[str, str], errors: Path) -> subprocess.Popen[bytes]:
-    """Starts the check of a part. `moved`: for each file of the plan, its copy. `errors`: the file for its errors."""
-    # Only the arguments behind `replay_cli` are kept. So torchrun is left out, and one process checks for all ranks.
+def _start_check(part: PartPlan, copies: Mapping[str, str], errors: Path) -> subprocess.Popen[bytes]:
+    """Starts the check of a part.
+
+    `copies`: the path of the copy of each file of the plan, by the path of the file. `errors`: the file for standard
+    error.
+    """
+    # Only the arguments behind `replay_cli` stay. Without torchrun, one process checks for all ranks.
     begin = part.command.index("replay_cli") + 1
-    arguments = [moved.get(argument, argument) for argument in part.command[begin:]]
+    arguments = [copies.get(argument, argument) for argument in part.command[begin:]]
     command = [*_COMMAND, *arguments, "--check"]
     # Standard error is a file, because a process that a user's function starts could hold a pipe open.
     with errors.open("wb") as file:
@@ -404,14 +412,17 @@ _SECTIONS = {"server": "serve", "trainer": "train"}
 """The section of the run file for a part, by the name of the part. Parts that are not named here are generators."""
 
 
-def _line_of(plan: RunPlan, part: PartPlan, errors: str, moved: Mapping[str, str]) -> str:
-    """The message of a check that failed, with settings named as in the run file. `errors`: its standard error."""
+def _message_of(plan: RunPlan, part: PartPlan, errors: str, copies: Mapping[str, str]) -> str:
+    """The message of a check that failed, with settings named as in the run file.
+
+    `errors`: the standard error of the check. `copies`: as for `_start_check`.
+    """
     lines = errors.splitlines()
     our_lines = [line for line in lines if line.startswith("replay: ")]
     if our_lines:
         lines = our_lines
     message = lines[-1].removeprefix("replay: ") if lines else "its check failed without a word"
-    for path, copy in moved.items():
+    for path, copy in copies.items():
         message = message.replace(f"{copy}: ", "").replace(copy, path)
     if re.match(r"--(model|output-dir)\b", message):  # these settings stand above all sections
         return f"{plan.source}: {as_fields(message)}"

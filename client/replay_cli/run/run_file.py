@@ -1,8 +1,8 @@
 """Reads the file of a run: the settings of server, generators and trainer, checked together before anything starts.
 
 A recipe has some of the settings of such a file. Each section is checked by the settings classes of its command. A
-setting that follows from another section is derived. If a person writes a derived setting (`_DERIVED`), it is refused,
-because two numbers that must agree will differ one day.
+setting that follows from another section is derived. If a person writes a derived setting (`_DERIVED`), it is refused:
+written in two sections, the values could disagree.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _OWN = ("model", "output_dir", "shared_gpus")
 LISTEN = "127.0.0.1:0"
 """The address of the server, if [serve.server] has none."""
 _MAX_STALENESS = 2
-"""The max_staleness of [serve.admission], if the file has none. It keeps both trainer and generators busy."""
+"""The max_staleness of [serve.admission], if the file has none. With 2, neither trainer nor generators wait long."""
 QUEUED_STEPS = 4
 """The usual queue holds the fresh groups of this many steps."""
 _POOLED_STEPS = 32
@@ -135,6 +135,7 @@ def as_fields(message: str) -> str:
 
 
 def _as_field(match: re.Match[str]) -> str:
+    """The name of a matched option, with underscores."""
     return match[1].replace("-", "_")
 
 
@@ -143,17 +144,17 @@ def read_run_file(path: Path, sets: Sequence[str] = (), recipe: str | None = Non
 
     Raises a ValueError of one line that names the file, the section and the field. Starts and writes nothing.
     """
-    found = _with_sets(_read(path), sets)
-    _check_names(path, found)
-    settings = {name: found.get(name, {}) for name in SECTIONS}
+    contents = _with_sets(_read(path), sets)
+    _check_names(path, contents)
+    settings = {name: contents.get(name, {}) for name in SECTIONS}
     _refuse_derived(path, settings)
     if recipe is not None:
         settings = _above_recipe(settings, recipe)
-    model = _text_at_top(path, found, "model")
+    model = _text_at_top(path, contents, "model")
     if is_missing(model):
         raise ValueError(f"{path}: model: there is no folder {model}")
-    output_dir = Path(_text_at_top(path, found, "output_dir")).absolute()
-    shared = found.get("shared_gpus", False)
+    output_dir = Path(_text_at_top(path, contents, "output_dir")).absolute()
+    shared = contents.get("shared_gpus", False)
     if not isinstance(shared, bool):
         raise ValueError(f"{path}: shared_gpus must be true or false, not {shared!r}")
     # The commands do not have these settings, so they are taken out of the sections.
@@ -172,7 +173,7 @@ def read_run_file(path: Path, sets: Sequence[str] = (), recipe: str | None = Non
         trainer = train.check_options(options, named).config
     generate_section = settings["generate"] | _weights_settings(trainer, output_dir, settings["generate"])
     generate_section["model"] = model
-    if "tables" not in settings["serve"]:
+    if "tables" not in settings["serve"]:  # the usual queue has the name that the trainer asks for
         generate_section.setdefault("tables", [trainer.rollouts_table])
     _store_partial_groups(generate_section, settings["serve"])
     with naming(f"{path}: [generate]"):
@@ -216,17 +217,17 @@ def read_run_file(path: Path, sets: Sequence[str] = (), recipe: str | None = Non
 def _read(path: Path) -> Settings:
     """The settings of the file, with names as in Python: `max_steps` for `max-steps`. Raises ValueError."""
     try:
-        found = parse_toml(path.read_text())
+        contents = parse_toml(path.read_text())
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not text"
         raise ValueError(f"{path} cannot be read: {reason}") from None
     except tomllib.TOMLDecodeError as error:
         raise ValueError(f"{path}: {error}") from error
-    found = with_underscores(found)
+    contents = with_underscores(contents)
     for name in ("generate", "train"):
-        if isinstance(found.get(name), dict):
-            found[name] = with_underscores(found[name])
-    return found
+        if isinstance(contents.get(name), dict):
+            contents[name] = with_underscores(contents[name])
+    return contents
 
 
 def _refuse_derived(path: Path, settings: Mapping[str, Settings]) -> None:
@@ -237,22 +238,22 @@ def _refuse_derived(path: Path, settings: Mapping[str, Settings]) -> None:
                 raise ValueError(f"{path}: [{section}] {field}: leave it out: {reason}")
 
 
-def _with_sets(found: Settings, sets: Sequence[str]) -> Settings:
-    """The settings, changed by texts like `train.max_steps=100`. Raises ValueError."""
-    found = deepcopy(found)
+def _with_sets(contents: Settings, sets: Sequence[str]) -> Settings:
+    """The contents of a run file, changed by texts like `train.max_steps=100`. Raises ValueError."""
+    contents = deepcopy(contents)
     for name, text in named_values("--set", sets).items():
         value = json_or_word(text)
         if _has_null(value):
             raise ValueError(f"--set {name}={text}: a run file has no null: take the setting out of the file")
         *sections, field = name.replace("-", "_").split(".")
-        target = found
+        target = contents
         for depth, section in enumerate(sections):
             target = target.setdefault(section, {})
             if not isinstance(target, dict):
                 place = ".".join(sections[: depth + 1])
                 raise ValueError(f"--set {name}={text}: {place} is no section: change it in the file")
         target[field] = value
-    return found
+    return contents
 
 
 def _has_null(value: object) -> bool:
@@ -260,25 +261,28 @@ def _has_null(value: object) -> bool:
     # A stack instead of recursion, because JSON may be nested deeper than Python's limit of recursion.
     stack = [value]
     while stack:
-        part = stack.pop()
-        if part is None:
+        member = stack.pop()
+        if member is None:
             return True
-        if isinstance(part, dict):
-            stack.extend(part.values())
-        elif isinstance(part, list):
-            stack.extend(part)
+        if isinstance(member, dict):
+            stack.extend(member.values())
+        elif isinstance(member, list):
+            stack.extend(member)
     return False
 
 
-def _check_names(path: Path, found: Mapping[str, Any]) -> None:
-    """Raises ValueError for an unknown name above the sections or in [client], and for a value of the wrong kind."""
+def _check_names(path: Path, contents: Mapping[str, Any]) -> None:
+    """Raises ValueError for an unknown name above the sections or in [client], and for a value of the wrong kind.
+
+    The names in the other sections are checked later.
+    """
     known = (*_OWN, *SECTIONS)
-    for name, value in found.items():
+    for name, value in contents.items():
         if name not in known:
             raise ValueError(f"{path}: {unknown_name(name, known)}")
         if name in SECTIONS and not isinstance(value, dict):
             raise ValueError(f"{path}: {name} is a section: [{name}], not {name} = {value!r}")
-    for name, value in found.get("client", {}).items():
+    for name, value in contents.get("client", {}).items():
         if name not in ACCESS:
             raise ValueError(f"{path}: [client] {unknown_name(name, ACCESS)}")
         if not isinstance(value, str | bool):
@@ -288,9 +292,9 @@ def _check_names(path: Path, found: Mapping[str, Any]) -> None:
 _EXAMPLES = {"model": 'model = "Qwen/Qwen3-0.6B"', "output_dir": 'output_dir = "runs/mine"'}
 
 
-def _text_at_top(path: Path, found: Mapping[str, Any], name: str) -> str:
-    """The text of a setting that is needed above all sections. Raises ValueError."""
-    value = found.get(name)
+def _text_at_top(path: Path, contents: Mapping[str, Any], name: str) -> str:
+    """The text of a setting that is needed above all sections. Raises ValueError if it is missing or empty."""
+    value = contents.get(name)
     if value is None:
         raise ValueError(f"{path}: {name} is needed above all sections, for example {_EXAMPLES[name]}")
     if not isinstance(value, str) or not value:
@@ -299,9 +303,9 @@ def _text_at_top(path: Path, found: Mapping[str, Any], name: str) -> str:
 
 
 def _above_recipe(settings: Mapping[str, Settings], name: str) -> dict[str, Settings]:
-    """The settings of a person, and those of a recipe that the person does not set and that are not derived."""
+    """The settings of a person by section, completed by those settings of a recipe that are not derived."""
     recipe = recipe_of(name)
-    recipe["serve"].get("admission", {}).pop("fresh_groups_per_step", None)
+    recipe["serve"].get("admission", {}).pop("fresh_groups_per_step", None)  # follows from [train], see `_admission_of`
     for section, reasons in _DERIVED.items():
         for field in reasons:
             recipe.get(section, {}).pop(field, None)
@@ -309,18 +313,18 @@ def _above_recipe(settings: Mapping[str, Settings], name: str) -> dict[str, Sett
 
 
 def _parsed(command: Callable[..., Any], settings: CommandSettings, section: Settings) -> tuple[Settings, Settings]:
-    """The values of the command's own options, and its settings by name, as if `section` were its file of --config.
+    """Parses `section` as if it were the command's file of --config.
 
-    Raises ValueError.
+    Returns the values of the command's own options, and its settings by name. Raises ValueError.
     """
     commands = Commands("One command.")
-    commands.add(command, lambda: None)  # the second command is there because typer makes a group only of several
-    parsed = typer.main.get_command(commands).commands[command.__name__]  # type: ignore[attr-defined]
-    context = parsed.context_class(parsed, info_name=command.__name__)
+    commands.add(command, lambda: None)  # a second command, which nobody calls: typer makes no group of a single one
+    click_command = typer.main.get_command(commands).commands[command.__name__]  # type: ignore[attr-defined]
+    context = click_command.context_class(click_command, info_name=command.__name__)
     settings.keep(context, section)
     try:
         with context.scope(cleanup=False):
-            parsed.parse_args(context, [])
+            click_command.parse_args(context, [])  # without arguments, all values are those of `section`, or defaults
     except typer.BadParameter as error:
         message = in_our_words(error.message).rstrip(".")
         if error.param is not None:
@@ -375,18 +379,19 @@ def _admission_of(path: Path, own: Settings, trainer: GRPOConfig, generator: Gen
     fresh = trainer.fresh_groups_per_step
     place = f"{path}: [serve.admission] fresh_groups_per_step"
     if "fresh_groups_per_step" not in admission:
-        # A step with dynamic batches may draw several of them.
+        # With dynamic batches, a step may draw several batches of fresh groups.
         draws = trainer.max_dynamic_batches if trainer.zero_variance == "dynamic" else 1
         admission["fresh_groups_per_step"] = fresh * draws
     elif trainer.zero_variance != "dynamic":
         groups = counted(fresh, "fresh group")
         raise ValueError(f"{place}: leave it out: it follows from [train], whose steps take {groups}")
-    elif isinstance(admission["fresh_groups_per_step"], int):
+    elif isinstance(admission["fresh_groups_per_step"], int):  # `_config_of` refuses other types
         with naming(f"{place}:"):
             trainer.check_admission(admission["fresh_groups_per_step"])
-    stages = [name for name in (generator.partial_groups_table, generator.unscored_table) if name is not None]
-    if stages:
-        admission.setdefault("permit_tables", stages)
+    # The groups in these tables are not finished, so they hold permits.
+    unfinished = [name for name in (generator.partial_groups_table, generator.unscored_table) if name is not None]
+    if unfinished:
+        admission.setdefault("permit_tables", unfinished)
     return admission
 
 
@@ -422,6 +427,7 @@ def _config_of(path: Path, serve: Settings) -> Config:
 def _check_tables(path: Path, server: Config, trainer: GRPOConfig, generator: GeneratorConfig) -> None:
     """Raises ValueError if a part names a table that the server lacks, or if no group would reach the trainer."""
     tables = {table.name: table for table in server.tables}
+    # For each setting that names a table: its section, its name, and the table.
     named = [("train", name, getattr(trainer, name)) for name in ("rollouts_table", "replay_table")]
     named += [("generate", "tables", table) for table in generator.tables]
     for name in ("prompts_table", "partial_groups_table", "unscored_table"):
@@ -453,7 +459,8 @@ def _check_client(path: Path, client: Settings, server: Config) -> None:
     """Raises ValueError unless the parts can reach the server by the settings of [client]."""
     place = f"{path}: [client]"
     security = server.security
-    is_encrypted = client.get("tls", any(name.startswith("tls_") for name in client))
+    has_tls_setting = any(name.startswith("tls_") for name in client)
+    is_encrypted = client.get("tls", has_tls_setting)
     if security.tls_cert is not None and not is_encrypted:
         raise ValueError(f"{place} tls_ca is needed, for [serve.security] has tls_cert")
     if security.tls_cert is None and is_encrypted:

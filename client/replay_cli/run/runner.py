@@ -111,7 +111,7 @@ class Runner:
         return Part(plan.name, plan.command, environment, self.plan.output_dir / "logs" / f"{plan.name}.log")
 
     def run(self) -> str:
-        """Run until the trainer has made its last step. Returns the reason if the run ends earlier, or else "".
+        """Run until the trainer has made its last step. Returns "", or the reason if the run ends earlier.
 
         Raises RunError if a part fails for good, and RunStopped if a signal asked for the end. No part runs afterwards.
         """
@@ -135,7 +135,7 @@ class Runner:
         finally:
             self._watch.close()
             self._kill_all()
-            # This process may go on. As the parent of orphans, it would have to reap all of them.
+            # This process may live on after the run. As the parent of orphans, it would have to reap all of them.
             supervisor.adopt_orphans(False)
 
     # ------------------------------------------------------------------------------------------------------- start
@@ -193,17 +193,18 @@ class Runner:
                 self._start(self.trainer)
             self._pause()
             for part in self.status.parts:
-                self._mind(part)
+                self._check_part(part)
             if self.trainer.finished:
                 return ""
+            # The generators may have ended by themselves, for example after `max_groups`.
             if self.trainer.starts and all(part.finished for part in self.generators):
                 step_seconds = self.status.training("time/step") or 0.0
                 reason = self._watch.why_nothing_comes(self.status.step, step_seconds)
                 if reason:
                     return reason
 
-    def _mind(self, part: Part) -> None:
-        """Note the end of a part, or start a part that has died again, after a pause."""
+    def _check_part(self, part: Part) -> None:
+        """Note the end of a part or, after a pause, start a part again that has died."""
         if part.poll():
             self._note_end(part)
             return
@@ -225,12 +226,12 @@ class Runner:
     def _note_end(self, part: Part) -> None:
         """Handle the end of a part: its work is done, or it will be started again, or it has died too often."""
         self._kill_orphans()
-        if part.status == 0 and part is not self.server:
+        if part.status == 0 and part is not self.server:  # a server has never done all of its work
             part.finished = True
             return
         deaths = self._deaths[part.name]
         deaths.add(self.status.step)
-        if deaths.count >= MOST_DEATHS or part is self.preparing:
+        if deaths.count >= MOST_DEATHS or part is self.preparing:  # a preparation is not repeated
             self._raise_failed(part)
         self.status.note(f"the {part.name} {part.ending()}: {part.last_words()}; it is started again")
 
@@ -273,10 +274,10 @@ class Runner:
         for part in running:
             part.signal(signal.SIGTERM)
         begin = time.monotonic()
-        patience = float("inf")
+        patience = float("inf")  # seconds after `begin` until the parts are killed
         if all(part in self.generators for part in running):
             patience = _GENERATOR_SECONDS
-        hurried_at = float("inf")
+        hurried_at = float("inf")  # the time of the second signal; infinite: it has not come
         while running:
             now = time.monotonic()
             if self.signals.count > 1 and hurried_at == float("inf"):
@@ -288,14 +289,14 @@ class Runner:
                 for part in running:
                     part.kill()
             running = [part for part in running if not part.poll()]
-            if self.server not in parts and not self._keep_server():
+            if self.server not in parts and not self._ensure_server():
                 patience = min(patience, now - begin + _LOST_SERVER_SECONDS)
             self.status.read(self._watch.failure)
             self._show(self.status)
             if running:
                 time.sleep(LOOK_SECONDS)
 
-    def _keep_server(self) -> bool:
+    def _ensure_server(self) -> bool:
         """Start the server again if it has died: a trainer that stops still tells it which groups it has trained on.
 
         Returns False if the server has never started, or is gone for good. Raises nothing, so that the other parts end
@@ -304,14 +305,16 @@ class Runner:
         deaths = self._deaths[self.server.name]
         if self.server.poll():
             deaths.add(self.status.step)
-        if self.server.runs or not self.server.starts:
-            return self.server.runs
+        if self.server.runs:
+            return True
+        if not self.server.starts:
+            return False
         if deaths.count >= MOST_DEATHS:
             return False
         if time.monotonic() >= deaths.again_at:
             try:
                 self._start(self.server)
-            except OSError:
+            except OSError:  # a start that fails counts as a death
                 deaths.add(self.status.step)
         return True
 
@@ -324,7 +327,7 @@ class Runner:
     def _kill_orphans(self, all_of_them: bool = False) -> None:
         """Kill the processes that a killed supervisor has left behind. This process is their parent now.
 
-        The processes of the parts are spared, unless `all_of_them`.
+        Does not kill the processes of the parts, unless `all_of_them`.
         """
         known = set(self._other_children)
         if not all_of_them:

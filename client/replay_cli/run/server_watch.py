@@ -38,7 +38,9 @@ class ServerWatch:
         self._waited = 0.0
         """Seconds for which the trainer has waited for groups, as the server reports it."""
         self._step = 0
+        """The trainer's last step."""
         self._stepped_at = time.monotonic()
+        """The time at which that step was first seen."""
         self._ended = threading.Event()
 
     def start(self, address: str) -> None:
@@ -65,6 +67,7 @@ class ServerWatch:
         return self._deserted
 
     def _run(self) -> None:
+        """The thread: asks the server every WATCH_SECONDS and, less often, the doctor."""
         examine_at = time.monotonic() + EXAMINE_SECONDS
         with self._connect() as client:
             while not self._ended.wait(WATCH_SECONDS):
@@ -85,18 +88,18 @@ class ServerWatch:
         return ReplayClient(access.address, _ANSWER_SECONDS, **access.arguments())
 
     def _look(self, client: ReplayClient) -> None:
-        """Asks the server whether groups still come, and how long the trainer has waited."""
+        """Asks the server whether groups still come, and how long the trainer's blocked request has waited."""
         try:
             info = client.server_info()
         except ReplayError:
-            self._deserted = ""
+            self._deserted = ""  # nothing is known, so the run goes on
             return
         self._deserted = why_deserted(info)
         waits = [table.sampling for table in info.tables.values() if table.name == self._plan.rollouts_table]
         self._waited = max((wait.seconds for wait in waits if wait.count), default=0.0)
 
     def _examine(self, client: ReplayClient) -> None:
-        """Asks the doctor for the first failure."""
+        """Examines the server as `replay doctor` does, and sets `failure`."""
         _, findings = doctor.look(client)
         failures = [finding for finding in findings if finding.level == Level.FAILURE]
         if not failures:

@@ -34,7 +34,7 @@ class LastLine:
                 file.seek(max(0, size - MOST_READ))
                 lines = file.read(MOST_READ).split(b"\n")
         except OSError:
-            return
+            return  # the part has not made the file yet
         self._size = size
         # The text after the last newline is an unfinished line. Perhaps there is no whole line: a resume removes the
         # lines of some steps, or of all.
@@ -42,10 +42,10 @@ class LastLine:
             self.metrics = {}
             return
         try:
-            found = json.loads(lines[-2])
+            metrics = json.loads(lines[-2])
         except ValueError:
-            return
-        self.metrics = found if isinstance(found, dict) else {}
+            return  # a damaged line: the metrics of the line before it stay
+        self.metrics = metrics if isinstance(metrics, dict) else {}
 
 
 class RunStatus:
@@ -84,7 +84,7 @@ class RunStatus:
         return news
 
     def read(self, failure: str) -> None:
-        """Read the newest lines of the files. `failure`: the doctor's first failure."""
+        """Read the newest lines of the files. `failure`: the doctor's first failure; empty: there is none."""
         self.failure = failure
         self._training.read()
         for file in self._generating:
