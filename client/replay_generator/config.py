@@ -33,7 +33,7 @@ class GeneratorConfig:
     """Finished rollouts that are enough for a group when others fail. None: all G must finish. Advantages are computed
     over the finished rollouts only."""
     # An engine may hang and still pass its health checks. Then nothing else ends its completions. An hour is several
-    # times as long as 32,000 tokens take, and as the generator waits for servers that are away.
+    # times as long as 32,000 tokens take, and several times as long as the generator waits for a server that is away.
     rollout_timeout: Seconds | None = 3600.0
     """Seconds after which a rollout has failed. None: it may take any time.
 
@@ -43,18 +43,18 @@ class GeneratorConfig:
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     """Arguments of the tokenizer's chat template for prompts that are messages, like {"enable_thinking": False}.
 
-    By default `replay train --eval-prompts` uses the arguments that the running generators report to the server."""
+    By default, `replay train --eval-prompts` uses the arguments that the running generators report to the server."""
     tables: Names = ("rollouts",)
     """Tables into which each group is inserted."""
     tags: Mapping[str, Any] = field(default_factory=dict)
-    """Tags of each group, like {"environment": "math"}. The `tags` in the row of a prompt are added to these, and win
-    if both have the same name. If a table of the group indexes `prompt_id`, this tag is added automatically."""
+    """Tags of each group, like {"environment": "math"}. The `tags` in the row of a prompt are added to these tags,
+    and replace tags of the same name. If a table of the group indexes `prompt_id`, this tag is added automatically."""
     priority: str | Priority = "advantage"
     """advantage, learnability, or module:function.
 
     advantage: `scoring.trained_priority`, which is TRL's score for scored groups. learnability:
     `scoring.group_learnability`, p (1 - p). Both are 0 if the group carries no gradient. In Python this may also be a
-    function that takes the group."""
+    function of the group."""
     scale_rewards: Literal["group", "none"] = "group"
     """The `scale` of `scoring.group_advantages`."""
     advantages: str | AdvantageFunction | None = None
@@ -85,8 +85,8 @@ class GeneratorConfig:
     """Table of whole groups without rewards.
 
     The generator inserts its groups there. `replay score` scores them, and moves them to `tables`. A group keeps its
-    permit on this way, so the server's [admission] must name this table in `permit_tables`. The generator then takes no
-    reward function and no `group_filter`."""
+    permit until it is in `tables`, so the server's [admission] must name this table in `permit_tables`. The generator
+    then accepts no reward function and no `group_filter`."""
     prompts_table: str | None = None
     """Table of prompts that all generators share, so that each is done once.
 
@@ -110,11 +110,11 @@ class GeneratorConfig:
     between_groups: complete the groups under way, start no others, then reload. Each group has one version. in_flight:
     reload now; completions under way go on with the new weights and span versions. `extras["policy_versions"]` then has
     the version of each token. The keys and values of earlier tokens are computed again, so each log-probability is
-    exactly that of its version. Choose in_flight for long completions: while the engine waited for them, it would be
-    partly idle."""
+    exactly that of its version. Choose in_flight for long completions: between_groups would leave the engine partly
+    idle until the last of them ends."""
     wait_for_policy: bool = False
-    """Start only when the trainer has published weights. Otherwise, without published weights, start with the engine's
-    own as version 0."""
+    """Start only when the trainer has published weights. Otherwise, without published weights, start with the weights
+    of the engine's model, as version 0."""
     weights_root: FixedPath | None = None
     """Load weights only from this folder and its subfolders. Otherwise from any folder that the policy names.
 
@@ -227,8 +227,8 @@ class GeneratorConfig:
             raise ValueError("prompts_mode 'curriculum' orders by rewards, and unscored groups have none: use 'epoch'")
         if not self.tables:
             raise ValueError("tables must name at least one table")
-        labels_of((), self.tags)
-        load_priority(self.priority)
+        labels_of((), self.tags)  # raises ValueError for tags that an item cannot have
+        load_priority(self.priority)  # raises ValueError for a name that leads to no function
         if self.advantages is not None:
             if self.unscored_table is not None:
                 raise ValueError(
@@ -241,7 +241,7 @@ class GeneratorConfig:
     def decided(self, *, agents: bool) -> GeneratorConfig:
         """These settings, with the default of `on_prompt_error` filled in. `agents`: True if agents play the rollouts.
 
-        Raises ValueError if a setting needs agents and no agents play."""
+        Raises ValueError if a setting needs agents, and no agents play the rollouts."""
         if self.untrained_models and not agents:
             raise ValueError("untrained_models needs --agent or --sessions: nobody else asks by the name of a model")
         if self.on_prompt_error is not None:
@@ -256,7 +256,7 @@ class GeneratorConfig:
             "max_concurrent_groups": self.max_concurrent_groups,
         }
         sampling = self.sampling.describe()
-        if truncates(sampling):
+        if truncates(sampling):  # `replay doctor` warns if the masks of this truncation are not stored
             own |= {name: sampling[name] for name in TRUNCATING if name in sampling}
             own["sampling_masks"] = self.sampling.sampling_masks
         for name in ("prompts_table", "unscored_table"):
@@ -296,7 +296,7 @@ class StageConfig:
             raise ValueError(
                 f"tables are those of groups that are handed on, and {self.source_table!r} is where they come from"
             )
-        load_priority(self.priority)
+        load_priority(self.priority)  # raises ValueError for a name that leads to no function
 
     def described(self) -> dict[str, str]:
         """The settings that the stage reports to the server (`describe`)."""
@@ -310,7 +310,7 @@ class StageConfig:
 
 @settings()
 class ScorerConfig(StageConfig):
-    """The settings of a GroupScorer. Its `source_table` is the `unscored_table` of generators: it has whole groups
+    """The settings of a GroupScorer. Its `source_table` is the `unscored_table` of generators, which holds whole groups
     without rewards."""
 
     concurrency: Count | None = None

@@ -10,4 +10,4 @@ class PromptError(ReplayError):
 
 
 class GroupRefusedError(PromptError):
-    """The server or its client refuses a group for a name or a number in it. The run goes on without the group."""
+    """The server or its client refuses a group because of a name or a number in it. The run continues without it."""

@@ -61,7 +61,7 @@ class RolloutGenerator:
     If the server has [admission], the generator acquires a permit before it makes a group. The insert uses the permit
     up. If the group is not inserted, the generator releases the permit. The server takes a permit back after its time
     to live. A group that took longer than this is still inserted, and the server counts it as accepted. But then the
-    server may have given the permit to another generator, so that more groups are under way than it wants.
+    server may have given the permit to another generator, so that more groups are under way than [admission] allows.
     """
 
     def __init__(
@@ -78,7 +78,8 @@ class RolloutGenerator:
     ) -> None:
         """The generator owns `engine`: the end of `run` closes it. The caller owns `client`, and closes it.
 
-        `prompts`: anything that `Prompt.of` takes; with a `prompts_table` a list of these, or any rows by number.
+        `prompts`: an iterable of values that `Prompt.of` accepts. With a `prompts_table`, a list of such values, or
+        other rows that can be indexed.
         `rollout` plays each rollout; by default a rollout is one completion of its prompt. `reward` None: the rollouts
         have rewards of their own. `group_filter` decides whether a finished group is inserted. `on_group` is called on
         the event loop after each group, with the current statistics.
@@ -104,15 +105,17 @@ class RolloutGenerator:
             self._server.watches = [*self._server.watches, rollout]
         self._partial_groups = self._server.partial_groups
         self._prompts = prompt_queue_of(client, self._server.answer, prompts, self.config, stats)
-        self._slots = asyncio.Semaphore(self.config.max_concurrent_groups or sys.maxsize)
+        self._slots = asyncio.Semaphore(self.config.max_concurrent_groups or sys.maxsize)  # None: no limit here
         self._tasks: set[asyncio.Task[Any]] = set()
+        """All tasks of `_spawn` that have not ended."""
         self._groups: set[asyncio.Task[None]] = set()
+        """The tasks that make a group, which are in `_tasks` as well."""
         self._keys = KeySequence()  # of finished groups
         self._again: deque[PartialGroup] = deque()
         """Groups that are opened before new prompts are drawn. They were given up once, or could not be opened yet."""
         self._permits: list[asyncio.Task[PermitGrant]] = []
-        """Requests for permits under way that no group waits for any more. The next group that needs a permit takes
-        one of them."""
+        """Requests for permits that no group waits for any more. The next group that needs a permit uses one of these
+        requests."""
         self._unfit: list[tuple[Sample, PromptError]] = []
         """Prompts of a table that do not fit the engine, each with the reason. They are rejected once another prompt
         fits."""
@@ -127,7 +130,7 @@ class RolloutGenerator:
     @property
     def stats(self) -> GeneratorStats:
         """A copy of the current statistics."""
-        self._count()  # brings the current values up to date
+        self._update_current()
         return self._metrics.stats.copy()
 
     async def run(self) -> None:
@@ -147,13 +150,18 @@ class RolloutGenerator:
             raise self._failure
 
     async def _run(self) -> None:
+        """Works until all groups have ended, something fails, or `stop` is called. Then ends all tasks.
+
+        Also releases the permits, requeues what is not finished, and writes the last metrics.
+        """
         work = self._spawn(self._work())
         ended = asyncio.create_task(self._ended.wait())
         self._spawn(self._write_metrics())
         try:
             await asyncio.wait({work, ended}, return_when=asyncio.FIRST_COMPLETED)
-            if not work.done() and self._failure is None:
-                work.cancel()
+            is_stopped = not work.done() and self._failure is None
+            if is_stopped:
+                work.cancel()  # starts no more groups; those under way are tasks of their own
                 if self._groups:
                     await asyncio.wait(self._groups, timeout=self.config.stop_grace)
         finally:
@@ -163,9 +171,9 @@ class RolloutGenerator:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
             await asyncio.gather(self._server.release_all(), self._prompts.close())
-            self._count()
+            self._update_current()
             self._metrics.write()
-        if self._failure is None:
+        if self._failure is None:  # after a failure, `replay doctor` should report that this generator is gone
             await self._server.leave()
 
     def stop(self) -> None:
@@ -182,13 +190,14 @@ class RolloutGenerator:
         await self._start_groups()
 
     def _spawn(self, coroutine: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
-        """A task whose failure ends the run."""
+        """Starts a task whose failure ends the run."""
         task = asyncio.create_task(coroutine)
         self._tasks.add(task)
         task.add_done_callback(self._on_done)
         return task
 
     def _on_done(self, task: asyncio.Task[Any]) -> None:
+        """Is called when a task of `_spawn` has ended. If the task failed, ends the run."""
         self._tasks.discard(task)
         if task.cancelled():
             return
@@ -203,10 +212,11 @@ class RolloutGenerator:
     async def _write_metrics(self) -> None:
         while True:
             await asyncio.sleep(self.config.metrics_interval)
-            self._count()
+            self._update_current()
             self._metrics.write()
 
-    def _count(self) -> None:
+    def _update_current(self) -> None:
+        """Updates the statistics that are current values. Totals are counted where their events happen."""
         stats = self._metrics.stats
         stats["groups_in_flight"] = len(self._groups)
         stats["threads_left"] = user_code.threads_left()
@@ -222,9 +232,14 @@ class RolloutGenerator:
                 f"max_concurrent_groups = None needs [admission] for {', '.join(self.config.tables)}: set one of them"
             )
         await self._prompts.begin()
+        # Several tasks start groups: to open and draw a stored group needs answers of the server.
         await asyncio.gather(*(self._start_in_turn(admission) for _ in range(self._partial_groups.starts)))
 
     async def _start_in_turn(self, admission: bool) -> None:
+        """Starts groups one after another, each in a task of its own, until there are no more.
+
+        `admission`: True if groups need permits.
+        """
         while True:
             await self._slots.acquire()
             times = GroupTimes()
@@ -232,7 +247,8 @@ class RolloutGenerator:
             if group is None:
                 self._slots.release()
                 return
-            # A partial, and not a coroutine: a task that is cancelled before it starts would never await a coroutine.
+            # A partial makes the coroutine when the task starts. If the task is cancelled before it starts, a coroutine
+            # made here would never be awaited, of which Python warns.
             work = partial(self._make_group, group, times)
             task = self._spawn(tracing.in_span("replay.generate", work, prompt_id=group.spec.prompt.prompt_id))
             self._groups.add(task)
@@ -243,7 +259,7 @@ class RolloutGenerator:
         """The next group to work at. Opens groups until one can be worked at. None: all groups have ended."""
         opened = False
         while True:
-            if not self._is_through:
+            if not self._is_through:  # otherwise no group follows that could be too old
                 await self._policy.hold()
             group = await self._partial_groups.next(surely=opened)
             if group is not None:
@@ -251,7 +267,7 @@ class RolloutGenerator:
             async with self._drawing:
                 drawn = await self._draw()
             if drawn is None:
-                if self._is_through:
+                if self._is_through:  # before the end, continue the groups that generators left when they died
                     return await self._partial_groups.next(surely=True)
                 continue
             permit: PermitGrant | PartialGroup | None = None
@@ -295,8 +311,8 @@ class RolloutGenerator:
             elif isinstance(error, StaleItemError):
                 self._metrics.stats["groups_refused_stale"] += 1
                 await self._server.refused_as_old(error)
-                self._again.appendleft(group)
-            else:
+                self._again.appendleft(group)  # it is opened again with newer weights
+            else:  # the lease of the prompt has ended, or the table is full (LeftOut)
                 if isinstance(error, LeaseEndedError):
                     self._metrics.stats["prompts_lost"] += 1
                 await self._prompts.requeued(group.drawn)
@@ -309,7 +325,7 @@ class RolloutGenerator:
 
     @property
     def _is_through(self) -> bool:
-        """True if all groups have ended, and none will begin."""
+        """True if all groups have ended, and no group of this generator's prompts will begin."""
         return self._has_no_prompts and not self._again and not self._groups
 
     @property
@@ -337,7 +353,7 @@ class RolloutGenerator:
             self._skip(error)
             return None
         if drawn is None:
-            if self._unfit:
+            if self._unfit:  # no prompt has fitted, and there is no other one to try
                 _, reason = self._unfit[0]
                 raise reason
             return None
@@ -349,11 +365,12 @@ class RolloutGenerator:
         try:
             prompt, prompt_ids = self._maker.tokenize(drawn.source, began)
         except PromptError as error:
-            # A prompt of a table is set aside first: another prompt may show that only this one does not fit.
-            if drawn.closes and self.config.on_prompt_error == "raise" and len(self._unfit) < _MOST_SKIPPED:
+            is_of_table = bool(drawn.closes)
+            if is_of_table and self.config.on_prompt_error == "raise" and len(self._unfit) < _MOST_SKIPPED:
+                # The error ends the run only if no other prompt of the table fits the engine (`_draw`).
                 self._unfit.append((drawn.closes[0], error))
             else:
-                self._skip(error)
+                self._skip(error)  # this may raise the error
                 await self._prompts.finished(drawn, None, inserted=False)
             return None
         number = self._started
@@ -376,14 +393,14 @@ class RolloutGenerator:
         try:
             async with self._partial_groups.work(work):
                 group, by_function = await self._maker.make(work, times)
-                group.meta |= tracing.carrier()
+                group.meta |= tracing.carrier()  # the trace context, for the trainer's spans
                 if work.permit is not None:
                     self._check_permit(work.permit, time.monotonic() - acquired)
                 staleness = max(0, self._policy.newest_version - group.policy_version)
                 insert_began = time.monotonic()
                 await self._server.insert(group, work)
                 times.insert = time.monotonic() - insert_began
-        except LeaseLostError:
+        except LeaseLostError:  # the group lives on in its table, with its permit and its prompt
             self._metrics.stats["leases_lost"] += 1
         except (LeftOut, PromptError, TooOldToFinish) as error:
             # The permit is released before everything else, because another group may wait for it.
@@ -398,7 +415,7 @@ class RolloutGenerator:
                 self._given_up.record(self._server.tags_of(work))
             elif error.counts_as is not None:
                 self._metrics.stats[error.counts_as] += 1
-                if error.counts_as in ("groups_refused_stale", "prompts_lost"):
+                if error.counts_as in ("groups_refused_stale", "prompts_lost"):  # the insert failed, so `group` exists
                     self._metrics.stats["tokens_wasted"] += group.num_tokens
                 if error.counts_as == "groups_refused_stale":
                     await self._server.refused_as_old(error.__cause__)
@@ -408,7 +425,7 @@ class RolloutGenerator:
             self._metrics.count_inserted(group, by_function, staleness, times)
         # The rollouts of a group that was inserted are settled already, so this does nothing for them.
         work.settle("the generator has given up the group of the rollout")
-        beat()
+        beat()  # for health checks, the end of a group is progress
         if self._on_group is not None:
             user_code.call_plain(self._on_group, self.stats)
 
@@ -416,15 +433,17 @@ class RolloutGenerator:
         """Ends the prompt of a group that was not inserted.
 
         A prompt that is to blame is finished. Any other prompt is requeued, with one exception: if its group was given
-        up as too old, the group is made again here. This happens only once, because a group that always takes too long
-        would never end. It does not happen if another generator may have the prompt by now.
+        up as too old, this generator makes the group again. It does so only once, because a group that always takes too
+        long would never end. It does not do so if a stored partial group has replaced a prompt of a table: the prompt
+        then returns to its table, for any generator.
         """
         spec = work.spec
         is_old = isinstance(error, TooOldToFinish)
+        is_replaced = work.sample is not None and work.drawn.item is not None
         if self._is_to_blame(error):
             rewards = error.rewards if isinstance(error, LeftOut) else None
             await self._prompts.finished(work.drawn, rewards, inserted=False)
-        elif is_old and not spec.again and (work.sample is None or work.drawn.item is None):
+        elif is_old and not spec.again and not is_replaced:
             new_spec = replace(spec, key=next(self._keys), again=True)
             self._again.append(PartialGroup(new_spec, work.drawn))
         else:
@@ -452,7 +471,7 @@ class RolloutGenerator:
             )
 
     def _may_skip(self, error: PromptError) -> bool:
-        """True if the run goes on without the group: the settings say so, or the user's code is not to blame."""
+        """True if the run goes on without the group: the settings say so, or the fault concerns only this group."""
         if self.config.on_prompt_error == "skip":
             return True
         if isinstance(error, GroupRefusedError):
@@ -482,7 +501,7 @@ def run_generator(
     """Runs a RolloutGenerator to its end, for callers without an event loop. Returns the last statistics.
 
     `connect` makes the client. It is called on the event loop that uses the client. Ctrl-C and SIGTERM stop the run
-    gracefully, and call `on_stop`. The other parameters and the errors are those of RolloutGenerator.
+    gracefully, and call `on_stop`. The other parameters are those of RolloutGenerator. Raises the errors of its `run`.
     """
 
     def make(client: AsyncReplayClient) -> RolloutGenerator:

@@ -27,7 +27,7 @@ _RECENT_GROUPS = 64
 RATE_SECONDS = 60.0
 """A rate covers at least this many seconds, or the whole run if the run is shorter."""
 LEAST_RATE_SECONDS = 10.0
-"""A rate over fewer seconds is NaN: groups end in bursts, so it would mean nothing."""
+"""A rate over fewer seconds is NaN: groups end in bursts, so such a rate would mean nothing."""
 
 
 class GeneratorStats(TypedDict):
@@ -46,7 +46,7 @@ class GeneratorStats(TypedDict):
     groups_in_flight: int
     """Groups that are generated or wait for their table."""
     tokens_per_second: float
-    """The rate over the last minute, with all waiting; NaN in the first ten seconds."""
+    """The rate over the last minute, in which waits count too; NaN in the first ten seconds."""
     reward_mean: float
     """The mean over the latest groups; NaN before the first group, and if one of these groups was not scored."""
     policy_version: int
@@ -76,12 +76,12 @@ class GeneratorStats(TypedDict):
     rollouts_stored: int
     """Finished rollouts of partial groups that the server has acknowledged."""
     groups_resumed: int
-    """Partial groups that this generator got with rollouts that another generator had finished."""
+    """Partial groups that this generator drew with rollouts that another generator had finished."""
     tokens_resumed: int
     """Tokens of the rollouts in `groups_resumed` that others had finished. Without partial groups they would have been
     lost."""
     leases_lost: int
-    """Partial groups, or items of a stage, that another process may have got while this one worked at them."""
+    """Partial groups, or items of a stage, that this process lost to another process while it worked at them."""
     stale_seconds: float
     """Seconds for which the generator started no groups, because all groups would have been too old."""
     groups_refused_full: int
@@ -142,7 +142,7 @@ class InsertRate:
             self._marks.append((now - seconds, 0, 0))
         _, groups, all_tokens = self._marks[-1]
         self._marks.append((now, groups + 1, all_tokens + tokens))
-        # The first mark goes once the second one alone covers RATE_SECONDS.
+        # The first mark is removed once the time since the second mark covers RATE_SECONDS.
         while now - self._marks[1][0] >= RATE_SECONDS:
             self._marks.popleft()
 
@@ -236,7 +236,7 @@ class GeneratorMetrics:
         self.stats["unknown_masks"] += unknown_masks(group)
         _, self.stats["tokens_per_second"] = self._rate.per_second(now)
         self.stats["reward_mean"] = sum(reward for _, reward, _ in self._recent) / len(self._recent)
-        if self.path is not None:
+        if self.path is not None:  # without a file, no line would ever clear these values
             self._nan_logprobs += unknown
             self._add_values(group, by_function, staleness, times)
 
@@ -265,18 +265,17 @@ class GeneratorMetrics:
             self._add(f"reward/{name}", rewards_G)
 
     def _add(self, name: str, values: Iterable[Any]) -> None:
-        """Adds values to the values of the next line, but not NaN: there a reward function abstained."""
+        """Adds values to the values of the next line. Leaves out NaN, the reward of a function that abstained."""
         self._values[name] += [float(value) for value in values if not math.isnan(value)]
 
     def count_given_up(self, times: GroupTimes) -> None:
-        """Counts a group that was given up, and estimates its tokens: as if it had drawn them as fast as the latest
-        groups.
+        """Counts a group that was given up. Estimates how many tokens it had drawn, and how many more it would have.
 
-        The estimate is needed, because no engine says how many tokens it has drawn for a request that was cancelled.
-        vLLM answers only once, at the end.
+        The estimate assumes that the group was as long and as fast as the mean of the latest groups. No engine says how
+        many tokens it has drawn for a request that was cancelled: vLLM answers only once, at the end.
         """
         self.stats["groups_aborted"] += 1
-        if not self._recent:
+        if not self._recent:  # no group was inserted yet, so nothing is known about lengths
             return
         tokens = sum(tokens for tokens, *_ in self._recent) / len(self._recent)
         seconds = sum(seconds for *_, seconds in self._recent) / len(self._recent)
@@ -314,7 +313,7 @@ class GeneratorMetrics:
     def _line(self) -> dict[str, float | int | None]:
         """The metrics since the line before, by name. None: a metric has no value. docs/metrics.md lists the names."""
         now = time.monotonic()
-        seconds = max(now - self._since, 1e-9)
+        seconds = max(now - self._since, 1e-9)  # never 0
         values = self._values
         unknown = self._nan_logprobs
         self._since = now
@@ -338,7 +337,7 @@ class GeneratorMetrics:
         line["staleness_max"] = int(max(stalenesses)) if stalenesses else None
         line["generate_seconds_max"] = max(values["generate_seconds_mean"], default=None)
         for name in self.stats:
-            if name not in line:
+            if name not in line:  # for example `reward_mean` of the line covers only the groups since the line before
                 # mypy knows only literal keys of a TypedDict, and not the names from a loop over it.
                 line[name] = self.stats[name]  # type: ignore[literal-required]
         for name, value in line.items():

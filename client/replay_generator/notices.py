@@ -12,7 +12,8 @@ from abc import ABC, abstractmethod
 logger = logging.getLogger(__name__)
 
 MOST = 1000
-"""The most notices of one process. Some repeat words of a client, which may send new words without end."""
+"""The most notices that one process writes. Some notices repeat words of a client, and a client may always send new
+words."""
 _written_kinds: set[str] = set()
 
 
@@ -33,9 +34,9 @@ def forget() -> None:
 def beginning_of(text: str, most: int) -> str:
     """The longest beginning of `text` whose JSON has at most `most` characters: the server limits the JSON."""
     quotes = len(json.dumps(""))
-    size = quotes
+    size = quotes  # of the JSON of the characters up to `index`
     for index, character in enumerate(text):
-        size += len(json.dumps(character)) - quotes
+        size += len(json.dumps(character)) - quotes  # JSON may need several characters for one, as in \n
         if size > most:
             return text[:index]
     return text
@@ -44,11 +45,11 @@ def beginning_of(text: str, most: int) -> str:
 class Watch(ABC):
     """Collects facts that are reported to the server.
 
-    Watch is a base class and not a protocol, because a user's rollout hook may have a `description` that means
-    something else.
+    The generator also reports a user's rollout hook that is a Watch (`isinstance`). Watch is not a protocol, because a
+    hook may have a `description` that means something else.
     """
 
     @property
     @abstractmethod
     def description(self) -> dict[str, str]:
-        """The facts for the server: the JSON of each, by the name of the fact. Empty: there are no facts."""
+        """The facts for the server, each as JSON, by the name of the fact. Empty: there is nothing to report."""

@@ -1,7 +1,7 @@
-"""Priorities: compute the priority with which a group goes into its tables.
+"""Priority functions: each computes the priority with which a group is inserted into its tables.
 
-A priority is a function of the user's own, or the name of a built-in one. The built-in ones give 0 to a group without a
-gradient.
+Settings name a built-in function, or a function of the user's own. The built-in functions return 0 for a group that
+carries no gradient.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ of priority 0 to the pool."""
 
 
 def advantage(group: RolloutGroup) -> float:
-    """The priority by `scoring.trained_priority`. Tokens that are not trained on do not count."""
+    """The `scoring.trained_priority` of the group. Tokens that are not trained on do not count."""
     return trained_priority(group)
 
 
 def learnability(group: RolloutGroup) -> float:
-    """The priority by `scoring.group_learnability`; 0 for a group that carries no gradient."""
+    """The `scoring.group_learnability` of the rewards; 0 for a group that carries no gradient."""
     if not carries_gradient(group):
         return 0.0
     return group_learnability(group.rewards)
@@ -50,6 +50,7 @@ def load_priority(name: str | Priority) -> Priority:
         shown = getattr(name, "__name__", repr(name))
 
     def checked(group: RolloutGroup) -> float:
+        """The result of the user's function. Raises ValueError unless the result can be a priority."""
         result = user_code.call_plain(function, group)
         number = number_or_nan(result)
         if not (math.isfinite(number) and number >= 0):

@@ -24,16 +24,19 @@ def assemble(played: Sequence[PlayedRollout], version: int, **fields: Any) -> Ro
     The common beginning of all sequences becomes the shared prompt. `version`: the policy version before the
     generation, which becomes the group's version if no token was drawn. Raises ValueError as RolloutGroup does.
     """
+    # The first `head` tokens of a sequence are its prompt. A list below has one array for each sequence's completion.
     sequences = [sequence for rollout in played for sequence in rollout.sequences]
     masks = [sequence.sampled_mask[sequence.head :] for sequence in sequences]
-    unknown = 0
-    if len(sequences) > len(played):
+    unknown = 0  # tokens that the policy wrote, and that cannot be trained on for lack of a log-probability
+    has_several_sequences = len(sequences) > len(played)
+    if has_several_sequences:
         fields["sequence_counts"] = np.array([len(rollout.sequences) for rollout in played], np.int32)
         sampled = sum(int(mask.sum()) for mask in masks)
-        masks = [_known(sequence) for sequence in sequences]
+        masks = [_known_mask(sequence) for sequence in sequences]
         unknown = sampled - sum(int(mask.sum()) for mask in masks)
     columns = columns_of(sequences)
     versions = [sequence.policy_versions[sequence.head :] for sequence in sequences]
+    # A token before the first drawn token has the version -1.
     drawn_versions = np.concatenate([values[values >= 0] for values in versions])
     first = version
     last = version
@@ -57,6 +60,7 @@ def assemble(played: Sequence[PlayedRollout], version: int, **fields: Any) -> Ro
     )
     if unknown:
         group.meta["unknown_logprobs"] = unknown
+    # One or two turns are a plain completion, with or without its prompt: their roles tell nothing new.
     if any(len(sequence.turns) > 2 for sequence in sequences):
         group.meta["turns"] = [_described_turns(sequence) for sequence in sequences]
     return group
@@ -67,8 +71,8 @@ def _described_turns(sequence: PlayedSequence) -> list[list[Any]]:
     return [[turn.role, turn.tokens] for turn in sequence.turns]
 
 
-def _known(sequence: PlayedSequence) -> npt.NDArray[np.bool_]:
-    """The mask of the completion, without the tokens whose log-probability the engine does not know.
+def _known_mask(sequence: PlayedSequence) -> npt.NDArray[np.bool_]:
+    """The `sampled_mask` of the completion, without the tokens whose log-probability the engine does not know.
 
     RolloutGroup refuses such tokens in rollouts of several sequences: it cannot tell them from the tokens of tools.
     If the engine knows no log-probability of the completion, the mask keeps all tokens.

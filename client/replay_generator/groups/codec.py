@@ -37,11 +37,11 @@ from replay_generator.rollouts.rollout import PlayedRollout, Rollout, RolloutSeq
 from replay_generator.user_code.results import encode_info
 
 PARTIAL_GROUP_MAGIC = b"RPLYOPN\x01"
-"""The last byte is the format version."""
+"""The first bytes of a stored partial group. The last of them is the format version."""
 ROLLOUT_MAGIC = b"RPLYROL\x01"
-"""The last byte is the format version."""
+"""The first bytes of a stored rollout. The last of them is the format version."""
 ROLLOUT = "rollout/"
-"""The beginning of the names of segments; the number of the rollout follows."""
+"""The beginning of the name of a segment with a rollout. The number of the rollout in its group follows."""
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,7 @@ class PartialGroupSpec:
 
     def _check_numbers(self) -> None:
         """Raises ValueError for numbers, failures or a time that no generator can have written."""
-        item = self.item or PromptItem(0, 0.0, 0, 0)
+        item = self.item or PromptItem(0, 0.0, 0, 0)  # without an item, these numbers pass the checks
         check_places(self.key, self.number, self.group_size, item.key, item.epoch, item.position)
         if not math.isfinite(item.priority):
             raise ValueError(f"the priority of its prompt must be finite, not {item.priority}")
@@ -121,7 +121,7 @@ class PartialGroupSpec:
 
 
 def encode_whole(spec: PartialGroupSpec, rollouts: Mapping[int, PlayedRollout]) -> bytes:
-    """The bytes of a group that has all its rollouts and lacks only its rewards, for `PartialGroupSpec.decode`.
+    """The bytes of a group that lacks only its rewards, for `PartialGroupSpec.decode`. `rollouts`: by their numbers.
 
     Raises PromptError for values that msgpack cannot hold.
     """
@@ -172,11 +172,11 @@ def decode_rollout(column: npt.NDArray[Any]) -> PlayedRollout:
     view = np.ascontiguousarray(column).data.cast("B")
     fields, arrays, *_ = decode_arrays(view, check_magic(view, ROLLOUT_MAGIC, "rollout"))
     sequences = []
-    read = []
+    played_sequences = []
     for index, stored in enumerate(fields["sequences"]):
-        parts = {name: vector(name, arrays[f"{index}/{name}"], dtype) for name, dtype in TOKENS.items()}
+        token_arrays = {name: vector(name, arrays[f"{index}/{name}"], dtype) for name, dtype in TOKENS.items()}
         sequence = RolloutSequence(())
-        for name, values in parts.items():
+        for name, values in token_arrays.items():
             setattr(sequence, name, values.tolist())
         sequence.turns = [Turn(*turn) for turn in stored["turns"]]
         sequence.finish_reason = stored["finish_reason"]
@@ -184,7 +184,9 @@ def decode_rollout(column: npt.NDArray[Any]) -> PlayedRollout:
             extras = {name: arrays[f"{index}/{position}/{name}"] for name in names}
             sequence.drawn.append((start, extras, axes))
         sequences.append(sequence)
-        read.append(PlayedSequence(sequence.head, **parts, drawn=sequence.drawn, turns=sequence.turns))
+        played_sequences.append(
+            PlayedSequence(sequence.head, **token_arrays, drawn=sequence.drawn, turns=sequence.turns)
+        )
     rollout = Rollout(
         sequences=sequences,
         reward=fields["reward"],
@@ -192,11 +194,11 @@ def decode_rollout(column: npt.NDArray[Any]) -> PlayedRollout:
         info=msgpack.unpackb(fields["info"], strict_map_key=False),
         metrics=fields["metrics"],
     )
-    return PlayedRollout(rollout, tuple(read))
+    return PlayedRollout(rollout, tuple(played_sequences))
 
 
 def _check_rollouts(rollouts: Mapping[int, PlayedRollout], group_size: int) -> None:
-    """Raises an error for rollouts that no group of this size can have."""
+    """Raises an error for rollouts that no group of this size can have. `rollouts`: at least one, by number."""
     if not 0 <= min(rollouts) <= max(rollouts) < group_size:
         raise ValueError(f"it has the rollouts {sorted(rollouts)}, and is a group of {group_size}")
     for played in rollouts.values():

@@ -1,7 +1,7 @@
 """GivenUpWatch: counts the groups that the generator gave up as too old, by their environment.
 
-The server never sees such a group. So the generator sends the counts to the server (`describe`). Otherwise the groups
-of an environment whose rollouts take too long would be missing, and nobody would know.
+The server never sees such a group, so the generator sends the counts to the server (`describe`). Without the counts,
+nobody would know that the groups of an environment are missing because its rollouts take too long.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from replay_generator.notices import Watch
 
 MOST_ENVIRONMENTS = 64
-"""The most environments that are counted. Further ones are left out."""
+"""The most environments that are counted. Groups of further environments are not counted."""
 MOST_TEXT = 1000
 """The most characters of this description. The server accepts 4096 for all descriptions of a generator together."""
 
@@ -34,11 +34,14 @@ class GivenUpWatch(Watch):
 
     @property
     def description(self) -> dict[str, str]:
-        """The number of groups by environment, as JSON. If there is too little room, the smallest are left out."""
+        """The number of groups by environment, as JSON; empty: there are none.
+
+        If the JSON would be longer than MOST_TEXT, the environments with the fewest groups are left out.
+        """
         counts: dict[str, int] = {}
         for environment, groups in self._groups.most_common():
             longer = json.dumps(counts | {environment: groups})
-            # The description is sent as JSON, in which these counts are a text: quotes are escaped again.
+            # The counts are sent as a text inside of other JSON, which escapes their quotes again.
             if len(json.dumps(longer)) > MOST_TEXT:
                 break
             counts[environment] = groups

@@ -154,7 +154,7 @@ class InsertingServer:
 
     def _check_trainers(self, info: ServerInfo) -> None:
         """Raises ReplayError if a connected trainer would scale the advantages of a user's own function again."""
-        own = json.loads(self._settings.described().get("advantages", '""'))
+        own = json.loads(self._settings.described().get("advantages", '""'))  # the function's name; "": none
         for name, settings in info.settings_of("trainer"):
             why = why_scaled_again(settings.get("scale_rewards"), own)
             if why:
@@ -163,7 +163,7 @@ class InsertingServer:
     async def watch(self) -> None:
         """Logs that the server is away, that it answers again, and that it was restarted. Never returns.
 
-        The client repeats a call until its timeout. So the error of a call would report an absence much later.
+        Other calls would report an absence much later: the client repeats them until its timeout, which is longer.
         """
         away = WaitLog(self._who)
         while True:
@@ -195,7 +195,7 @@ class InsertingServer:
         settings = await self._described()
         with contextlib.suppress(ReplayError):
             accepted = await self._describe(settings | report)
-            if not accepted:  # the server may refuse only the report
+            if not accepted:  # the server may refuse only the report, and accept the settings
                 accepted = await self._describe(settings)
             if accepted:
                 self._is_known = True
@@ -214,7 +214,10 @@ class InsertingServer:
         return self._settings.described()
 
     def hand_on(self, group: RolloutGroup, tags: Mapping[str, str | int], key: int | None = None) -> Handoff:
-        """The Handoff of a scored group to its tables, with its priority. Raises PromptError if that function fails."""
+        """The Handoff of a scored group to its tables, with its priority.
+
+        Raises PromptError if the priority function fails.
+        """
         try:
             priority = self._priority(group)
         except Exception as error:
@@ -232,7 +235,7 @@ class InsertingServer:
         Raises PromptError if the group is too large for the server, GroupRefusedError if the server does not accept its
         names or numbers, and LeaseEndedError if the lease of an item that the insert closes has ended.
         """
-        # All attempts have the same key. So the item is not inserted twice if an answer was lost.
+        # All attempts have the same key, so the item is not inserted twice if an answer was lost.
         key = next(self._keys) if handoff.key is None else handoff.key
         options |= {"key": key, "timeout": self._settings.insert_timeout}
         if handoff.tags is not None:
@@ -257,11 +260,11 @@ class InsertingServer:
     ) -> T:
         """The result of a call, which is repeated while the server cannot execute it.
 
-        `counts_as`: the field of GeneratorStats that counts the exceeded deadlines of the call, after which it is
-        repeated. None: an exceeded deadline is an error.
+        `counts_as`: the field of GeneratorStats that counts how often the call exceeded its deadline. After an exceeded
+        deadline the call is repeated. None: an exceeded deadline is an error.
         """
 
-        async def failed(error: Exception, _: bool) -> None:
+        async def failed(error: Exception, _: bool) -> None:  # Patience calls it after each failed attempt
             await self._before_retry(error, counts_as)
 
         result = await Patience(failed).result(partial(call, *args, **options))
@@ -313,7 +316,8 @@ def run_worker(
                     on_stop()
                 worker.stop()
 
-            with contextlib.suppress(NotImplementedError, RuntimeError, ValueError):  # not in the main thread
+            # Outside of the main thread, no handler can be added. The caller then stops the worker itself.
+            with contextlib.suppress(NotImplementedError, RuntimeError, ValueError):
                 for number in stop_signals():
                     asyncio.get_running_loop().add_signal_handler(number, stop)
             await worker.run()

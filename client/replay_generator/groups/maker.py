@@ -55,11 +55,13 @@ class GroupMaker:
         self._stats = stats
         self._rollout = rollout
         self._unanswered: list[tuple[float, str]] = []
-        """The requests to the engine without an answer, oldest first: the time of each, and its description."""
+        """The requests to the engine without an answer, oldest first: the loop's time of each, and its description."""
         self._policy = policy
-        scorer = Scorer(reward, threads=config.reward_threads, timeout=config.reward_timeout)
+        scorer: Scorer | None = None
+        if config.unscored_table is None:
+            scorer = Scorer(reward, threads=config.reward_threads, timeout=config.reward_timeout)
         self._scoring = Scoring(
-            scorer if config.unscored_table is None else None,
+            scorer,
             config,
             config.partial_groups_table,
             group_filter,
@@ -94,11 +96,11 @@ class GroupMaker:
     async def make(self, work: PartialGroup, times: GroupTimes) -> tuple[RolloutGroup, ByFunction]:
         """Plays the missing rollouts. Returns the finished group, and the rewards (G,) of each function by name.
 
-        Writes the seconds of each step into `times`. A group that is scored elsewhere has rewards of 0, and no
-        functions. Raises LeftOut if the group must not be inserted, TooOldToFinish if it would be too old, PromptError
-        if it cannot be scored, and any error of the engine.
+        Writes the seconds of each step into `times`. A group that is scored elsewhere has rewards of 0, and an empty
+        dict of functions. Raises LeftOut if the group must not be inserted, TooOldToFinish if it would be too old,
+        PromptError if it cannot be scored, and any error of the engine.
         """
-        times.generate = -time.monotonic()
+        began = time.monotonic()
         try:
             async with self._policy.generation(lowest_version(work.rollouts)):
                 version = self._policy.version
@@ -108,7 +110,7 @@ class GroupMaker:
                 failures = await self._play_missing(work)
                 work.played = True
         finally:
-            times.generate += time.monotonic()
+            times.generate = time.monotonic() - began
         return await self._scoring.score(work, version, times, failures)
 
     def _why_unfit(self, work: PartialGroup) -> str:
@@ -150,6 +152,7 @@ class GroupMaker:
             early=work.sample is not None or self._rollout is not single_turn,
             patience=lambda: self._patience(work),
         )
+        # `play` returns no errors for the rollouts that it gave up because of `patience`.
         late = len(work.missing) - len(failures)
         if late:
             too_long = RolloutError(f"it was not finished within {config.group_timeout:g} s (group_timeout)")
@@ -165,6 +168,7 @@ class GroupMaker:
         return max(0.0, work.opened + timeout - time.monotonic())
 
     def _task(self, spec: PartialGroupSpec, index: int, sampling: SamplingConfig) -> Task:
+        """The task for which the rollout hook plays rollout `index`."""
         prompt = spec.prompt
         if isinstance(prompt.content, str):
             text = prompt.content
@@ -192,8 +196,8 @@ def _sampling_of(work: PartialGroup) -> SamplingConfig:
     sampling = work.spec.sampling
     if sampling.seed is None:
         return sampling
-    # Each group has its own seed, or equal prompts would complete equally.
+    # Each group has its own seed. Otherwise equal prompts would get equal completions.
     seed_text = f"{sampling.seed}/{work.spec.number}"
-    if work.rollouts:
+    if work.rollouts:  # otherwise the missing rollouts would repeat the finished ones
         seed_text += f"/{len(work.rollouts)}"
     return replace(sampling, seed=random.Random(seed_text).getrandbits(31))

@@ -104,18 +104,18 @@ class PartialGroup:
         assert self.permit is None or self.sample is None, "a group that is stored has its permit in its item"
 
     def settle(self, why_lost: str = "") -> None:
-        """Tells the callbacks of the rollouts that their rollouts are safe, or why no group will have them."""
+        """Tells the callbacks of the rollouts that their rollouts are safe or, in `why_lost`, why no group has them."""
         for played in self.rollouts.values():
             played.rollout.settle(why_lost)
 
 
 class PartialGroups:
-    """The groups of a generator that does not store them. It works only at groups that it has opened itself."""
+    """The groups of a generator that does not store them. Such a generator works only at groups that it has opened."""
 
     starts = 1
     """The number of tasks that open groups, or draw them, at the same time."""
     stores = False
-    """True if opening a group uses up its permit and closes its prompt."""
+    """True if `open` stores the group on the server, which uses up its permit and closes its prompt."""
 
     def __init__(self) -> None:
         self._ready = deque[PartialGroup]()
@@ -173,17 +173,18 @@ class StoredPartialGroups(PartialGroups):
             client,
             answer,
             self.table,
-            config.partial_groups_lease,
-            "partial groups",
-            decoded,
-            _lose,
-            stats,
+            lease=config.partial_groups_lease,
+            what="partial groups",
+            decode=decoded,
+            on_lost=_lose,
+            stats=stats,
         )
         self._opened: set[int] = set()
         """The keys of groups that this generator is opening or has opened, and that it has not drawn yet."""
         self._next_look = 0.0
         """The time, by time.monotonic, of the next draw of groups that other generators have left."""
         self._has_warned = False
+        """True after the first warning that a rollout cannot be stored."""
 
     async def open(self, group: PartialGroup, permit: PermitGrant | None, version: int) -> None:
         """Inserts a group into the table. The insert uses up the permit, and closes the prompt.
@@ -246,7 +247,7 @@ class StoredPartialGroups(PartialGroups):
                 storing = tasks.create_task(self._keep_storing(group))
                 yield
                 storing.cancel()
-        except ExceptionGroup as failed:
+        except ExceptionGroup as failed:  # a TaskGroup wraps all errors, those of the work too
             raise failed.exceptions[0]  # noqa: B904  this exception has a cause that says more than the group
 
     def closed(self, group: PartialGroup) -> None:
@@ -257,6 +258,7 @@ class StoredPartialGroups(PartialGroups):
         await self._items.end(_item_of(group))
 
     async def requeue_all(self) -> None:
+        """Stores what is finished, and requeues all groups, if the server can be reached soon."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(LAST_WORD):
                 groups = [group for _, group in self._items.held.values()]
@@ -281,13 +283,17 @@ class StoredPartialGroups(PartialGroups):
         while True:
             await group.changed.wait()
             group.changed.clear()
+            # Usually the lease is not lost within TOGETHER seconds, and the wait ends with a TimeoutError.
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(group.lost.wait(), TOGETHER)
                 raise LeaseLostError
             await self.store(group)
 
     async def store(self, group: PartialGroup) -> None:
-        """Stores all rollouts that are finished and not stored yet, without a wait."""
+        """Stores all rollouts that are finished and not stored yet, at once.
+
+        A rollout that cannot be encoded is not stored. It stays in the group of this generator.
+        """
         rollouts = group.unstored
         group.unstored = {}
         columns: dict[str, npt.NDArray[np.uint8]] = {}
@@ -300,7 +306,7 @@ class StoredPartialGroups(PartialGroups):
                 self._has_warned = True
         while columns:
             request: dict[str, npt.NDArray[np.uint8]] = {}
-            room = _MOST_TOGETHER
+            room = _MOST_TOGETHER  # the bytes that the request has left
             for name, column in columns.items():
                 # The first rollout is sent whatever its size: alone, it may be small enough for the server.
                 if column.nbytes <= room or not request:
@@ -323,9 +329,10 @@ class StoredPartialGroups(PartialGroups):
         except PayloadTooLargeError as error:
             prompt_id = group.spec.prompt.prompt_id
             raise PromptError(f"prompt {prompt_id!r}: a rollout of its group cannot be stored: {error}") from error
-        # If no rollout will follow, this generator's own insert may have closed the item. That insert shows it.
-        is_lost = result.missing and not group.played
-        if result.present or is_lost:
+        # Another generator that works at the group has stored a rollout of the same name, or has closed the item. But
+        # once all rollouts are played, this generator's own insert may have closed the item.
+        is_closed_elsewhere = result.missing and not group.played
+        if result.present or is_closed_elsewhere:
             self._next_look = 0.0
             await self._items.end(held, requeue=True)
             raise LeaseLostError
@@ -346,7 +353,7 @@ def decoded(sample: Sample) -> PartialGroup:
     spec, rollouts = PartialGroupSpec.decode(sample.payload)
     drawn = DrawnPrompt(spec.prompt, item=spec.item)
     group = PartialGroup(spec, drawn, rollouts, sample=sample, handed=bool(rollouts))
-    group.opened -= sample.info.age
+    group.opened -= sample.info.age  # the group was opened when its item was inserted, and not now
     return group
 
 

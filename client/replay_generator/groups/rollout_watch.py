@@ -46,7 +46,7 @@ class FailureWatch(Watch):
 
     @property
     def description(self) -> dict[str, str]:
-        """The report for the server, JSON by name; empty: at most half of the rollouts failed."""
+        """The report for the server, JSON by name; empty: too few rollouts, or at most half of them failed."""
         rollouts = self._rollouts
         failed = sum(failed for _, failed in self._groups)
         if rollouts < LEAST_ROLLOUTS or failed <= rollouts / 2:
@@ -68,7 +68,10 @@ class LengthWatch(Watch):
         self._max_tokens = 0
 
     def record(self, lengths: npt.NDArray[np.integer], reasons: Sequence[str], max_tokens: int) -> None:
-        """`lengths` (G,): the number of tokens of each rollout. `reasons`: the finish reason of each."""
+        """Counts the G rollouts of a group. `lengths` (G,): their numbers of tokens. `reasons`: their finish reasons.
+
+        `max_tokens`: the most tokens that each rollout was to have.
+        """
         self._max_tokens = max_tokens
         for length, reason in zip(lengths.tolist(), reasons, strict=True):
             if reason == "length" and length < max_tokens / 2:
@@ -78,8 +81,8 @@ class LengthWatch(Watch):
 
     @property
     def description(self) -> dict[str, str]:
-        """The report for the server, JSON by name; empty: at most a tenth of the rollouts were cut off early."""
-        cut = [length for length in self._cut if length >= 0]
+        """The report for the server, JSON by name; empty: too few rollouts, or at most a tenth were cut off early."""
+        cut = [length for length in self._cut if length >= 0]  # -1: the rollout was not cut off early
         if len(self._cut) < LEAST_ROLLOUTS or len(cut) <= len(self._cut) / 10:
             return {}
         facts = {"cut": len(cut), "rollouts": len(self._cut), "longest": max(cut), "max_tokens": self._max_tokens}

@@ -57,8 +57,8 @@ class Scoring:
     ) -> None:
         """`scorer` None: groups are scored elsewhere, and their rewards are 0 here. `table`: their source, for the log.
 
-        `single_turn`: each rollout is one completion of its prompt. Only of such rollouts are the lengths compared with
-        `max_tokens`.
+        `single_turn`: True if each rollout is one completion of its prompt. Only then are the lengths of rollouts
+        compared with `max_tokens`.
         """
         self._scorer = scorer
         self._config = config
@@ -86,18 +86,19 @@ class Scoring:
         PromptError if it cannot be scored or made.
         """
         played = [work.rollouts[index] for index in sorted(work.rollouts)]
+        # Rollouts that failed before this process drew the group do not count in the report of this process.
         size = len(played) if work.handed else work.spec.group_size
         rewards = np.zeros(len(played), np.float32)
         advantages = np.zeros(len(played), np.float32)
         by_function = ByFunction()
         if self._scorer is not None:
-            times.reward = -time.monotonic()
+            began = time.monotonic()
             played, rewards, by_function, failed = await self._rewards(self._scorer, work.spec.prompt, played)
             advantages = await self._advantages_of(work.spec.prompt, played, rewards, by_function)
             by_function |= _metrics_of([finished.rollout for finished in played])
             self._rewards_seen.record(rewards, work.spec.prompt.row, played[0].rollout.text)
             failures = [*failures, *failed]
-            times.reward += time.monotonic()
+            times.reward = time.monotonic() - began
         try:
             group = self._assemble(work, played, version, rewards, advantages, by_function)
         except (ValueError, TypeError, IndexError) as error:
@@ -127,7 +128,7 @@ class Scoring:
     ) -> tuple[list[PlayedRollout], npt.NDArray[np.float32], ByFunction, list[str]]:
         """The rollouts that have rewards, their rewards (G,), the rewards (G,) of each function, and some errors.
 
-        A rollout for which every function abstains has failed. The errors are of such rollouts.
+        A rollout for which every function abstains has failed. The errors are those of such rollouts.
         """
         rollouts = [finished.rollout for finished in played]
         texts = [rollout.text for rollout in rollouts]
@@ -189,6 +190,10 @@ class Scoring:
         advantages: npt.NDArray[np.float32],
         by_function: ByFunction,
     ) -> RolloutGroup:
+        """The group of these rollouts, with `loss_mask` False for truncated rollouts if the settings say so.
+
+        Raises ValueError, TypeError or IndexError for rollouts of which no group can be made.
+        """
         reasons = tuple(_finish_reason_of(finished.rollout) for finished in played)
         group = assemble(
             played,
@@ -201,7 +206,7 @@ class Scoring:
         )
         if self._advantages.name and self._scorer is not None:
             group.meta[ADVANTAGES_BY] = self._advantages.name
-        if len(by_function) > 1:
+        if len(by_function) > 1:  # the rewards of a single function are the rewards of the group
             for name, values in by_function.items():
                 group.extras[f"rewards/{name}"] = values
                 group.axes[f"rewards/{name}"] = "rollout"
@@ -217,6 +222,7 @@ class Scoring:
 
 
 def _finish_reason_of(rollout: Rollout) -> str:
+    """The finish reason of a rollout or, if its hook has set none, that of its last sequence."""
     return rollout.finish_reason or rollout.sequences[-1].finish_reason
 
 

@@ -31,6 +31,7 @@ class GeneratorServer(InsertingServer):
         self._policy = policy
         self._config = config
         self._grants: set[PermitGrant] = set()
+        """The permits that were neither used nor released yet."""
         self.partial_groups: PartialGroups
         if config.partial_groups_table is None:
             self.partial_groups = PartialGroups()
@@ -97,11 +98,11 @@ class GeneratorServer(InsertingServer):
             failures = group.meta.get("failures", [])
             payload = encode_whole(replace(spec, failures=failures), work.rollouts)
             handoff = Handoff(payload, {unscored_table: 1.0}, tags)
-            options["policy_version"] = group.policy_version
+            options["policy_version"] = group.policy_version  # the client cannot read it from bytes
         try:
             await self.insert_into(f"prompt {group.prompt_id!r}", handoff, **options)
         except LeaseEndedError as error:
-            if work.sample is not None:
+            if work.sample is not None:  # the insert was to close the partial group, and not the prompt
                 raise LeaseLostError from error
             raise LeftOut("prompts_lost") from error
         if work.permit is not None:
@@ -128,7 +129,7 @@ class GeneratorServer(InsertingServer):
         names = (self._config.partial_groups_table, self._config.unscored_table, *self._config.tables)
         bounds = []
         for name in names:
-            if name not in info.tables:
+            if name not in info.tables:  # a setting is None, or the server lacks the table
                 continue
             table_config = json.loads(info.tables[name].config)
             if table_config["max_staleness"] is not None:
@@ -137,6 +138,7 @@ class GeneratorServer(InsertingServer):
         await super().observe(info)
 
     async def _described(self) -> dict[str, str]:
+        """The settings of the generator, and the facts of its engine's model."""
         settings = self._config.described()
         facts = await self._policy.facts()
         return settings | {"model": told_facts(facts)}

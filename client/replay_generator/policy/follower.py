@@ -58,7 +58,7 @@ class PolicyFollower:
     between_groups:  generate ──▶ [no generation starts; those under way end] ──▶ load ──▶ check ──▶ generate
     in_flight:       generate ──▶ load ──▶ [those under way continue] ──▶ check ──▶ use completions since the load
 
-    If weights fail their check, no completion that they have drawn leaves the generator.
+    If weights fail their check, no completion that was drawn with them leaves the generator.
     """
 
     def __init__(
@@ -70,15 +70,24 @@ class PolicyFollower:
         self._metrics = metrics
         self._fetcher = Fetcher(config, metrics.stats)
         self._condition = asyncio.Condition()
+        """Is notified when `_generating`, `_reloading` or a number that `_too_old` compares has changed."""
         self._generating = 0
+        """The number of generations under way."""
         self._under_way: dict[asyncio.Timeout, int] = {}
         """The generations under way: the timeout that can end each, and the oldest policy version of its group."""
         self._max_staleness: int | None = None
+        """The bound that `bound` has set; None: groups may be of any age."""
         self._reloading = False
+        """True while new weights are loaded and checked, and while a load between groups waits for generations to end.
+        It stays True after a failure."""
         self._following = False
+        """True once `follow` has begun."""
         self._loaded: tuple[int, str] | None = None
+        """The policy in the engine, as `_named` returns it; None: the engine has the weights that it started with."""
         self._has_warned = False
+        """True after the warning that weights have no probe."""
         self._held = WaitLog()
+        """Logs the waits in `hold`."""
         self._names: Set[str] = frozenset()
         """The names of the tensors of whole weights that have passed their probe."""
         self._facts: dict[str, Any] | None = None
@@ -96,14 +105,14 @@ class PolicyFollower:
         `oldest`: the oldest version of the tokens that the group has already; None: the group has no tokens.
 
         Raises TooOldToFinish as soon as the newest version is too far from the oldest version of the group. Then the
-        code inside is cancelled with its requests to the engine, so that a reload does not wait for them.
+        code inside is cancelled with its requests to the engine, so that a reload does not wait for these requests.
         """
         async with self._condition:
             if self._config.reload == "between_groups":
                 await self._condition.wait_for(lambda: not self._reloading)
             self._generating += 1
         version = self.version if oldest is None else min(oldest, self.version)
-        limit = asyncio.timeout(None)
+        limit = asyncio.timeout(None)  # `_give_up` lets it expire
         try:
             async with limit:
                 self._under_way[limit] = version
@@ -114,7 +123,7 @@ class PolicyFollower:
         except TimeoutError:
             if limit.expired():
                 raise TooOldToFinish from None
-            raise
+            raise  # the code inside has raised the error
         finally:
             self._under_way.pop(limit, None)
             async with self._condition:
@@ -129,13 +138,13 @@ class PolicyFollower:
                 await self._condition.wait_for(lambda: not self._reloading)
 
     async def hold(self) -> None:
-        """Returns when a group may be started. It waits while the table would refuse the group as too old.
+        """Returns when a group may be started. Waits while the table would refuse the group as too old.
 
-        Raises StaleWeightsError after `stale_timeout` without new enough weights, or a looser bound.
+        Raises StaleWeightsError if newer weights, or a looser bound, do not end the wait within `stale_timeout`.
         """
         started = time.monotonic()
         timeout = self._config.stale_timeout or math.inf
-        # The first wait is not logged if newer weights are on their way.
+        # If newer weights are on their way, the first LOG_SECONDS of the wait are usual, and not logged.
         expected = self._following and not self.without_weights
         while self._too_old(self.version):
             left = started + timeout - time.monotonic()
@@ -217,7 +226,7 @@ class PolicyFollower:
         for limit, version in list(self._under_way.items()):
             if self._too_old(version):
                 del self._under_way[limit]
-                limit.reschedule(0.0)
+                limit.reschedule(0.0)  # a time in the past: the timeout expires now
         async with self._condition:
             self._condition.notify_all()
 
@@ -283,9 +292,10 @@ class PolicyFollower:
             try:
                 probe, names = await self._check_folder(policy, folder)
                 await self._engine.load_weights(folder, policy.version)
-                # Also raises FileNotFoundError: another generator that shares the engine may have loaded a newer one.
+                # This raises FileNotFoundError too: another generator that shares the engine may have loaded newer
+                # weights.
                 await self._check(policy, probe)
-                self._names = names or self._names
+                self._names = names or self._names  # an adapter, and weights without a probe, have no names
                 break
             except FileNotFoundError as error:
                 newest = await self._client.policy()
@@ -317,7 +327,7 @@ class PolicyFollower:
             why = why_other_frequencies(folder_frequencies(folder), served)
             if why:
                 raise WeightsMismatchError(f"{folder}: {why}")
-        except (WeightsNotAllowedError, WeightsDamagedError, WeightsMismatchError) as error:
+        except (WeightsNotAllowedError, WeightsDamagedError, WeightsMismatchError) as error:  # add the version
             raise type(error)(f"policy {policy.version}: {error}") from None
         return probe, names
 
@@ -346,5 +356,5 @@ class PolicyFollower:
 
 
 def _named(policy: Policy) -> tuple[int, str]:
-    """The version of a policy, and the location of its weights. Two policies are the same if both are equal."""
+    """The version of a policy, and the location of its weights. Policies with the same pair are the same policy."""
     return policy.version, policy.weights

@@ -6,9 +6,9 @@
 * Content in parts becomes the text of its parts. A part that is no text is refused.
 * The template gets the arguments of calls as objects. A template that needs the JSON of the arguments gets JSON
   (`_WAYS`).
-* Messages of the system stay where they are. A template that refuses that gets a single one, at the top (`_WAYS`).
-* If the last message is of the assistant, the template does not render it. Its words are put after the rendered text,
-  and the policy continues them.
+* Messages of the system stay where they are. A template that accepts only one, at the top, gets one there (`_WAYS`).
+* If the last message is of the assistant, the template does not render this message. Its words are put after the
+  rendered text, and the policy continues these words.
 * A template that asks for today's date gets the day on which the rollout began. Otherwise the beginning of a
   conversation would change at midnight.
 """
@@ -25,18 +25,19 @@ from replay_generator.notices import say_once
 from replay_generator.prompts.values import HalfSurrogateError, plain_value
 
 Message = Mapping[str, Any]
-"""{"role": "system" | "user" | "assistant" | ..., "content": ...}, and any other field of the chat template."""
+"""A message: {"role": "system" | "user" | "assistant" | ..., "content": ...}, with any other fields that the chat
+template reads."""
 _TEXTS = (None, "text", "input_text", "output_text")
 """The values of `type` in parts of a content that are texts. None: the part has no type."""
-_THINKS = "<think>"
-_THOUGHT = "</think>"
+_THOUGHTS_BEGIN = "<think>"
+_THOUGHTS_END = "</think>"
 _OURS = ("conversation", "messages", "tools", "add_generation_prompt", "continue_final_message", "tokenize")
 """Arguments of the template that follow from the messages, or that `render` sets. Users may not set them."""
 _NOTHING_BEFORE = "no message comes before the words of the assistant: begin with one of the user"
 
 
 class ChatError(ValueError):
-    """Messages, tools or arguments that no template takes. The error names the fault."""
+    """Messages, tools or arguments are such that no template accepts them. The error names the fault."""
 
 
 def render(
@@ -55,18 +56,18 @@ def render(
     Tokenize the text without adding special tokens: the template has written them. Raises ChatError.
     """
     arguments = dict(template or {})
-    written = _template_of(tokenizer, arguments)
-    if not written:
+    template_source = _template_of(tokenizer, arguments)
+    if not template_source:
         raise ChatError("it is a chat, and the tokenizer has no chat template: give it one, or write a text")
-    if "strftime_now" in written:
+    if "strftime_now" in template_source:  # the template asks for the date by this function
         arguments.setdefault("strftime_now", (began or datetime.now()).strftime)
     cleaned = clean(messages)
-    words = ""
+    words = ""  # the words of the assistant that the policy continues
     if cleaned and cleaned[-1]["role"] == "assistant" and not ended:
         words = _words_of(cleaned.pop())
     if not cleaned:
         raise ChatError(_NOTHING_BEFORE)
-    if "developer" not in written:
+    if "developer" not in template_source:  # the template does not know this role
         for message in cleaned:
             if message["role"] == "developer":
                 message["role"] = "system"
@@ -78,10 +79,10 @@ def render(
             )
             _check_arguments(str(rendered), form)
         except Exception as error:  # a template may raise anything
-            failure = failure or error
+            failure = failure or error  # the first failure is about the usual form of the messages
             continue
         whole = f"{rendered}{words}"
-        _checked("the chat, as the template renders it,", whole)
+        _checked("the chat, as the template renders it,", whole)  # raises ChatError for half a surrogate
         if ways:
             _log_ways(ways, failure)
         return whole
@@ -122,11 +123,13 @@ def text_ids(tokenizer: Any, text: str) -> list[int]:
         return ids
     if plain[: len(first)] == first:
         return plain
-    written = _template_of(tokenizer, {})
+    template_source = _template_of(tokenizer, {})
     bos = getattr(tokenizer, "bos_token", None)
-    writes_first = "bos_token" in written or (bos is not None and bos in written)
-    if written and not writes_first and _special_ids(tokenizer).intersection(plain):
-        return plain
+    writes_first = "bos_token" in template_source or (bos is not None and bos in template_source)
+    if template_source and not writes_first:
+        has_special_tokens = bool(_special_ids(tokenizer).intersection(plain))
+        if has_special_tokens:  # the template has rendered this text
+            return plain
     return [*first, *plain]
 
 
@@ -140,12 +143,12 @@ def _before(ids: list[int], plain: list[int]) -> list[int] | None:
 
 def _special_ids(tokenizer: Any) -> set[int]:
     """The ids of all special tokens, without the id that stands for unknown text."""
-    found = set(tokenizer.all_special_ids)
+    ids = set(tokenizer.all_special_ids)
     added = getattr(tokenizer, "added_tokens_decoder", {})
     for token_id, token in added.items():
         if token.special:
-            found.add(token_id)
-    return found - {tokenizer.unk_token_id}
+            ids.add(token_id)
+    return ids - {tokenizer.unk_token_id}
 
 
 def _template_of(tokenizer: Any, arguments: Mapping[str, Any]) -> str:
@@ -157,6 +160,7 @@ def _template_of(tokenizer: Any, arguments: Mapping[str, Any]) -> str:
     wanted = arguments.get("chat_template")
     if not isinstance(own, Mapping):
         return str(wanted or own)
+    # The tokenizer has several templates, by name.
     if wanted:
         return str(own.get(wanted, wanted))  # `wanted` names one of these templates, or is the source of another one
     return "\n".join(map(str, own.values()))
@@ -266,13 +270,14 @@ def check_words(messages: Sequence[Message]) -> None:
     """Raises ChatError if the last message is of the assistant, and cannot be continued."""
     if messages[-1]["role"] != "assistant":
         return
-    _words_of(messages[-1])
+    _words_of(messages[-1])  # raises ChatError for a message without words
     if len(messages) == 1:
         raise ChatError(_NOTHING_BEFORE)
 
 
 def _checked(name: str, value: Any) -> Any:
-    """The value, converted by `plain_value`. Raises ChatError, with the `name`, for a value that no tokenizer takes."""
+    """The value, converted by `plain_value`. Raises ChatError, with the `name`, for half a surrogate or a value that is
+    nested too deeply."""
     try:
         return plain_value(value)
     except ValueError as error:
@@ -304,9 +309,10 @@ _Way = Callable[[_Messages], _Messages]
 
 
 def _ways(messages: _Messages) -> Iterator[tuple[tuple[_Way, ...], _Messages]]:
-    """Yields the messages in each form that some template needs. Before each form, the ways that lead to it.
+    """Yields each form of the messages that some template needs, with the ways that lead to this form.
 
-    The usual form is first. A form that was yielded already is left out. Raises ChatError for half a surrogate.
+    The usual form is first, with no ways. A form that was yielded already is left out. Raises ChatError for half a
+    surrogate.
     """
     yielded: list[_Messages] = []
     for count in range(len(_WAYS) + 1):
@@ -314,7 +320,7 @@ def _ways(messages: _Messages) -> Iterator[tuple[tuple[_Way, ...], _Messages]]:
             form = messages
             for way in chosen:
                 form = way(form)
-            if _arguments_as_text not in chosen:
+            if _arguments_as_text not in chosen:  # templates usually need objects
                 form = _arguments_as_objects(form)
             if form not in yielded:
                 yielded.append(form)
@@ -351,7 +357,7 @@ def _arguments_as_text(messages: _Messages) -> _Messages:
 
 
 def _with_arguments(messages: _Messages, arguments: Callable[[Mapping[str, Any]], Any]) -> _Messages:
-    """The messages with other arguments in their calls. `arguments` gets the function of a call, and returns them."""
+    """The messages with other arguments in their calls. `arguments` returns the new arguments for a call's function."""
     changed = []
     for message in messages:
         if "tool_calls" in message:
@@ -372,9 +378,9 @@ def _thoughts_apart(messages: _Messages) -> _Messages:
     """The messages with the thoughts at the beginning of the assistant's content moved to `reasoning_content`."""
     changed = []
     for message in messages:
-        thoughts, ends, text = message["content"].partition(_THOUGHT)
-        if message["role"] == "assistant" and ends and "reasoning_content" not in message:
-            thoughts = thoughts.strip().removeprefix(_THINKS).strip()
+        thoughts, end_of_thoughts, text = message["content"].partition(_THOUGHTS_END)
+        if message["role"] == "assistant" and end_of_thoughts and "reasoning_content" not in message:
+            thoughts = thoughts.strip().removeprefix(_THOUGHTS_BEGIN).strip()
             message = {**message, "content": text.lstrip("\n"), "reasoning_content": thoughts}
         changed.append(message)
     return changed
@@ -383,8 +389,8 @@ def _thoughts_apart(messages: _Messages) -> _Messages:
 def _one_system(messages: _Messages) -> _Messages:
     """The messages with one message of the system, at the top.
 
-    This message has the words of all messages of the system at the top. Later ones become messages of the user, and are
-    joined with the user's messages beside them: many of these templates need turns that alternate.
+    This message has the words of all messages of the system at the top. Later messages of the system become messages of
+    the user, and are joined with the user's messages beside them: many of these templates need turns that alternate.
     """
     top: list[str] = []
     rest = list(messages)
@@ -399,7 +405,7 @@ def _one_system(messages: _Messages) -> _Messages:
         if is_system:
             message = {**message, "role": "user"}
         follows_user = bool(changed) and changed[-1]["role"] == message["role"] == "user"
-        if follows_user and (is_system or was_system):
+        if follows_user and (is_system or was_system):  # two messages that the user wrote stay apart
             content = f"{changed[-1]['content']}\n\n{message['content']}"
             changed[-1] = {**changed[-1], "content": content}
         else:
@@ -413,8 +419,8 @@ _WAYS: dict[_Way, str] = {
     _thoughts_apart: "the thoughts of the assistant apart from its content, as reasoning_content",
     _one_system: "the messages of the system as one at the top, and later ones as words of the user",
 }
-"""Changes of messages that some templates need, each with its words in the log. If a template refuses the usual form,
-`render` tries each change alone, and then several together."""
+"""Changes of messages that some templates need, each with its description in the log. If a template refuses the usual
+form, `render` tries each change alone, and then several together."""
 
 
 def _check_arguments(rendered: str, messages: _Messages) -> None:
@@ -427,7 +433,7 @@ def _check_arguments(rendered: str, messages: _Messages) -> None:
         written = repr(arguments)
         if written == json.dumps(arguments):  # repr and JSON are the same, so either is right
             continue
-        # The same text may also be in a content.
+        # A message may contain the same text, which then does not count.
         if rendered.count(written) > contents.count(written):
             raise ChatError("the template writes the arguments of calls as Python does")
 
@@ -442,7 +448,7 @@ def tools_of(value: Any) -> list[Any]:
         return []
     if not isinstance(tools, list | tuple):
         raise ChatError(f"'tools' must be a list of objects, or its JSON, not {tools!r:.200}")
-    found = []
+    checked_tools = []
     for packed_tool in tools:
         tool = _unpacked("tools", packed_tool)
         function = None
@@ -453,8 +459,8 @@ def tools_of(value: Any) -> list[Any]:
                 f"each of 'tools' is an object with the name of its function, not {tool!r:.200}: if the column is not "
                 "for the chat template, rename it"
             )
-        found.append(tool)
-    return found
+        checked_tools.append(tool)
+    return checked_tools
 
 
 def template_of(value: Any) -> dict[str, Any]:
@@ -472,10 +478,8 @@ def template_of(value: Any) -> dict[str, Any]:
 
 
 def _unpacked(name: str, value: Any) -> Any:
-    """The value of a column. A text must be JSON, which is parsed: Arrow has no type for the values of some columns.
-
-    Raises ChatError.
-    """
+    """The value of a column, parsed if it is a text: Arrow has no type for the values of some columns, which are
+    therefore stored as JSON. None: the text is blank. Raises ChatError for a text that is no JSON."""
     if not isinstance(value, str):
         return value
     if not value.strip():

@@ -31,7 +31,9 @@ from replay_generator.prompts.values import without_nulls
 STDIN = "-"
 """The path of the standard input."""
 _GZIP = b"\x1f\x8b"
+"""The first bytes of a gzip file."""
 _PARQUET = b"PAR1"
+"""The first bytes of a Parquet file."""
 _OTHER_FILES = (
     (b"PK\x03\x04", "a zip file", "unpack it with unzip"),
     (b"\x28\xb5\x2f\xfd", "a zstd file", "unpack it with unzstd"),
@@ -41,7 +43,7 @@ _OTHER_FILES = (
     (codecs.BOM_UTF16_LE, "text in UTF-16", "convert it with iconv -f UTF-16 -t UTF-8"),
     (codecs.BOM_UTF16_BE, "text in UTF-16", "convert it with iconv -f UTF-16 -t UTF-8"),
 )
-"""Files that users give by mistake: for each form its first bytes, its name in the error, and the remedy."""
+"""Forms of files that users name by mistake: for each the first bytes, its name in the error, and the remedy."""
 _ONLY_LINES = (
     (_GZIP, "a gzip file", "unpack it with gunzip"),
     (_PARQUET, "a Parquet file", "write it as JSON lines or, to import items, let its name end with .parquet"),
@@ -56,8 +58,11 @@ _LOOKED_AT = 1 << 16
 _TABLES = {".csv": "read_csv", ".tsv": "read_table", ".xlsx": "read_excel"}
 """The ends of names of files whose values have no types, and the function of pandas that reads each."""
 _PACKED = (".gz", ".zst", ".bz2", ".xz", ".zip")
+"""The ends of names of packed files."""
 _LINES_ENDS = (".jsonl", ".jsonl.gz", ".ndjson", ".ndjson.gz")
+"""The ends of names of files with JSON lines."""
 _JSON_ENDS = (".json", ".json.gz")
+"""The ends of names of other JSON files."""
 _NAMES_OF_FILES = (".parquet", ".jsonl", ".ndjson", ".json", ".txt", *_PACKED, *_TABLES)
 """Ends of names by which a source is a file, and not a data set on the hub."""
 _LFS = b"version https://git-lfs"
@@ -106,13 +111,13 @@ def place_of(rows: Any, index: int) -> str:
 
 @contextlib.contextmanager
 def _opened(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
-    """A file with the bytes of a file, a pipe, or stdin, unpacked. It can be read twice."""
+    """A file with the bytes of a file, a pipe, or stdin, unpacked. The result can be read twice."""
     with contextlib.ExitStack() as stack:
-        if os.fspath(path) == STDIN:
+        if os.fspath(path) == STDIN:  # its descriptor is 0, and stays open
             file: IO[bytes] = stack.enter_context(open(0, "rb", closefd=False))
         else:
             file = stack.enter_context(Path(path).open("rb"))
-        if not file.seekable():
+        if not file.seekable():  # a pipe
             file = io.BytesIO(file.read())
         if not _head(file).startswith(_GZIP):
             yield file
@@ -139,7 +144,7 @@ def json_lines(path: str | os.PathLike[str]) -> Iterator[tuple[int, dict[str, An
     remedy.
     """
     with Path(path).open("rb") as file:
-        if file.seekable():
+        if file.seekable():  # the first bytes of a pipe cannot be read twice
             _refuse_others(path, file, _ONLY_LINES)
         for number, row in _lines(path, file):
             if isinstance(row, ValueError):
@@ -161,6 +166,7 @@ def _lines(path: object, file: IO[bytes]) -> Iterator[tuple[int, dict[str, Any] 
 
 
 def _object(text: str) -> dict[str, Any]:
+    """The object in a line. Raises ValueError for any other text."""
     try:
         row = json.loads(text)
     except RecursionError:
@@ -173,6 +179,7 @@ def _object(text: str) -> dict[str, Any]:
 
 
 def _decoded(data: bytes) -> str:
+    """The text in UTF-8. Raises ValueError, with the remedy, for other bytes."""
     try:
         return data.decode()
     except UnicodeDecodeError as error:
@@ -192,6 +199,7 @@ def _refuse_others(path: object, file: IO[bytes], others: Sequence[tuple[bytes, 
     if line is not None:
         raise ValueError(f"{name}: its values have no types, so it is not read; convert it: {line}")
     head = _head(file)
+    # The head is shorter than the beginning of such a note. A file of fewer than _HEAD bytes is no such note.
     if _LFS.startswith(head) and len(head) == _HEAD:
         raise ValueError(f"{name}: git has not fetched this file yet, and left a note in its place: run git lfs pull")
     for start, kind, remedy in (*_OTHER_FILES, *others):
@@ -233,7 +241,8 @@ def _values(name: str, file: IO[bytes]) -> list[Any] | None:
         return None  # the reader of lines raises an error that names the line
     except json.JSONDecodeError as error:
         first_line = start.partition(b"\n")[0]
-        if is_array and not _is_json(first_line):  # if the first line is whole, each line is an array
+        # If the first line is JSON by itself, the file is no array: each of its lines has a value.
+        if is_array and not _is_json(first_line):
             raise ValueError(f"{name}: it begins as a JSON array, and is damaged: {error}") from error
         return None
     if isinstance(value, dict):
@@ -244,7 +253,7 @@ def _values(name: str, file: IO[bytes]) -> list[Any] | None:
 
 
 def _has_lines_of_one_object(start: bytes) -> bool:
-    """True if a file begins with an object that goes over several lines."""
+    """True if a file begins with an object that is written over several lines. `start`: the beginning of the file."""
     first_line, line_end, _ = start.partition(b"\n")
     if not first_line.startswith(b"{") or not line_end:
         return False
@@ -272,6 +281,7 @@ class FileRows:
 
     def __post_init__(self) -> None:
         self._ends = list(accumulate(len(part) for part in self.parts))
+        """For each file, the number of rows in this file and all files before."""
         self.columns: Sequence[str] | None = None
         if self.parts and all(part.columns is not None for part in self.parts):
             names: list[str] = []
@@ -285,12 +295,12 @@ class FileRows:
         return self._ends[-1]
 
     def _part(self, index: int) -> tuple[Rows, int]:
-        """The file of a row, and the number of the row in that file."""
-        number = bisect_right(self._ends, index)
-        if index < 0 or number == len(self.parts):
+        """The file of a row, and the index of the row in that file."""
+        file_index = bisect_right(self._ends, index)  # the first file that ends behind the row
+        if index < 0 or file_index == len(self.parts):
             raise IndexError(index)
-        part = self.parts[number]
-        start = self._ends[number] - len(part)
+        part = self.parts[file_index]
+        start = self._ends[file_index] - len(part)
         return part, index - start
 
     def __getitem__(self, index: int) -> Any:
@@ -337,7 +347,7 @@ class _Listed:
 
 @dataclass
 class ArrowRows:
-    """Rows of a table of pyarrow, or of a data set. If a row lacks a field, Arrow gives it the field with null.
+    """Rows of a table of pyarrow, or of a data set. If a row lacks a field, Arrow adds the field with null.
 
     `template_columns`: the columns from which a chat template gets values. In these columns, null fields are left out.
     """
@@ -354,7 +364,7 @@ class ArrowRows:
     def __getitem__(self, index: int) -> Any:
         if not 0 <= index < len(self.rows):
             raise IndexError(index)
-        if hasattr(self.rows, "to_pylist"):
+        if hasattr(self.rows, "to_pylist"):  # a table of pyarrow
             (row,) = self.rows.slice(index, 1).to_pylist()
         else:
             row = self.rows[index]
@@ -365,7 +375,7 @@ class ArrowRows:
 
     def each(self) -> Iterator[Any]:
         for start in range(0, len(self.rows), _AT_ONCE):
-            if hasattr(self.rows, "to_pylist"):
+            if hasattr(self.rows, "to_pylist"):  # a table of pyarrow
                 rows = self.rows.slice(start, _AT_ONCE).to_pylist()
             else:
                 end = min(start + _AT_ONCE, len(self.rows))
@@ -429,6 +439,7 @@ def _rows_of_file(path: str | os.PathLike[str], template_columns: Sequence[str])
 
 
 def _parquet(name: str, file: IO[bytes]) -> Any:
+    """The table of pyarrow in a Parquet file. Raises ImportError without pyarrow, and ValueError for a damaged file."""
     try:
         from pyarrow import ArrowException, parquet
     except ImportError as error:
@@ -473,9 +484,9 @@ def _data_files(folder: Path) -> list[Path]:
 
     Raises ValueError if there are none, or if there are several subfolders that are not splits of one data set.
     """
-    found = _files_of_one_kind(folder)
-    if found:
-        return found
+    own_files = _files_of_one_kind(folder)
+    if own_files:
+        return own_files
     files_by_folder: dict[Path, list[Path]] = {}
     for path in _folders(folder):
         files = _files_below(path)
@@ -490,21 +501,23 @@ def _data_files(folder: Path) -> list[Path]:
     if len(files_by_folder) > 1 and not all_are_splits:
         names = ", ".join(path.name for path in files_by_folder)
         raise ValueError(f"{folder} has several data sets, {names}: give the folder of one of them")
+    all_files: list[Path] = []
     for files in files_by_folder.values():
-        found += files
-    return found
+        all_files += files
+    return all_files
 
 
 def _files_below(folder: Path) -> list[Path]:
     """The files of a folder. If it has none, the files of its subfolders."""
-    found = _files_of_one_kind(folder)
-    if not found:
+    files = _files_of_one_kind(folder)
+    if not files:
         for subfolder in _folders(folder):
-            found += _files_of_one_kind(subfolder)
-    return found
+            files += _files_of_one_kind(subfolder)
+    return files
 
 
 def _folders(folder: Path) -> list[Path]:
+    """The subfolders of a folder, without those whose names begin with a dot."""
     return [path for path in sorted(folder.iterdir()) if path.is_dir() and not path.name.startswith(".")]
 
 
@@ -517,13 +530,13 @@ def _files_of_one_kind(folder: Path) -> list[Path]:
     files = _files(folder)
     parquet = [path for path in files if path.name.lower().endswith(".parquet")]
     lines = [path for path in files if path.name.lower().endswith(_LINES_ENDS)]
-    described = [path for path in files if path.name.lower().endswith(_JSON_ENDS)]
+    json_files = [path for path in files if path.name.lower().endswith(_JSON_ENDS)]
     if parquet and lines:
         raise ValueError(
             f"{folder} holds files of two kinds, such as {parquet[0].name} and {lines[0].name}: give one file, or a "
             "folder of one kind"
         )
-    return parquet or lines or described
+    return parquet or lines or json_files
 
 
 def _files(folder: Path) -> list[Path]:
@@ -583,11 +596,15 @@ def _is_saved_data_set(folder: Path) -> bool:
 
 def _is_path(source: str) -> bool:
     """True if a source is named like a file or folder, and not like a data set on the hub, `owner/name`."""
-    path = Path(source.partition(":")[0])
+    path = Path(source.partition(":")[0])  # without the subset of a data set
     return source.startswith(("/", ".", "~")) or len(path.parts) > 2 or path.suffix.lower() in _NAMES_OF_FILES
 
 
 def _data_set(source: str, split: str, template_columns: Sequence[str]) -> ArrowRows:
+    """The rows of a split of a data set, from the hub or from a folder that `datasets` has saved.
+
+    Raises ImportError without the package `datasets`, and ValueError or OSError if it cannot load the split.
+    """
     try:
         import datasets
     except ImportError as error:
@@ -600,7 +617,7 @@ def _data_set(source: str, split: str, template_columns: Sequence[str]) -> Arrow
             loaded = datasets.load_from_disk(source)
         else:
             loaded = datasets.load_dataset(name, subset or None)
-    except (ValueError, OSError, ImportError):
+    except (ValueError, OSError, ImportError):  # callers expect these errors
         raise
     except Exception as error:  # the package may raise any error for a name that it cannot read
         raise ValueError(f"{source!r} is no data set that can be loaded: {type(error).__name__}: {error}") from error

@@ -60,11 +60,11 @@ class Prompt:
 
         `prompt_field` may be a path: `extra_info.question`. The values of the row are converted to Python's own types
         (`plain_row`), and the messages are cleaned (`chat.clean`). The prompt's `prompt_id` is `row["prompt_id"]`, a
-        text or a number. If the row has none, it is a hash of the content and of the row's other fields.
+        text or a number. If the row has no `prompt_id`, a hash of the content and of the row's other fields is used.
 
         Raises ValueError if the content is missing, empty, or neither a text nor messages. Also raises ValueError for
         values that no store can hold, such as half of a surrogate pair, for `tools` and `chat_template_kwargs` that no
-        template takes, and for tags that no item can have.
+        template accepts, and for tags that no item can have.
         """
         if isinstance(source, Prompt):
             return source
@@ -96,14 +96,15 @@ class Prompt:
         if not isinstance(prompt_id, str) or not isinstance(row, Mapping):
             raise ValueError(f"a prompt needs a text as its prompt_id and an object as its row, not {prompt_id!r:.80}")
         prompt = cls(prompt_id, _content("content", fields["content"]), row, _tags(fields["tags"]))
-        prompt.template()
+        prompt.template()  # raises an error for arguments that no template accepts
         return prompt
 
     def as_chat(self, system: str | None = None) -> Prompt:
         """The prompt as messages. A text becomes a message of the user.
 
-        `system`: the text of a message of the system, which is put first unless there is one already; None: no text.
-        Raises ValueError for `tools` that no template takes. They were not checked before if the prompt was a text.
+        `system`: the text of a message of the system, which is put first unless the first message is one already; None:
+        no text. Raises ValueError for `tools` that no template accepts: they were not checked as long as the prompt was
+        a text.
         """
         messages = self.content
         if isinstance(messages, str):
@@ -111,7 +112,7 @@ class Prompt:
         if system is not None and messages[0]["role"] not in ("system", "developer"):
             messages = ({"role": "system", "content": system}, *messages)
         prompt = replace(self, content=messages)
-        prompt.tools()
+        prompt.tools()  # raises the ValueError
         return prompt
 
     def tools(self) -> list[Any]:
@@ -151,7 +152,10 @@ _NUMBER = 1
 
 
 def _packed_number(value: Any) -> msgpack.ExtType:
-    """The extension for a large whole number. Raises TypeError, about msgpack, for any other value."""
+    """The extension for a whole number of more than 64 bits: its hexadecimal digits.
+
+    msgpack calls this for each value for which it has no type. Raises TypeError for any other value.
+    """
     if not isinstance(value, int):
         name = type(value).__name__
         article = "an" if name[:1].lower() in "aeiou" else "a"
@@ -180,13 +184,13 @@ def _parsed(
             "(prompt_field)"
         ) from None
     content = _content(prompt_field, value)
-    _named(row.get("prompt_id"))
+    _named(row.get("prompt_id"))  # raises ValueError for a value that is no name
     _check_columns(content, row)
     return row, content, _tags(row.get("tags"))
 
 
 def _check_columns(content: str | tuple[Message, ...], row: Mapping[str, Any]) -> None:
-    """Raises ValueError for `tools` or `chat_template_kwargs` that no template takes."""
+    """Raises ValueError for `tools` or `chat_template_kwargs` that no template accepts."""
     prompt = Prompt("", content, row)
     prompt.tools()
     prompt.template()
@@ -211,7 +215,10 @@ def _named(prompt_id: Any) -> str:
 
 
 def _tags(column: Any) -> dict[str, TagValue]:
-    """The tags in a row's `tags`. Any value but an object, such as a list of keywords, is not meant as tags."""
+    """The tags in a row's `tags`; empty: the value is not an object, such as a list of keywords, and not meant as tags.
+
+    Raises ValueError for tags that no item can have.
+    """
     if not isinstance(column, Mapping):
         return {}
     # A data set has all fields in each row, with null for the fields that the row lacks.
@@ -228,7 +235,7 @@ def _content(name: str, value: Any) -> str | tuple[Message, ...]:
             messages = chat.clean(value)
             chat.check_words(messages)
             for function in chat.functions_of(messages):
-                chat.arguments_of(function)
+                chat.arguments_of(function)  # raises ChatError for arguments that are no object
         except chat.ChatError as error:
             raise ValueError(f"{name!r}: {error}") from error
         return tuple(messages)
@@ -239,7 +246,7 @@ def _id_of(content: str | tuple[Message, ...], others: Mapping[str, Any]) -> str
     """The name of a prompt whose row names none: a hash of its content, and of the other fields of its row.
 
     The other fields count, since two rows may have the same question and different answers. Null fields and objects
-    without a JSON type do not count. So a row has the same name, in whatever form it is stored.
+    without a JSON type do not count, so that a row has the same name in whatever form it is stored.
     """
     text = content if isinstance(content, str) else json_of(content)
     other_fields = json_of(others)
@@ -334,7 +341,7 @@ def rows_in_turn(rows: Any) -> Iterable[Any]:
     """The rows of any iterable, such as a data set or a streamed data set. Raises the errors of `prompt_rows`."""
     template_columns = _template_columns("prompt")
     numbered = numbered_rows(rows, template_columns)
-    if is_of_arrow(numbered):  # a streamed data set, whose rows have no numbers
+    if is_of_arrow(numbered):  # a streamed data set, whose rows cannot be read by number
         return map(partial(row_of_arrow, template_columns=template_columns), numbered)
     if isinstance(numbered, ArrowRows):
         return map(partial(prompt_at, numbered), range(len(numbered)))
@@ -416,7 +423,7 @@ class PreparedRows:
             self._rows.check()
             return
         for index in range(len(self)):
-            self[index]
+            self[index]  # raises PromptError for a row that is no prompt
 
 
 def cycle_prompts(
@@ -424,8 +431,8 @@ def cycle_prompts(
 ) -> Iterator[Prompt]:
     """Yields every row once in each epoch, in an order that depends on `seed` and the epoch; `epochs` None: for ever.
 
-    Reads the rows one by one, so that a large data set starts at once. Raises ValueError if there are no rows. When the
-    turn of a row comes that is no prompt, `next` raises PromptError. The next call continues with the next row.
+    Reads the rows one by one, so that a large data set starts at once. Raises ValueError if there are no rows. For a
+    row that is no prompt, `next` raises PromptError. The next call of `next` continues with the next row.
     """
     if not len(rows):
         raise ValueError(f"there are no prompts to cycle through: rows is empty, {rows!r:.80}")
@@ -442,7 +449,7 @@ def cycle_prompts(
 
 def epoch_order(count: int, seed: int, epoch: int) -> npt.NDArray[np.int64]:
     """The order of `count` rows in this epoch: (count,) with each index once. A million rows take some 20 ms."""
-    entropy = list(f"{seed}/{epoch}".encode())
+    entropy = list(f"{seed}/{epoch}".encode())  # numpy accepts a list of whole numbers as a seed
     return np.random.default_rng(entropy).permutation(count)
 
 

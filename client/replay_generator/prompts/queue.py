@@ -31,7 +31,7 @@ Answer = Callable[..., Awaitable[Any]]
 _THE_END = object()
 """Marks the end of the iterable. None cannot mark it: an iterable may yield None."""
 _MOST_FOREIGN = 100
-"""The number of items that cannot be decoded, before the first group, after which the table must be the wrong one."""
+"""The run ends after this many items that cannot be decoded, if no group was made: the table holds other things."""
 
 
 class PromptItem(NamedTuple):
@@ -58,10 +58,10 @@ class DrawnPrompt:
 
 
 class PromptQueue:
-    """Returns prompts one by one. For each, exactly one of `finished`, `requeued` and `reject` is called at its end.
+    """Returns prompts one by one. The end of each prompt is one call of `finished`, `requeued` or `reject`.
 
-    If partial groups are stored, a group replaces its prompt when it is opened (`opened`). Then these calls may be made
-    by another generator than the one that drew the prompt.
+    If partial groups are stored, a group replaces its prompt when the group is opened (`opened`). Then this call may be
+    made by another generator than the one that drew the prompt.
     """
 
     ended = False
@@ -133,9 +133,10 @@ class LeasedItems(Generic[T]):
         on_lost: Callable[[Sample, T], object],
         stats: GeneratorStats,
     ) -> None:
-        """`lease`: the seconds of each lease. `what`: the contents of the table, for errors. `decode`: makes the value
-        of an item. If it raises ValueError, nobody can use the item, which is then rejected. `on_lost`: is called with
-        an item and its value after the lease has ended.
+        """`lease`: the seconds of each lease. `what`: the contents of the table, for errors.
+
+        `decode` makes the value of an item. If it raises ValueError, the item is rejected. `on_lost` is called with an
+        item and its value after the lease has ended.
         """
         self._client = client
         self._answer = answer
@@ -164,7 +165,7 @@ class LeasedItems(Generic[T]):
                     raise ReplayError(wrong) from error
                 continue
             self.held[sample.info.lease_id] = (sample, item)
-            # The lease is renewed at once. From then on it survives a restart of the server.
+            # The renewer renews the lease at once. After its first renewal, a lease survives a restart of the server.
             self._renewer.add([sample])
             return sample, item
 
@@ -173,8 +174,8 @@ class LeasedItems(Generic[T]):
         logger.warning("item %d of table %r is rejected: %s", sample.info.key, self._table, why)
         self._stats["items_rejected"] += 1
         self.forget([sample])
-        # A table whose items are drawn again and again, such as a curriculum, would keep an item that is only
-        # acknowledged.
+        # The item is also deleted: a table whose items are drawn again and again, such as a curriculum, keeps items
+        # that are only acknowledged.
         await self._answer(self._client.delete, self._table, [sample.info.key])
         await self._answer(self._client.acknowledge, [sample])
 

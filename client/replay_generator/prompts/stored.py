@@ -18,11 +18,11 @@ from replay_generator.prompts.prompt import Prompt, PromptRows, prompt_at
 from replay_protos.labels import MOST_TAGS, TagValue
 
 MAGIC = b"RPLYPRM\x01"
-"""The last byte is the format version."""
+"""The first bytes of each item. The last of them is the format version."""
 CURSOR_TAG = "prompts"
 """The name of a tag that only items with a PromptCursor have."""
 _PROBED = 16
-"""The number of rows whose names are compared to see whether two generators have the same prompts."""
+"""The number of rows, beside the last row, whose names show whether two generators have the same prompts."""
 _MOST_NAME = 256
 """The most bytes of a `prompt_id` that can be a tag."""
 
@@ -53,14 +53,14 @@ class StoredPrompt:
 
 @dataclass(frozen=True)
 class PromptCursor:
-    """States that the prompts before `position` of `epoch` are loaded, and that no later prompts are.
+    """Records that the prompts before `position` of `epoch` are loaded, and that no later prompts are.
 
     The generator that has the cursor under a lease loads the next prompts. Its insert of the next cursor closes this
-    cursor, so there is always exactly one.
+    cursor, so that there is always exactly one cursor.
     """
 
     run: int
-    """A random number, from which the keys of all prompts follow. After the table is emptied, it is a new number."""
+    """A random number, from which the keys of all prompts follow. A table that was emptied gets a new number."""
     seed: int
     """The seed of the order of the prompts, from the generator that inserted the first cursor."""
     rows: int
@@ -75,8 +75,8 @@ class PromptCursor:
 
 
 def names_of(rows: PromptRows) -> str:
-    """A hash of the names of some prompts in `rows`. Two sets of prompts with one hash are taken for the same."""
-    positions = {len(rows) * part // _PROBED for part in range(_PROBED)}
+    """A hash of the names of some prompts in `rows`. Rows with the same hash count as the same prompts."""
+    positions = {len(rows) * number // _PROBED for number in range(_PROBED)}  # evenly over all rows
     positions.add(len(rows) - 1)
     names = [_name_at(rows, position) for position in sorted(positions)]
     text = "\0".join(names).encode(errors="replace")
@@ -92,14 +92,14 @@ def _name_at(rows: PromptRows, position: int) -> str:
 
 
 def key_of(*parts: object) -> int:
-    """The key of the item that these parts name. Its highest bit is set, and in keys that clients choose it is not."""
+    """The key of the item that these parts name. Its highest bit is set, unlike in all keys of a KeySequence."""
     text = "\0".join(map(str, parts)).encode(errors="replace")
     digest = hashlib.blake2b(text, digest_size=8).digest()
     return 1 << 63 | int.from_bytes(digest, "big") >> 1
 
 
 def is_stored_prompt(payload: Buffer) -> bool:
-    """True if the bytes begin like the items of a table of prompts."""
+    """True if the bytes begin like the items of a table of prompts, in any version of the format."""
     return bytes(payload[: len(MAGIC) - 1]) == MAGIC[:-1]
 
 
@@ -111,6 +111,7 @@ def decode_item(payload: Buffer) -> StoredPrompt | PromptCursor:
         fields = msgpack.unpackb(payload[len(MAGIC) :], strict_map_key=False)
         if "cursor" in fields:
             cursor = PromptCursor(**fields["cursor"])
+            # The last number is at least 0 if `position` is at most `rows`.
             check_places(cursor.run, cursor.rows, cursor.epoch, cursor.position, cursor.rows - cursor.position)
             return cursor
         check_places(fields["epoch"], fields["position"])

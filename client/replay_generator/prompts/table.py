@@ -88,7 +88,8 @@ _PAUSE = 1.0
 MOST_BAD = 100
 """The number of successive rows that are no prompts after which the run ends: the cause is not a single row."""
 _MOST_BEGINNINGS = 64
-"""The number of times that a table may be emptied while the server remembers the keys of its first cursors."""
+"""The number of keys that are tried for the first cursor. As long as the server remembers such a key, the table cannot
+begin with it again."""
 
 
 class PromptsTable(PromptQueue):
@@ -113,16 +114,16 @@ class PromptsTable(PromptQueue):
         self._stats = stats
         self._bad_in_a_row = 0
         self._names = ""
-        """A hash of the names of all rows: `names_of`."""
+        """The hash `names_of` the rows."""
         self._items = LeasedItems(
             client,
             answer,
             self.table,
-            config.prompts_lease,
-            "prompts",
-            _decoded,
-            _lose,
-            stats,
+            lease=config.prompts_lease,
+            what="prompts",
+            decode=_decoded,
+            on_lost=_lose,
+            stats=stats,
         )
 
     async def begin(self) -> None:
@@ -142,19 +143,20 @@ class PromptsTable(PromptQueue):
         if table is None:
             names = ", ".join(info.tables)
             raise ReplayError(f"prompts_table {self.table!r} does not exist; there are {names}: add it in [[tables]]")
-        fault = next(self._faults(json.loads(table.config)), None)
+        fault = next(self._faults(json.loads(table.config)), None)  # the first fault
         if fault is not None:
             raise ReplayError(f"table {self.table!r} cannot hold the prompts of {self._what}: {fault}")
 
     async def next(self) -> DrawnPrompt | None:
         """The next prompt, under a lease; None: there is none now."""
         exclude: list[int] = []
-        if not self._times:  # drawn prompts stay in the table, which could return one of them again
+        is_drawn_again = not self._times  # drawn prompts stay in the table, which could return one of them now
+        if is_drawn_again:
             exclude = [sample.info.key for sample, _ in self._items.held.values()]
         try:
             sample, item = await self._items.draw(_PAUSE, exclude)
         except DeadlineExceededError:
-            await self._look()
+            await self._table_is_idle()
             return None
         if isinstance(item, PromptCursor):
             await self._cursor_drawn(sample, item)
@@ -194,8 +196,8 @@ class PromptsTable(PromptQueue):
     async def _cursor_drawn(self, sample: Sample, cursor: PromptCursor) -> None:
         """Is called when the cursor has been drawn, as `sample`."""
 
-    async def _look(self) -> None:
-        """Is called when no prompt could be drawn for _PAUSE seconds."""
+    async def _table_is_idle(self) -> None:
+        """Is called when no item could be drawn for _PAUSE seconds."""
 
     # ---------------------------------------------------------------------------------------------- for both modes
 
@@ -204,6 +206,7 @@ class PromptsTable(PromptQueue):
         sampler = config["sampler"]["type"]
         times = config["max_times_sampled"]
         limiter = config["rate_limiter"]
+        # A curriculum needs room for all prompts and for two cursors.
         room = LEAST_ROOM if self._times else len(self._rows) + 2
         if sampler != self._sampler:
             yield f'its sampler is {sampler!r}; write sampler = "{self._sampler}"'
@@ -213,11 +216,11 @@ class PromptsTable(PromptQueue):
             yield f"its max_staleness {config['max_staleness']} would drop prompts; leave it out"
         if limiter["type"] not in ("min_size", "queue") or limiter["min_size"] > 1:
             yield f"its rate_limiter {limiter['type']!r} may hold prompts back; leave it out"
-        most = config["max_size"]
+        capacity = config["max_size"]
         if limiter["max_size"]:
-            most = min(most, limiter["max_size"])
-        if most < room:
-            yield f"it holds {most} items; write max_size = {room} or more, so that no prompt is evicted"
+            capacity = min(capacity, limiter["max_size"])
+        if capacity < room:
+            yield f"it holds {capacity} items; write max_size = {room} or more, so that no prompt is evicted"
         if config["requires"]:
             yield f"it requires {', '.join(config['requires'])}, which prompts lack; leave that out"
 
@@ -226,7 +229,7 @@ class PromptsTable(PromptQueue):
         return info
 
     async def _is_empty(self) -> bool:
-        """True if the table holds no items, and none is drawn."""
+        """True if the table holds no items, and no drawn item can return to it."""
         info = await self._info()
         if getattr(info, "gone", ()):  # one of several servers does not answer, and may hold items
             return False
@@ -250,6 +253,7 @@ class PromptsTable(PromptQueue):
     async def _insert_cursor(
         self, cursor: PromptCursor, key: int, priority: float = 1.0, closes: Sequence[Sample] = ()
     ) -> None:
+        """Inserts a cursor, with a tag that shows a user how far the prompts are loaded."""
         await self._answer(
             self._client.insert,
             cursor.encode(),
@@ -262,8 +266,9 @@ class PromptsTable(PromptQueue):
     async def _load(self, cursor: PromptCursor, rows: Sequence[int], priority: float = 1.0) -> None:
         """Inserts the prompts of these rows. The first prompt has the position of `cursor`.
 
-        Prompts that the table has already are not inserted again. A row that is no prompt, or whose prompt no table can
-        hold, is left out. Otherwise such a row would end one generator after the other.
+        `rows`: the numbers of the rows. Prompts that the table has already are not inserted again. A row that is no
+        prompt, or whose prompt no table can hold, is left out. Otherwise such a row would end one generator after the
+        other.
         """
 
         def encoded() -> list[tuple[bytes, dict[str, TagValue]] | PromptError]:
@@ -276,6 +281,7 @@ class PromptsTable(PromptQueue):
             indices[key] = index
 
         async def attempt() -> dict[int, ReplayError]:
+            """Inserts all prompts. Returns the errors of the prompts that are too large, by their keys."""
             async with self._client.writer(max_in_flight=WINDOW) as writer:
                 for key, index in indices.items():
                     stored = prompts[index]
@@ -321,7 +327,7 @@ class PromptsTable(PromptQueue):
         logger.warning("left out of table %r: %s", self.table, prompt)
 
     def _check(self, cursor: PromptCursor) -> None:
-        """Raises ReplayError if the table was loaded from other prompts: from more, from fewer, or with other names."""
+        """Raises ReplayError if the table was loaded from other prompts: another number of them, or other names."""
         if (cursor.rows, cursor.names) != (len(self._rows), self._names):
             loaded = counted(cursor.rows, "prompt")
             has = "others" if cursor.rows == len(self._rows) else str(len(self._rows))
@@ -332,10 +338,10 @@ class PromptsTable(PromptQueue):
 
 
 async def _beside_too_large(call: Callable[[], Awaitable[object]]) -> None:
-    """Calls a method of a writer, and repeats the call after an error about a prompt that is too large.
+    """Calls a method of a writer, and repeats the call after each error about a prompt that is too large.
 
-    A writer raises such an error once, about an earlier item, which it adds to `refused`. In that case the writer has
-    not executed this call.
+    A writer adds a prompt that is too large to `refused`, and then raises the error once, in a later call. It has not
+    executed that call.
     """
     while True:
         try:
@@ -361,6 +367,7 @@ class EpochPrompts(PromptsTable):
     _times = 1
 
     async def begin(self) -> None:
+        """Also refuses a table of partial groups that may drop these groups, since they replace their prompts."""
         await super().begin()
         info = await self._info()
         name = self._config.partial_groups_table or ""
@@ -377,33 +384,38 @@ class EpochPrompts(PromptsTable):
         await self._first_cursor(1.0)
 
     async def requeued(self, drawn: DrawnPrompt, partial: Sample | None = None) -> None:
-        """Requeues a prompt. A prompt that replaces a partial group is put behind the loaded prompts."""
+        """Requeues a prompt. A prompt that replaces a partial group is inserted anew, behind the loaded prompts."""
         await super().requeued(drawn)
-        if partial is None or drawn.item is None:
+        if partial is None or drawn.item is None:  # the prompt replaces no partial group, or is of no table
             return
         prompt = StoredPrompt(Prompt.of(drawn.source), drawn.item.epoch, drawn.item.position)
-        # The key follows from the key of the partial group. So the prompt is not inserted twice if an answer was lost.
+        # The key follows from the key of the partial group, so the prompt is not inserted twice if an answer was lost.
         key = key_of("again", partial.info.key)
         tags = prompt.item_tags()
         table = {self.table: 1.0}
         with contextlib.suppress(LeaseEndedError):  # another generator has drawn the group, and continues it
             await self._answer(self._client.insert, prompt.encode(), table, key=key, tags=tags, closes=[partial])
 
-    async def _look(self) -> None:
+    async def _table_is_idle(self) -> None:
         await self._first_cursor(1.0)  # somebody may have emptied the table
 
     async def _cursor_drawn(self, sample: Sample, cursor: PromptCursor) -> None:
+        """Loads the next WINDOW prompts of the epoch, and inserts the next cursor, which closes this one.
+
+        After the last epoch, requeues the cursor for the other generators, and may set `ended`.
+        """
         self._check(cursor)
         epochs = self._config.prompts_epochs
         if epochs is not None and cursor.epoch >= epochs:
             await self._wait_for_others()
             await self._items.end([sample], requeue=True)
             return
+        # In a thread, because the order of millions of rows would hold up the event loop.
         order = await in_daemon_thread(lambda: epoch_order(cursor.rows, cursor.seed, cursor.epoch))
         rows = order[cursor.position : cursor.position + WINDOW].tolist()
         epoch = cursor.epoch
         position = cursor.position + len(rows)
-        if position >= cursor.rows:
+        if position >= cursor.rows:  # the next cursor begins the next epoch
             epoch += 1
             position = 0
         assert (epoch, position) > (cursor.epoch, cursor.position), "a cursor goes forward"
@@ -451,10 +463,11 @@ class CurriculumPrompts(PromptsTable):
     _sampler = "prioritized"
 
     async def begin(self) -> None:
+        """Also loads all prompts, unless a second cursor records that some generator has done so."""
         await super().begin()
-        await self._first_cursor(0.0)  # priority 0 is never drawn
+        await self._first_cursor(0.0)  # an item of priority 0 is never drawn
         run = await self._run()
-        loaded = key_of(run, "loaded")
+        loaded = key_of(run, "loaded")  # the key of the second cursor
         if await self._answer(self._client.get, [loaded], payloads=False):
             return
         cursor = PromptCursor(run=run, seed=self._seed, rows=len(self._rows), names=self._names)
@@ -468,7 +481,7 @@ class CurriculumPrompts(PromptsTable):
         """Also updates the priority of the prompt. A kill before the update loses only the effect of this group."""
         await super().finished(drawn, rewards, inserted=inserted)
         item = drawn.item
-        if item is None:
+        if item is None:  # the prompt of a partial group that some generator has opened without this table
             return
         learnability = 0.0 if rewards is None else group_learnability(rewards)
         mean = (1 - LEARNING_RATE) * item.priority + LEARNING_RATE * max(learnability, LEAST_PRIORITY)

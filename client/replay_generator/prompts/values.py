@@ -1,8 +1,8 @@
 """Values of rows: converts the values of users' rows to values that JSON, msgpack and reward functions all accept.
 
-Rows come from JSON, Arrow, pandas and Python. A reader of a row need not know from which. Numbers and arrays of numpy
-become numbers and lists of Python. Sets become lists. A number that JSON cannot write becomes None. Some values without
-a JSON type become texts: dates, times, decimals, UUIDs, paths.
+Rows come from JSON, Arrow, pandas and Python. After the conversion, a reader of a row need not know its source. Numbers
+and arrays of numpy become numbers and lists of Python. Sets become lists. A number that JSON cannot write becomes None.
+Some values without a JSON type become texts: dates, times, decimals, UUIDs, paths.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import numpy as np
 MOST_DEPTH = 64
 """The most lists and objects inside one another. With this limit, other code may walk through a row by recursion."""
 _NULLS = ("NAType", "NaTType")
-"""Types of pandas for missing values."""
+"""The names of the types that pandas has for missing values."""
 _TEXTS = (Decimal, Fraction, UUID, PurePath, timedelta)
 """Types whose values become their texts."""
 _LISTS = (list, tuple, AbstractSet, deque, range)
@@ -46,7 +46,7 @@ def plain_row(row: Mapping[str, Any]) -> dict[str, Any]:
     try:
         plain: dict[str, Any] = _rebuilt(row, _plain)
         return plain
-    except ValueError:
+    except ValueError:  # convert the fields one by one, to name the field that fails
         for name, value in row.items():
             try:
                 _rebuilt({name: value}, _plain)
@@ -63,7 +63,7 @@ def plain_value(value: Any) -> Any:
 def without_nulls(value: Any) -> Any:
     """A value of Arrow without null fields, at any depth. In Arrow, each object has the fields of all rows.
 
-    A null in a list stays, because no field is missing there.
+    A null in a list stays, because the source of the list had it.
     """
     return _rebuilt(value, lambda unchanged: unchanged, drop_nulls=True)
 
@@ -71,11 +71,12 @@ def without_nulls(value: Any) -> Any:
 def _rebuilt(value: Any, change: Callable[[Any], Any], *, drop_nulls: bool = False, most: int = MOST_DEPTH) -> Any:
     """A copy of the value in which `change` was applied to each value and each name, at any depth.
 
-    `most`: the largest depth. Raises ValueError for a deeper value. There is no recursion, which a deep value could
-    exhaust.
+    `most`: the largest depth. Raises ValueError for a deeper value. The loop takes the place of recursion, for which a
+    value may be too deep.
     """
     top = [change(value)]
     todo: list[tuple[Any, Any, int]] = [(top, 0, 0)]
+    """Values whose inner values must still be changed. Each is `holder[key]`; an entry is holder, key and depth."""
     while todo:
         holder, key, depth = todo.pop()
         inner = holder[key]
@@ -83,7 +84,7 @@ def _rebuilt(value: Any, change: Callable[[Any], Any], *, drop_nulls: bool = Fal
             inner = inner.tolist()
         if depth > most and _holds_others(inner):
             raise ValueError(f"is nested more than {MOST_DEPTH} deep")
-        keys: list[Any] = []
+        keys: list[Any] = []  # of the inner values that hold other values
         if isinstance(inner, Mapping):
             inner = {change(name): change(field) for name, field in inner.items()}
             if drop_nulls:
@@ -91,7 +92,7 @@ def _rebuilt(value: Any, change: Callable[[Any], Any], *, drop_nulls: bool = Fal
             keys = [name for name, field in inner.items() if _holds_others(field)]
         elif isinstance(inner, _LISTS):
             if isinstance(inner, AbstractSet):
-                inner = sorted(inner, key=repr)
+                inner = sorted(inner, key=repr)  # its values may have no order of their own
             inner = [change(element) for element in inner]
             keys = [index for index, element in enumerate(inner) if _holds_others(element)]
         holder[key] = inner
@@ -108,14 +109,17 @@ def _holds_others(value: Any) -> bool:
 
 
 def _plain(value: Any) -> Any:
-    """The value in a type of JSON. Lists and objects stay as they are. Raises ValueError for half a surrogate."""
+    """The value in a type of JSON. Lists, objects and values of unknown types stay as they are.
+
+    Raises ValueError for half a surrogate.
+    """
     if type(value) is str:
         return _whole(value)
     if value is None or type(value) in (bool, int, dict, list):
         return value
     if isinstance(value, np.datetime64 | np.timedelta64):
         return None if np.isnat(value) else str(value)
-    if isinstance(value, np.ndarray) and value.dtype.kind in "mM":
+    if isinstance(value, np.ndarray) and value.dtype.kind in "mM":  # times: `tolist` would make numbers of some
         return list(value)
     if isinstance(value, np.ndarray | np.generic):
         value = value.tolist()
@@ -123,7 +127,7 @@ def _plain(value: Any) -> Any:
         return None
     if isinstance(value, float):
         return value if math.isfinite(value) else None
-    if isinstance(value, str):
+    if isinstance(value, str):  # of a subclass, whose own __str__ may return another text
         return _whole(str.__str__(value))
     if isinstance(value, date | time):
         return value.isoformat()
@@ -133,7 +137,7 @@ def _plain(value: Any) -> Any:
 
 
 def _whole(text: str) -> str:
-    """The text. Raises ValueError for half a surrogate."""
+    """The text, unchanged. Raises HalfSurrogateError if it holds half of a surrogate pair."""
     if text.isascii():
         return text
     try:
@@ -152,13 +156,13 @@ def _whole(text: str) -> str:
 def field_of(row: Mapping[str, Any], path: str) -> Any:
     """The value of a field. `path`: its name, or a path of names, such as `reward_model.ground_truth`.
 
-    A field that has the whole path as its name comes first. In a list, a name is an index. Raises KeyError, whose text
-    names the fields that exist.
+    If a field of the row has the whole path as its name, that field counts. In a list, a name is an index. Raises
+    KeyError, whose text names the fields that exist.
     """
     if path in row:
         return row[path]
     value: Any = row
-    before = ""
+    before = ""  # the path to `value`
     for name in path.split("."):
         if isinstance(value, list) and name.isdecimal() and int(name) < len(value):
             value = value[int(name)]
@@ -183,6 +187,7 @@ def json_of(value: Any) -> str:
     `value`: a result of `plain_row` or `plain_value`, or an object of such values. Values without a JSON type become
     null.
     """
+    # `value` may hold values of MOST_DEPTH, and is then deeper itself.
     rebuilt = _rebuilt(value, _json_value, drop_nulls=True, most=MOST_DEPTH + 2)
     try:
         return json.dumps(rebuilt, sort_keys=True, skipkeys=True)
@@ -191,7 +196,10 @@ def json_of(value: Any) -> str:
 
 
 def _json_value(value: Any) -> Any:
-    """A value for `json_of`. 1.0 becomes 1: in Arrow, all numbers of a column are floats if one has a fraction."""
+    """A value for `json_of`. 1.0 becomes 1: in Arrow, all numbers of a column are floats if one has a fraction.
+
+    Bytes become their hexadecimal digits, and values of unknown types None.
+    """
     value = _plain(value)
     if isinstance(value, float) and value.is_integer():
         return int(value)

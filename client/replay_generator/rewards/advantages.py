@@ -1,4 +1,4 @@
-"""Advantages: computes the advantages of a group, by `scale_rewards` or by a function of the user's own."""
+"""Advantages: computes the advantages of a group as `scale_rewards` says, or by a function of the user's own."""
 
 from __future__ import annotations
 

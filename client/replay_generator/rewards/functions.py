@@ -29,20 +29,20 @@ from replay_generator.user_code.results import LARGEST, check_name, number_of
 from replay_protos.words import counted
 
 RewardFunction = Callable[..., float | None | Awaitable[float | None]]
-"""A function that takes the prompt's row and the last text that the policy wrote, and returns a reward. If it returns
-None, it abstains, and only the other functions decide. A function with a parameter `rollout` also gets the whole
+"""A function that takes the prompt's row and the last text that the policy wrote, and returns a reward. A function that
+returns None abstains, and only the other functions decide. A function with a parameter `rollout` also gets the whole
 Rollout: its turns with their texts, the output of tools, and its `info`.
 
 If the function is async, all calls for a group run at the same time. Otherwise the function runs in a thread, for one
-group at a time. A function that asks for a signal (`signal.alarm`, for example) runs in a process of its own from then
-on."""
+group at a time. After a function has asked for a signal (`signal.alarm`, for example), it runs in a process of its
+own."""
 GroupRewardFunction = Callable[..., Sequence[float | None] | Awaitable[Sequence[float | None]]]
 """A function with the decorator `group_reward`. It takes the prompt's row and the texts of all G rollouts, and returns
 G rewards, each of which may be None. A function with a parameter `rollouts` also gets the rollouts."""
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 OWN_REWARD = "rollout"
-"""The name under which the rewards of environments stand among those of reward functions."""
+"""The rewards that environments give to their rollouts are listed under this name, beside those of reward functions."""
 _SCORES_GROUPS = "scores_groups"
 """The attribute of functions with the decorator `group_reward`."""
 _THREAD_SAFE = "thread_safe"
@@ -56,8 +56,8 @@ class RewardError(ReplayError):
 
 
 class AbstainedError(RewardError):
-    """Every reward function abstained for a rollout. This counts as intended, because other rollouts of this run have
-    had rewards."""
+    """Every reward function abstained for a rollout. The functions are taken to have meant this, because other rollouts
+    of this run have had rewards."""
 
 
 def group_reward(function: Function) -> Function:
@@ -124,7 +124,9 @@ class Scorer:
             raise ValueError(f"reward functions need names of their own, not {', '.join(names)}: give Reward a name")
         self._timeout = timeout
         self._threads = asyncio.Semaphore(threads or 1)
+        """The threads for functions that are not `thread_safe`."""
         self._safe_threads = asyncio.Semaphore(threads or _SAFE_THREADS)
+        """The threads for functions that are `thread_safe`."""
         self._has_scored = False
         """True once any rollout has had a reward. Until then, None may also come from a function without `return`."""
 
@@ -153,6 +155,7 @@ class Scorer:
         own: list[float | None] = [None] * len(texts)
         if rollouts:
             own = [rollout.reward for rollout in rollouts]
+        # Without reward functions, the rollouts must have rewards: if they have none, `_own_rewards` raises the error.
         if any(value is not None for value in own) or not self.rewards:
             weights[OWN_REWARD] = 1.0
             by_name[OWN_REWARD] = _own_rewards(own)
@@ -163,7 +166,7 @@ class Scorer:
             abstained &= np.isnan(rewards)
         total[abstained] = math.nan
         largest = float(np.abs(total[~abstained]).max(initial=0.0))
-        if not largest <= MAX_VALUE:
+        if not largest <= MAX_VALUE:  # NaN is refused too
             names = ", ".join(repr(name) for name in by_name)
             raise RewardError(
                 f"the weighted sum of {names} is {largest:g}, and no trainer can use a reward beyond ±{MAX_VALUE:g}: "
@@ -190,8 +193,9 @@ class Scorer:
         if parameter and rollouts is None:
             raise _failed(reward, f"has a parameter {parameter!r}, and here are texts without rollouts")
         results = await self._call(reward, row, texts, rollouts)
-        is_one = isinstance(results, str | bytes | Mapping) or getattr(results, "ndim", 1) == 0
-        if is_one or not isinstance(results, Iterable):
+        # A text, a dict and an array of numpy without axes can be iterated, and are no list of rewards.
+        is_single_value = isinstance(results, str | bytes | Mapping) or getattr(results, "ndim", 1) == 0
+        if is_single_value or not isinstance(results, Iterable):
             shown = user_code.shown(results)
             raise _failed(reward, f"returned {shown}, not one reward for each completion ({len(texts)})")
         values = list(results)
@@ -266,7 +270,8 @@ def _rollout_parameter(function: Callable[..., Any]) -> str | None:
 async def _results(
     function: Callable[..., Any], row: Mapping[str, Any], texts: list[str], rollouts: list[Rollout]
 ) -> Any:
-    """The results of one call for the whole group, or of one call for each rollout."""
+    """The results of one call for the whole group, if the function is a `group_reward`; otherwise of one call for each
+    rollout."""
     parameter = _rollout_parameter(function)
     options: dict[str, Any] = {}
     if getattr(function, _SCORES_GROUPS, False):
@@ -350,4 +355,5 @@ def load_reward(name: str) -> Reward:
 
 
 def _failed(reward: Reward, how: str, error: Exception | None = None) -> RewardError:
+    """The error that says how a reward function failed. `error`: the exception that it raised; None: it raised none."""
     return RewardError(f"reward function {reward.name!r} {how}{user_code.where(reward.function, error)}")

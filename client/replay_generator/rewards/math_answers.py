@@ -26,15 +26,18 @@ logger = logging.getLogger(__name__)
 
 _BOX = "\\boxed"
 _HASHES = "####"
-_THINKS = "<think>"
-_THOUGHT = "</think>"
-_LOOKED_AT = 1000
-"""An answer without a mark is looked for in this many characters at the end of a text."""
+_THOUGHTS_BEGIN = "<think>"
+_THOUGHTS_END = "</think>"
+_LAST_CHARACTERS = 1000
+"""math-verify looks for an answer without a mark only in this many characters at the end of a text."""
 _MOST_ANSWER = 10_000
 """The most characters of an answer. A longer one counts as wrong."""
 _NUMBER = re.compile(r"(?:\\?\$)?\s*([-+]?[\d,]*\.?\d+)\s*\$?\.?")
+"""A number such as -1,234.5, perhaps between or behind dollar signs, and perhaps with a full stop at the end. Group 1
+is the number alone."""
 _WITH_UNIT = re.compile(r"((?:\\?\$)?\s*[-+]?[\d,]*\.?\d+)\s+[A-Za-z]{2}.*")
-"""A number with a unit behind it. GSM8K's own evaluation ignores the unit, and so does this module."""
+"""A number with a unit behind it, such as "72 apples". Group 1 is the text before the unit. This module ignores the
+unit, as GSM8K's own evaluation does."""
 
 
 def check_installed() -> None:
@@ -63,8 +66,8 @@ def marked_answer(text: str) -> str | None:
 
 
 def _in_braces(text: str) -> str | None:
-    """The text between a brace at the beginning and the brace that closes it. If the text begins with no brace: the
-    first word. None: the text is empty, or its brace is never closed."""
+    """The text between a brace at the beginning and the brace that closes it; if the text does not begin with a brace,
+    its first word. None: the text is empty, or its brace is never closed."""
     text = text.lstrip()
     if not text:
         return None
@@ -85,10 +88,10 @@ def _in_braces(text: str) -> str | None:
 def after_thoughts(text: str) -> str:
     """The text behind the thoughts of the policy, or the whole text if it has no thoughts. "": the thoughts have no
     end."""
-    if _THOUGHT in text:
-        _, _, reply = text.rpartition(_THOUGHT)
+    if _THOUGHTS_END in text:
+        _, _, reply = text.rpartition(_THOUGHTS_END)
         return reply
-    if _THINKS in text:
+    if _THOUGHTS_BEGIN in text:
         return ""
     return text
 
@@ -114,14 +117,15 @@ def same_answer(expected: Sequence[str], text: str) -> bool:
             return True
         number = _number(answer)
         right_numbers = [_number(right) for right in right_answers]
-        if number is not None and None not in right_numbers:
+        if number is not None and None not in right_numbers:  # all are plain numbers, so math-verify is not needed
             return number in right_numbers
     if not reply.strip():
         return False
     if answer is None:
-        compared = reply[-_LOOKED_AT:]
+        compared = reply[-_LAST_CHARACTERS:]
     else:
-        compared = f"\\boxed{{{answer}}}"
+        compared = f"\\boxed{{{answer}}}"  # a mark that math-verify knows, also for an answer behind ####
+    # math-verify reads LaTeX only between dollar signs.
     formulas = [right if "$" in right else f"${right}$" for right in right_answers]
     return _compare(formulas, compared)
 

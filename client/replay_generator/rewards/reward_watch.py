@@ -19,16 +19,16 @@ from replay_generator.prompts.values import field_of
 from replay_generator.rewards.functions import ANSWER, Reward
 
 LEAST_GROUPS = 20
-"""The number of groups in a row with one reward after which the first report comes. Another report comes each time that
-the number has doubled."""
+"""The first report is made after this many groups in a row with one reward. Another report is made each time that the
+number of groups has doubled."""
 _FIELDS = (ANSWER, "reward_model.ground_truth", "solution")
 """The fields in which rows have the expected answer, if no reward names another field."""
 _MOST_SHOWN = 80
-"""The most characters of the example: of the end of the expected answer, and of the end of the policy's text."""
+"""The most characters of each text in the example: the end of the expected answer, and the end of the policy's text."""
 
 
 class RewardWatch(Watch):
-    """Counts the groups in a row in which every rollout has the same reward, and the same as in the groups before."""
+    """Counts the groups in a row whose rollouts all have one and the same reward."""
 
     def __init__(self, rewards: Sequence[Reward] = ()) -> None:
         self._fields: list[str] = []
@@ -46,10 +46,11 @@ class RewardWatch(Watch):
         self._reports_at = LEAST_GROUPS
         """The number of groups at which the next report is due."""
         self._description: dict[str, str] = {}
+        """The last report."""
 
     @property
     def description(self) -> dict[str, str]:
-        """The facts for the server, as JSON by name; empty: rewards differ, or there are too few groups yet."""
+        """The facts for the server, as JSON by name; empty: rewards differ, or too few groups were counted."""
         return self._description
 
     def record(self, rewards: npt.NDArray[np.float32], row: Mapping[str, Any], text: str) -> None:
@@ -58,9 +59,9 @@ class RewardWatch(Watch):
         value = float(rewards[0])
         are_equal = bool((rewards == rewards[0]).all())
         if not are_equal:
-            self._forget(None)
+            self._start_again(None)
         elif value != self._value:
-            self._forget(value)
+            self._start_again(value)
         self._groups += 1
         if self._value is None or self._groups < self._reports_at:
             return
@@ -71,7 +72,8 @@ class RewardWatch(Watch):
             facts["expected"] = str(expected).strip()[-_MOST_SHOWN:]
         self._description = {"one_reward": json.dumps(facts)}
 
-    def _forget(self, value: float | None) -> None:
+    def _start_again(self, value: float | None) -> None:
+        """Counts from 0. `value`: the reward of all rollouts of the next group to count; None: its rewards differ."""
         self._value = value
         self._groups = 0
         self._reports_at = LEAST_GROUPS

@@ -1,1 +1,1 @@
-"""Stages: move items from one table to another. A function of the user's own works at each, or the built-in scorer."""
+"""Stages: move items from one table to another. A user's function, or the built-in scorer, works at each item."""

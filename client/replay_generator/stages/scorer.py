@@ -34,7 +34,7 @@ _PAUSE = 1.0
 
 
 class GroupScorer(Stage):
-    """A stage that gives groups their rewards. `run` also raises PromptError when too many groups in a row fail."""
+    """A stage that gives groups their rewards. `run` also raises PromptError if too many groups in a row fail."""
 
     config: ScorerConfig
     part = "scorer"
@@ -62,8 +62,8 @@ class GroupScorer(Stage):
 
     @property
     def _has_room(self) -> bool:
-        # Twice as many rollouts as can be scored at the same time: while a group waits for its last slow rollout, the
-        # next group uses the free slots.
+        # Groups are drawn until they have twice as many rollouts as can be scored at the same time: while a group waits
+        # for its last slow rollout, the next group uses the free slots.
         return self._rollouts < 2 * (self.config.concurrency or CONCURRENCY)
 
     async def _score(self, sample: Sample) -> Handoff:
@@ -80,22 +80,24 @@ class GroupScorer(Stage):
 
 
 def _carries_gradient_and(group_filter: Callable[[RolloutGroup], bool] | None) -> Callable[[RolloutGroup], bool]:
-    """A filter for the groups that carry a gradient and pass `group_filter`. None: there is no other filter."""
+    """A filter that only groups pass that carry a gradient and pass `group_filter`. `group_filter` None: every group
+    passes it."""
 
-    def takes(group: RolloutGroup) -> bool:
+    def passes(group: RolloutGroup) -> bool:
         if not carries_gradient(group):
             return False
         if group_filter is None:
             return True
         return user_code.decision_of(group_filter, group)
 
-    return takes
+    return passes
 
 
 class RolloutScoring(Scoring):
     """Scores each rollout by itself, a bounded number at the same time. If scoring fails, it is tried again."""
 
     def __init__(self, scorer: Scorer, config: ScorerConfig, *others: Any) -> None:
+        """`others`: the further arguments of Scoring."""
         super().__init__(scorer, config, *others)
         self._slots = asyncio.Semaphore(config.concurrency or CONCURRENCY)
         self._attempts = config.attempts
@@ -103,37 +105,37 @@ class RolloutScoring(Scoring):
     async def _rewards(
         self, scorer: Scorer, prompt: Prompt, played: list[PlayedRollout]
     ) -> tuple[list[PlayedRollout], npt.NDArray[np.float32], ByFunction, list[str]]:
-        # Each part is scored by itself. If a function compares rollouts, the whole group is one part, and otherwise
-        # each rollout is a part.
-        parts = [played] if scorer.scores_groups else [[rollout] for rollout in played]
-        finished: list[PlayedRollout] = []
-        rewards_of_parts: list[npt.NDArray[np.float32]] = []
-        functions_of_parts: list[ByFunction] = []
+        # Each batch is scored by itself. If a function compares rollouts, the whole group is one batch. Otherwise each
+        # rollout is a batch.
+        batches = [played] if scorer.scores_groups else [[rollout] for rollout in played]
+        scored: list[PlayedRollout] = []
+        rewards_of_batches: list[npt.NDArray[np.float32]] = []
+        functions_of_batches: list[ByFunction] = []
         errors: list[RewardError] = []
-        results = await asyncio.gather(*(self._tried(scorer, prompt, part) for part in parts))
-        for part, result in zip(parts, results, strict=True):
+        results = await asyncio.gather(*(self._tried(scorer, prompt, batch) for batch in batches))
+        for batch, result in zip(batches, results, strict=True):
             if isinstance(result, RewardError):
-                errors += [result] * len(part)
+                errors += [result] * len(batch)
                 continue
             rewards, by_name = result
-            has_reward = ~np.isnan(rewards)
+            has_reward = ~np.isnan(rewards)  # NaN: every function abstained
             errors += [scorer.unscored()] * int((~has_reward).sum())
             if has_reward.any():
-                finished += [rollout for rollout, has in zip(part, has_reward, strict=True) if has]
-                rewards_of_parts.append(rewards[has_reward])
-                functions_of_parts.append({name: values[has_reward] for name, values in by_name.items()})
-        failures = self.see_failures(prompt, errors, len(finished), len(played))
-        names = functions_of_parts[0].keys()
-        if any(by_name.keys() != names for by_name in functions_of_parts):
+                scored += [rollout for rollout, has in zip(batch, has_reward, strict=True) if has]
+                rewards_of_batches.append(rewards[has_reward])
+                functions_of_batches.append({name: values[has_reward] for name, values in by_name.items()})
+        failures = self.see_failures(prompt, errors, len(scored), len(played))  # raises if no rollout was scored
+        names = functions_of_batches[0].keys()
+        if any(by_name.keys() != names for by_name in functions_of_batches):
             raise PromptError(f"prompt {prompt.prompt_id!r}: some rollouts have a reward of their own, and some none")
-        by_function = {name: np.concatenate([by_name[name] for by_name in functions_of_parts]) for name in names}
-        return finished, np.concatenate(rewards_of_parts), by_function, failures
+        by_function = {name: np.concatenate([by_name[name] for by_name in functions_of_batches]) for name in names}
+        return scored, np.concatenate(rewards_of_batches), by_function, failures
 
     async def _tried(
         self, scorer: Scorer, prompt: Prompt, played: list[PlayedRollout]
     ) -> tuple[npt.NDArray[np.float32], ByFunction] | RewardError:
         """The rewards of these rollouts, or the error of the last attempt."""
-        rollouts = [each.rollout for each in played]
+        rollouts = [finished.rollout for finished in played]
         texts = [rollout.text for rollout in rollouts]
         async with self._slots:
             for attempt in range(self._attempts):

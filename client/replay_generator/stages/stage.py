@@ -4,9 +4,9 @@
          ▲                               │ └──▶ None: the item leaves
          └── its stage has died ─────────┘
 
-Any number of processes can share a table. Each draws an item only when it has room for it, so a slow process takes
-fewer items. If a process dies, the others get its items when its leases end. They do the work again, but each item is
-replaced by only one result.
+Any number of processes can share a table. Each process draws an item only when it has room for the item, so a slow
+process draws fewer items. If a process dies, the others get its items when its leases end. They do the work again, but
+only one result replaces each item.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from replay_generator.user_code import calls as user_code
 CONCURRENCY = 8
 """The default of `StageConfig.concurrency`."""
 _DRAW_SECONDS = 30.0
-"""Seconds that one draw waits for an item. Then it is repeated."""
+"""Seconds that one draw waits for an item. Then the draw is repeated."""
 _MOST_SKIPPED = 20
-"""The number of items in a row that are left out, after which the run ends."""
+"""The run ends after this many items in a row that are left out."""
 
 Work = Callable[[Sample], Any]
-"""A function that works at an item. It returns a group for the tables of the settings, or a Handoff for other tables.
-If it returns None, the item is removed and nothing takes its place.
+"""A function that works at an item. It returns a group for the tables of the settings, a Handoff for other tables, or
+None. After None, the item is removed, and nothing replaces it.
 
 A function without async runs in a thread."""
 
@@ -73,15 +73,15 @@ class Stage:
             client,
             self._server.answer,
             config.source_table,
-            config.lease,
-            self.part,
-            lambda _: None,
-            self._lose,
-            self.stats,
+            lease=config.lease,
+            what=self.part,
+            decode=lambda _: None,  # the user's function decodes the items
+            on_lost=self._lose,
+            stats=self.stats,
         )
         self._tasks: dict[int, asyncio.Task[None]] = {}
         """The tasks that work at items, by the id of the item's lease."""
-        self._passed_on = asyncio.Event()
+        self._has_ended_one = asyncio.Event()
         """Set when the work at an item has ended."""
         self._ended = asyncio.Event()
         """Set by `stop`."""
@@ -93,6 +93,7 @@ class Stage:
             await self._run()
 
     async def _run(self) -> None:
+        """Works until the first of three tasks ends: the work at all items, the watch over the server, or `stop`."""
         info = await self._server.look(self.config.source_table)
         await self._server.observe(info)
         tasks: list[asyncio.Task[Any]] = [
@@ -126,9 +127,9 @@ class Stage:
             async with asyncio.TaskGroup() as tasks:
                 while drawn != self.config.max_items:
                     while not self._has_room:
-                        self._passed_on.clear()
-                        await self._passed_on.wait()
-                    with contextlib.suppress(DeadlineExceededError):
+                        self._has_ended_one.clear()
+                        await self._has_ended_one.wait()
+                    with contextlib.suppress(DeadlineExceededError):  # no item came: the draw is repeated
                         sample, _ = await self._items.draw(_DRAW_SECONDS)
                         work = tracing.in_span(f"replay.{self.part}", partial(self._pass_on, sample))
                         task = tasks.create_task(work)
@@ -136,7 +137,7 @@ class Stage:
                         task.add_done_callback(partial(self._end, sample))
                         drawn += 1
                         await asyncio.sleep(0)  # the task begins here, so that `_has_room` counts its rollouts
-        except ExceptionGroup as failed:
+        except ExceptionGroup as failed:  # a TaskGroup wraps every error
             raise failed.exceptions[0]  # noqa: B904  the cause of the error tells more than this group of errors
 
     async def _pass_on(self, sample: Sample) -> None:
@@ -178,7 +179,7 @@ class Stage:
             closes=(sample,),
         )
         self._items.forget([sample])
-        if isinstance(handoff.group, RolloutGroup):
+        if isinstance(handoff.group, RolloutGroup):  # and not bytes, which cannot be counted
             by_function = {"": handoff.group.rewards}
             self._metrics.count_inserted(handoff.group, by_function, info.staleness, GroupTimes())
 
@@ -188,8 +189,9 @@ class Stage:
         self._tasks[sample.info.lease_id].cancel()
 
     def _end(self, sample: Sample, _: object) -> None:
+        """Is called when the task of an item has ended."""
         del self._tasks[sample.info.lease_id]
-        self._passed_on.set()
+        self._has_ended_one.set()
 
 
 def run_stage(connect: Callable[[], AsyncReplayClient], work: Work, config: StageConfig) -> GeneratorStats:

@@ -1,7 +1,8 @@
 """Addresses of weights over HTTP: the rules for addresses from which a generator may fetch.
 
-Any client that may write to the server can set the address of the weights. So a generator fetches only from addresses
-inside of `weights_root`, which its own user sets, in a spelling that every server and proxy reads alike.
+Any client that may write to the server can set the address of the weights. Therefore a generator fetches only from
+addresses inside of `weights_root`, which its own user sets. An address must also have a spelling that every server and
+proxy reads alike.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ _PORTS = {"http": 80, "https": 443}
 _LETTERS = re.compile(r"https?://[A-Za-z0-9._~+=,:\[\]/-]+")
 """Matches addresses without user, password, query, fragment, backslashes, and %, which could hide another letter."""
 _VERSION = re.compile(r"step-[0-9]+")
+"""Matches the names of folders with the weights of a version."""
 
 
 def is_version(name: str) -> bool:
@@ -24,7 +26,7 @@ def is_version(name: str) -> bool:
 
 @dataclass(frozen=True)
 class WeightsAddress:
-    """An address of weights, in parts that can be compared."""
+    """An address of weights, split into parts that can be compared."""
 
     scheme: str
     host: str

@@ -2,13 +2,14 @@
 
     a delta     a record for each 16 MiB of the files, in order
     a record    the lengths in bytes of the three parts that follow, as uint32, and then the parts, compressed by zlib:
-                gaps    a byte for each changed number: how many unchanged numbers stand before it, at most 254.
-                        255: add the next byte to it
+                gaps    a byte for each changed number: the count of unchanged numbers before it, at most 254.
+                        The byte 255 counts 255 such numbers, and the count continues in the next byte
                 low     the low byte of each change from the old bit pattern to the new one
                 high    the high byte of each change
 
 A number has 16 bits, as in bfloat16. Between two steps few numbers change, and nearly all of them by the smallest
 possible step. Changes are coded so that small changes, up or down, are small numbers: 0, -1, 1, -2, … are 0, 1, 2, 3, …
+(zigzag coding).
 """
 
 from __future__ import annotations
@@ -32,9 +33,13 @@ FOLDER = "delta"
 BASE = f"{FOLDER}/base.json"
 """The file that names the version from which the deltas start, and the checksums of that version's files."""
 _CHUNK = 16 << 20
+"""The bytes of the files that a record covers."""
 _LENGTHS = struct.Struct("<3I")
+"""The beginning of a record: the lengths of its three parts."""
 _FASTEST = 1
+"""The level of zlib that compresses in the shortest time."""
 Words = npt.NDArray[np.uint16]
+"""Numbers of weights, by their bit patterns."""
 
 
 def checksum_of(path: Path) -> str:
@@ -56,7 +61,7 @@ def weights_of(checksums: Mapping[str, str]) -> frozenset[tuple[str, str]]:
 def write_deltas(base: Path, folder: Path) -> None:
     """Writes into `folder` the deltas from the version in `base` to the version in `folder`.
 
-    Writes nothing if the files of weights of the two have different names or sizes: these are different models.
+    Writes nothing if the files of weights in the two folders have different names or sizes: the models then differ.
     """
     sizes = _sizes(folder)
     if _sizes(base) != sizes:
@@ -76,16 +81,18 @@ def write_deltas(base: Path, folder: Path) -> None:
 
 def patch(file: Path, delta: Path) -> None:
     """Applies a delta to a file. Raises ValueError if the delta is damaged. Then the file may be half changed."""
-    numbers = np.memmap(file, "<u2", "r+", shape=(file.stat().st_size // 2,))
+    numbers = np.memmap(file, "<u2", "r+", shape=(file.stat().st_size // 2,))  # writes go to the file
+    numbers_per_record = _CHUNK // 2
     try:
         with delta.open("rb") as records:
-            for start in range(0, numbers.size, _CHUNK // 2):
-                _change(numbers[start : start + _CHUNK // 2], records)
+            for start in range(0, numbers.size, numbers_per_record):
+                _change(numbers[start : start + numbers_per_record], records)
     except (IndexError, zlib.error, struct.error) as error:
         raise ValueError(f"a delta for {file.name} is damaged: {error}") from error
 
 
 def _sizes(folder: Path) -> dict[str, int]:
+    """The bytes of each file of weights in a folder, by its name."""
     return {path.name: path.stat().st_size for path in folder.iterdir() if is_weights(path.name)}
 
 
@@ -96,13 +103,14 @@ def _chunks(file: IO[bytes]) -> Iterator[Words]:
 
 
 def _record(before: Words, after: Words) -> bytes:
-    """The record of the changes between two chunks."""
-    positions = np.flatnonzero(before != after)
-    gaps = np.diff(positions, prepend=-1) - 1
-    skips = gaps // 255
+    """The record of the changes between two chunks of equal size. N numbers have changed."""
+    positions = np.flatnonzero(before != after)  # (N,)
+    gaps = np.diff(positions, prepend=-1) - 1  # (N,) unchanged numbers before each
+    skips = gaps // 255  # (N,) bytes 255 before the last byte of each gap
     coded_gaps = np.full(gaps.size + skips.sum(), 255, np.uint8)
     coded_gaps[np.arange(gaps.size) + skips.cumsum()] = gaps % 255
-    changes = after[positions] - before[positions]  # modulo 2^16
+    changes = after[positions] - before[positions]  # (N,) modulo 2^16
+    # The sign moves from the highest bit to the lowest. All other bits of a negative change are inverted.
     zigzag = changes << 1 ^ -(changes >> 15)
     low = zigzag.astype(np.uint8)
     high = (zigzag >> 8).astype(np.uint8)
@@ -117,7 +125,8 @@ def _change(words: Words, delta: IO[bytes]) -> None:
     lengths = _LENGTHS.unpack(delta.read(_LENGTHS.size))
     packed = [delta.read(length) for length in lengths]
     coded_gaps, low, high = (np.frombuffer(zlib.decompress(part), np.uint8) for part in packed)
-    ends_gap = coded_gaps != 255
+    ends_gap = coded_gaps != 255  # True for the last byte of each gap, which a changed number follows
+    # The sum of all gaps so far, and 1 for each changed number so far, is the position after the last changed number.
     positions = np.cumsum(coded_gaps + ends_gap, dtype=np.int64)[ends_gap] - 1
     zigzag = low | high.astype(np.uint16) << 8
-    words[positions] += zigzag >> 1 ^ -(zigzag & 1)
+    words[positions] += zigzag >> 1 ^ -(zigzag & 1)  # the change, modulo 2^16

@@ -4,8 +4,8 @@
                                      part/       a version that is being fetched
                                    0.lock        locked by the generator that uses the folder 0
 
-* Each generator takes the first folder that no other generator uses. So several generators may share a `weights_cache`,
-  and a generator that is restarted finds the versions of its last run.
+* Each generator uses the first folder that no other generator uses. Thus several generators may share a
+  `weights_cache`, and a generator that is restarted finds the versions of its last run.
 * A folder keeps the two versions that were fetched last: the engine may still have the older one.
 * A file that was made by deltas must have the checksum that the trainer wrote for the whole file. Whole files are
   fetched if a checksum differs, if a delta is missing, or if no deltas lead from a version here to the newest version.
@@ -22,7 +22,7 @@ import ssl
 from collections.abc import Iterator, Mapping, Sequence
 from http.client import HTTPException
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, NamedTuple
 from urllib.error import HTTPError
 from urllib.parse import urlsplit
 from urllib.request import (
@@ -49,14 +49,20 @@ logger = logging.getLogger(__name__)
 _SILENCE = 60.0
 """Seconds without a byte after which a connection is closed."""
 _CHUNK = 4 << 20
+"""The most bytes that are read at once."""
 Checksums = Mapping[str, str]
 """The checksum of each file of a version, by the file's name."""
-Held = tuple[Path, Checksums]
-"""A version on this machine: its folder, and its checksums."""
+
+
+class Held(NamedTuple):
+    """A version on this machine."""
+
+    folder: Path
+    checksums: Checksums
 
 
 class WeightsAwayError(ReplayError):
-    """The newest weights cannot be fetched now, but maybe later."""
+    """The newest weights cannot be fetched now. A later attempt may succeed."""
 
 
 def is_remote(location: str) -> bool:
@@ -65,7 +71,7 @@ def is_remote(location: str) -> bool:
 
 
 class Fetcher:
-    """The versions on this machine. Its methods block."""
+    """Fetches versions, and keeps the latest ones on this machine. Its methods block."""
 
     def __init__(self, config: GeneratorConfig, stats: GeneratorStats) -> None:
         self._config = config
@@ -76,6 +82,7 @@ class Fetcher:
         """The folder that only this generator uses."""
         self._lock: IO[str] | None = None  # locked as long as this object lives
         self._has_warned = False
+        """True after the warning that a version was fetched whole."""
 
     def folder_of(self, location: str) -> str:
         """A folder on this machine with the weights at a remote location.
@@ -94,6 +101,7 @@ class Fetcher:
         except (OSError, HTTPException, ValueError, LookupError, TypeError, AttributeError) as error:
             host = urlsplit(location).hostname or ""
             scheme = location.partition(":")[0]
+            # The environment variables that name a proxy: a proxy may be the reason of the failure.
             variables = [f"{scheme}_proxy", "all_proxy", f"{scheme}_proxy".upper(), "ALL_PROXY"]
             remedy = proxy_remedy(host, variables)
             raise WeightsAwayError(
@@ -140,7 +148,7 @@ class Fetcher:
                 lock = (cache / f"{number}.lock").open("w")
                 try:
                     fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                except BlockingIOError:
+                except BlockingIOError:  # another generator uses the folder
                     lock.close()
                     continue
                 except BaseException:
@@ -159,10 +167,10 @@ class Fetcher:
         wanted = json.loads(manifest)["checksums"]
         folder = cache / location.rpartition("/")[2]
         part = cache / "part"
-        held: dict[Any, Held] = {}  # by the checksums of their weights
+        held: dict[Any, Held] = {}  # the versions on this machine, by `weights_of`
         for path in cache.glob(f"step-*/{MANIFEST}"):
             checksums = json.loads(path.read_text())["checksums"]
-            held[weights_of(checksums)] = (path.parent, checksums)
+            held[weights_of(checksums)] = Held(path.parent, checksums)
         try:
             base, steps = self._way(location, wanted, held)
             self._get_files(part, location, wanted, base, steps)
@@ -176,7 +184,7 @@ class Fetcher:
         shutil.rmtree(folder, ignore_errors=True)
         part.rename(folder)
         for path in list(cache.iterdir()):
-            if path not in (folder, self._newest):
+            if path not in (folder, self._newest):  # the engine may still have the version before
                 shutil.rmtree(path, ignore_errors=True)
         self._newest = folder
         return folder
@@ -184,14 +192,15 @@ class Fetcher:
     def _way(self, location: str, wanted: Checksums, held: Mapping[Any, Held]) -> tuple[Held, list[str]]:
         """A version on this machine, and the locations of the deltas that lead from this version to the wanted one.
 
-        The oldest delta is first. `held`: the versions on this machine, by `weights_of`. Raises FileNotFoundError if no
-        deltas lead from any of them to the wanted version.
+        The oldest delta is first. `location`: the location of the wanted version. `wanted`: its checksums. `held`: the
+        versions on this machine, by `weights_of`. Raises FileNotFoundError if no deltas lead from any of them to the
+        wanted version.
         """
         steps: list[str] = []
         weights = weights_of(wanted)
         while weights not in held:
             base = b"".join(self._read(f"{location}/{BASE}"))
-            before = json.loads(base)
+            before = json.loads(base)  # the version before, from which the deltas at `location` start
             steps.insert(0, location)
             if not is_version(str(before["version"])):
                 raise ValueError(f"{location}/{BASE} names the version {before['version']!r:.80}")
@@ -200,13 +209,13 @@ class Fetcher:
         return held[weights], steps
 
     def _get_files(
-        self, folder: Path, location: str, wanted: Checksums, held: Held | None, steps: Sequence[str]
+        self, folder: Path, location: str, wanted: Checksums, base: Held | None, steps: Sequence[str]
     ) -> None:
         """Writes the files of the version at `location` into `folder`.
 
-        `wanted`: the checksums of these files. `held`: a version on this machine, or None. Its files are copied if they
-        are the same, and its weights are changed by the deltas at `steps`. All other files are downloaded. Raises
-        ValueError if a file has other bytes than the trainer wrote.
+        `wanted`: the checksums of these files. `base`: a version on this machine. Its weights are copied and changed by
+        the deltas at `steps`, and its other files are copied if they are the same. All further files are downloaded;
+        `base` None: all files. Raises ValueError if a file has other bytes than the trainer wrote.
         """
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
@@ -215,20 +224,21 @@ class Fetcher:
             if "/" in name or name in ("trainer.pt", ".", ".."):  # deltas, and the file that only a resume needs
                 continue
             file = folder / name
-            if held is not None and is_weights(name):
-                shutil.copyfile(held[0] / name, file)
+            if base is not None and is_weights(name):
+                shutil.copyfile(base.folder / name, file)
                 for step in steps:
                     self._download(f"{step}/{FOLDER}/{name}", delta)
                     patch(file, delta)
                     delta.unlink()
-            elif held is not None and held[1].get(name) == wanted[name]:
-                shutil.copyfile(held[0] / name, file)
+            elif base is not None and base.checksums.get(name) == wanted[name]:
+                shutil.copyfile(base.folder / name, file)
             else:
                 self._download(f"{location}/{name}", file)
             if checksum_of(file) != wanted[name]:
                 raise ValueError(f"{name} has other bytes than the trainer wrote")
 
     def _download(self, url: str, file: Path) -> None:
+        """Writes the bytes at an address into a file. Raises the errors of `_read`."""
         with file.open("wb") as out:
             out.writelines(self._read(url))
 
@@ -263,10 +273,10 @@ class Fetcher:
 
 
 class _NoRedirects(HTTPRedirectHandler):
-    """Refuses redirects: a redirect would take the token to an address that nobody allowed."""
+    """Refuses redirects: a redirect would send the token to an address that nobody allowed."""
 
     def redirect_request(self, *_: Any) -> None:
-        return None
+        return None  # urllib then raises an HTTPError with the code of the redirect
 
 
 def _opener(url: str, tls: ssl.SSLContext) -> OpenerDirector:

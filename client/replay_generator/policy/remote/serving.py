@@ -5,9 +5,9 @@
 * The server reads and never writes. It answers only with such files, whatever a path says.
 * Each connection has a thread, which ends after a minute in which the client neither sends nor reads.
 * The bounds are those of `replay_protos.connection_bounds`. If the maximum of connections is open, a new connection
-  replaces the oldest connection whose request is incomplete, or a connection whose client reads its file too slowly.
-  Without such connections, the new one is closed, and generators try again. A client that reads fast enough is never
-  cut off.
+  replaces the oldest connection whose request is incomplete, or a connection whose client reads its file too slowly. If
+  there are no such connections, the new connection is closed, and its generator tries again. A client that reads fast
+  enough is never cut off.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ class _Progress:
     """The progress of one connection."""
 
     since: float = field(default_factory=lambda: time.monotonic())
-    """The time at which the client last connected, sent its whole request, or took a whole piece of its file."""
+    """The time of the client's last step: it connected, sent its whole request, or read a whole piece of its file."""
     has_request: bool = False
     """True if the client has sent its whole request."""
     taken: int = 0
-    """The number of bytes of its file that the client has taken since its last step."""
+    """The number of bytes of its file that the client has read since its last step."""
 
     @property
     def is_late(self) -> bool:
@@ -57,7 +57,7 @@ class _Progress:
 
     @property
     def is_slow(self) -> bool:
-        """True if the client has not taken a whole piece of its file in time."""
+        """True if the client has not read a whole piece of its file in time."""
         return self.has_request and self.since + connection_bounds.SECONDS_PER_PIECE < time.monotonic()
 
 
@@ -96,6 +96,11 @@ class WeightsServer(ThreadingTCPServer):
         return connection, where
 
     def verify_request(self, request: Any, client_address: Any) -> bool:
+        """Accepts a new connection once there is room, or a connection that it may replace. False: it is closed.
+
+        `ThreadingTCPServer` calls this before it starts the thread of the connection. Meanwhile no other connection is
+        accepted.
+        """
         while True:
             with self._lock:
                 if len(self._open) < self._most:
@@ -106,10 +111,14 @@ class WeightsServer(ThreadingTCPServer):
                     return False
                 if seconds <= 0:
                     self._end(replaced)
+            # Wait until the connection may be replaced; or, if it was, look again at once for the room that it left.
             time.sleep(min(max(seconds, 0.0), _LOOK))
 
     def _replaceable(self) -> tuple[socket.socket | None, float]:
-        """The connection that a new one may replace, and the seconds until it may do so; None: there is none."""
+        """The connection that a new one may replace, and the seconds until the new one may do so.
+
+        None: no connection may be replaced.
+        """
         incomplete = self._oldest_incomplete()
         seconds = 0.0
         if incomplete is not None:
@@ -130,6 +139,7 @@ class WeightsServer(ThreadingTCPServer):
         return None
 
     def service_actions(self) -> None:
+        """Ends connections that are late. `serve_forever` calls this after each request, and twice a second."""
         with self._lock:
             for connection, progress in list(self._open.items()):
                 if progress.is_late:
@@ -148,7 +158,7 @@ class WeightsServer(ThreadingTCPServer):
             self._open[connection] = _Progress(has_request=True)
 
     def taken(self, connection: socket.socket, count: int) -> None:
-        """Notes that the client has taken `count` bytes of its file. Raises ConnectionError if it was cut off."""
+        """Notes that the client has read `count` bytes of its file. Raises ConnectionError if it was cut off."""
         with self._lock:
             progress = self._open.get(connection)
             if progress is None:
@@ -170,6 +180,8 @@ class WeightsServer(ThreadingTCPServer):
 
 
 class _VersionsHandler(SimpleHTTPRequestHandler):
+    """Answers the requests of one connection, in its thread."""
+
     server: WeightsServer
 
     def setup(self) -> None:
@@ -177,6 +189,7 @@ class _VersionsHandler(SimpleHTTPRequestHandler):
         self.connection.settimeout(connection_bounds.SECONDS_SILENT)
 
     def send_head(self) -> Any:
+        """Checks the token, and sends the head of the answer. Returns the open file; None: an error was sent."""
         self.server.read_whole(self.connection)
         if not self.server.listen.authorized(self.headers.get("Authorization", "")):
             self.send_error(HTTPStatus.UNAUTHORIZED, "the request needs the token, as a Bearer")
@@ -187,6 +200,7 @@ class _VersionsHandler(SimpleHTTPRequestHandler):
         return None
 
     def copyfile(self, source: Any, outputfile: Any) -> None:
+        """Sends the file, and counts the bytes that the client reads, so that a slow client can be cut off."""
         while data := source.read(_CHUNK):
             outputfile.write(data)
             self.server.taken(self.connection, len(data))
