@@ -157,8 +157,9 @@ def partition(module: nn.Module, layer_names: Iterable[str], device: torch.devic
 
 def gather_full(tensor: Tensor) -> Tensor:
     """The full tensor, on every rank. `tensor` may be partitioned over the ranks; then all ranks call this."""
-    is_partitioned = hasattr(tensor, "full_tensor")  # the method of a DTensor
-    return tensor.full_tensor() if is_partitioned else tensor
+    if hasattr(tensor, "full_tensor"):  # a DTensor
+        return tensor.full_tensor()
+    return tensor
 
 
 def _leave_group() -> None:
