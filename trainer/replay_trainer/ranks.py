@@ -157,9 +157,8 @@ def partition(module: nn.Module, layer_names: Iterable[str], device: torch.devic
 
 def gather_full(tensor: Tensor) -> Tensor:
     """The full tensor, on every rank. `tensor` may be partitioned over the ranks; then all ranks call this."""
-    if hasattr(tensor, "full_tensor"):  # a DTensor
-        return tensor.full_tensor()
-    return tensor
+    # A DTensor has this method.
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
 def _leave_group() -> None:
