@@ -44,20 +44,26 @@ __all__ = [
     "without_stale_tokens",
 ]
 
-_MODULES = tuple(
-    f"replay_trainer.{name}"
-    for name in (
-        *("correction", "token_staleness", "loss_functions", "losses", "batching", "callbacks"),
-        *("evaluation", "groups", "grpo"),
-    )
+_MODULES = (
+    "replay_trainer.correction",
+    "replay_trainer.token_staleness",
+    "replay_trainer.loss_functions",
+    "replay_trainer.losses",
+    "replay_trainer.batching",
+    "replay_trainer.callbacks",
+    "replay_trainer.evaluation",
+    "replay_trainer.groups",
+    "replay_trainer.grpo",
 )
+"""The modules in which `__getattr__` looks for a name, in this order."""
 
 
 def __getattr__(name: str) -> Any:
     """Imports a name of `__all__` that needs torch, at its first use. torch and transformers take seconds to import,
     and a run with options that cannot work should be refused before that."""
     if name in __all__:
-        if missing := [package for package in ("torch", "transformers", "safetensors") if find_spec(package) is None]:
+        missing = [package for package in ("torch", "transformers", "safetensors") if find_spec(package) is None]
+        if missing:
             raise ModuleNotFoundError(
                 f"replay_trainer needs {' and '.join(missing)}: install this package with its extra 'trainer', such as "
                 f"pip install '.[trainer]' in a clone of the repository",

@@ -30,13 +30,15 @@ class HostCopy:
 
     def __init__(self) -> None:
         self._buffers: dict[str, Tensor] = {}
+        """The buffer of each tensor, by its path in the tree, such as "/state/lm_head.weight/exp_avg"."""
         self._copied: torch.cuda.Event | None = None
+        """The GPU reaches this event after the newest copy. None: that copy had no tensor of a GPU."""
 
     def take(self, tree: Any) -> Any:
         """Returns `tree`, made of dicts, lists, tensors and other values, with a copy in the place of each tensor.
 
         Tensors that share memory share their copy, so tied weights stay tied. Copies from a GPU are complete only after
-        `wait`. But later changes of the tensors do not reach the copy, because the GPU makes them after it.
+        `wait`. But the caller may change the tensors at once: the GPU makes these changes after the copies.
         """
         on_gpu: list[Tensor] = []
         copied = self._take(tree, "", {}, on_gpu)
@@ -47,11 +49,15 @@ class HostCopy:
         return copied
 
     def wait(self) -> None:
-        """Wait until the newest copy is complete. Any thread may call it."""
+        """Waits until the newest copy is complete. Any thread may call this."""
         if self._copied is not None:
             self._copied.synchronize()
 
     def _take(self, tree: Any, path: str, shared: dict[Any, Tensor], on_gpu: list[Tensor]) -> Any:
+        """Returns the copy of a part of the tree. `path`: the place of this part in the tree.
+
+        Adds each copy to `shared`, by the identity of its tensor, and each tensor of a GPU to `on_gpu`.
+        """
         if isinstance(tree, dict):
             return {name: self._take(value, f"{path}/{name}", shared, on_gpu) for name, value in tree.items()}
         if isinstance(tree, list):
@@ -60,6 +66,7 @@ class HostCopy:
             return tree
         tensor = tree.detach()
         identity = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
+        # All empty tensors have the same address, and share no memory.
         if tensor.numel() and identity in shared:
             return shared[identity]
         buffer = self._buffers.get(path)
@@ -82,22 +89,24 @@ class BackgroundTask:
         # Python waits for this thread before it exits, so a write is always finished.
         self._thread = ThreadPoolExecutor(1, name)
         self._work: Future[object] | None = None
+        """The newest function, running or ended. None: there was none, or `take_error` has returned its error."""
 
     def start(self, function: Callable[[], object]) -> None:
-        """Starts the function. The function before must have ended: call `wait` first."""
+        """Starts the function. The function before it must have ended: call `wait` first."""
         assert self._work is None or self._work.done(), "it runs one function at a time"
         self._work = self._thread.submit(function)
 
     def wait(self, only_while: Callable[[], bool] = lambda: True) -> bool:
         """Waits until the function has ended, or `only_while` returns False. Returns True if the function has ended."""
-        # In slices, because Python handles a signal that came just before a wait only after that wait.
+        # The wait is cut into half seconds, because Python handles a signal that arrives just before a wait only after
+        # that wait.
         while self._work is not None and not wait([self._work], 0.5).done:
             if not only_while():
                 return False
         return True
 
     def take_error(self) -> BaseException | None:
-        """The error of the function; None: it is running or succeeded. A second call returns None."""
+        """The error of the function; None: the function is running, or has succeeded. A second call returns None."""
         if self._work is None or not self._work.done():
             return None
         error = self._work.exception()
@@ -111,7 +120,9 @@ class DaemonThread:
     def __init__(self, name: str) -> None:
         self._name = name
         self._work: queue.SimpleQueue[tuple[Callable[[], object], Future[object]]] = queue.SimpleQueue()
+        """The functions that are still to run, each with the future of its result."""
         self._runs = False
+        """True once the thread was started."""
 
     def start(self, function: Callable[[], object]) -> Future[object]:
         """Starts `function` after all functions of earlier calls. Returns a future of its result."""
@@ -123,11 +134,12 @@ class DaemonThread:
         return result
 
     def _run(self) -> None:
+        """Runs the functions in the thread, until the program ends."""
         while True:
             function, result = self._work.get()
             try:
                 result.set_result(function())
-            except BaseException as error:
+            except BaseException as error:  # for the caller of `result.result()`; this thread goes on
                 result.set_exception(error)
 
 
@@ -140,7 +152,7 @@ def through_restarts(client: ReplayClient, attempt: Callable[[], T]) -> T:
         try:
             return attempt()
         except ServerUnavailableError:
-            client.policy()
+            client.policy()  # returns when the server answers again
 
 
 LOOK_SECONDS = 2.0
@@ -188,10 +200,11 @@ class ServerWaits:
         self._quiet = quiet
         self._suppliers = suppliers
         self._limit = limit
-        self._look_up = look
+        self._check_wait = look
         self._deserted = ""
         """The reason why no groups will come; "": groups may come."""
         self._lock = threading.Lock()
+        """Guards `_wait` and `_watched`, which both threads use."""
         self._wait: tuple[str, WaitLog] | None = None
         """The current wait: (what is waited for, its log); None: no wait."""
         self._watched = False
@@ -199,7 +212,9 @@ class ServerWaits:
         self._seconds = seconds
         self._look_seconds = look_seconds
         self._server_id: int | None = None
+        """The id of the server at its last answer, which differs after a restart; None: it has not answered yet."""
         self._gone = False
+        """True if the server did not answer the last check."""
 
     def watch(self, batches: Iterator[Any]) -> Iterator[Any]:
         """Yields `batches`, and logs every long wait for one.
@@ -210,7 +225,7 @@ class ServerWaits:
         """
         while True:
             self._deserted = ""
-            with self.waiting("for groups"), looking(self._look_up):
+            with self.waiting("for groups"), looking(self._check_wait):
                 batch = self._next(batches)
             if batch is None:
                 return
@@ -225,6 +240,7 @@ class ServerWaits:
             return
         try:
             with self._lock:
+                # `late`: the first line is logged only after `every` seconds.
                 self._wait = (what, WaitLog("the trainer", every=self._seconds, late=True))
                 start_thread = not self._watched
                 self._watched = True
@@ -244,14 +260,16 @@ class ServerWaits:
                     log.go_on()
 
     def _next(self, batches: Iterator[Any]) -> Any:
+        """The next batch; None: there are no more. See `watch` for the errors."""
         while True:
             try:
                 return through_restarts(self._client, lambda: next(batches, None))
             except DeadlineExceededError as error:
+                # Was the deadline over because the server is away, or because there were no groups?
                 try:
                     self._client.policy(timeout=self._look_seconds)
                 except ReplayError:
-                    self._client.policy()
+                    self._client.policy()  # waits for the server, and raises ServerUnavailableError after the timeout
                     continue
                 if self._suppliers is None:
                     raise over(self._limit, error) from None
@@ -265,15 +283,15 @@ class ServerWaits:
             with self._lock:
                 before = now
                 now = self._wait
-                if before is now is None:
+                if before is None and now is None:
                     self._watched = False
                     return
-            if now is None or now is not before:  # the wait began after the last check
+            if now is None or now is not before:  # no wait, or a wait that is shorter than the time between two checks
                 continue
             what, log = now
             reason, is_news = self._look()
             with self._lock:
-                if self._wait is now:
+                if self._wait is now:  # otherwise it ended during the check
                     log.wait(f"waiting {what}: {reason}", is_news=is_news)
 
     def _look(self) -> tuple[str, bool]:

@@ -55,10 +55,12 @@ class Rollouts:
         self.mask_JT = mask_BT
         """(J, T) bool, the tokens to train on."""
         if self.joins:
-            rows_J = np.diff(self.first_J, append=rollout_B.size)
-            rows_B = torch.from_numpy(np.repeat(np.arange(self.first_J.size), rows_J))
+            num_rows_J = np.diff(self.first_J, append=rollout_B.size)
+            # For each row, the index of its rollout among the J rollouts here.
+            index_B = torch.from_numpy(np.repeat(np.arange(self.first_J.size), num_rows_J))
             tokens_J = mask_BT.new_zeros(self.first_J.size, dtype=torch.int64)
-            tokens_J.index_add_(0, rows_B.to(mask_BT.device), mask_BT.sum(dim=1))
+            tokens_J.index_add_(0, index_B.to(mask_BT.device), mask_BT.sum(dim=1))
+            # The tokens to train on move to the first columns, so the mask of a rollout is True there.
             columns_T = torch.arange(max(int(tokens_J.max()), 1), device=mask_BT.device)
             self.mask_JT = columns_T < tokens_J[:, None]
 
@@ -69,6 +71,7 @@ class Rollouts:
             return values
         if values.ndim == 1:
             return values[torch.from_numpy(self.first_J).to(values.device)]
+        # Both masks are True for the same number of tokens, in the same order.
         return values.new_zeros(self.mask_JT.shape).masked_scatter(self.mask_JT, values[self._source_BT])
 
 
@@ -85,17 +88,17 @@ class Batch:
     rollout_logprobs_BT: Tensor
     """float32, the sampler's log-probabilities in nats; NaN where unknown."""
     advantages_B: Tensor
-    """float32, of the rollout that the row belongs to."""
+    """float32, the advantage of the rollout that the row belongs to."""
     token_advantages_BT: Tensor | None
     """float32, used instead of `advantages_B`; None: no group of the batch has token advantages."""
     temperature_B: Tensor
     """float32, temperature of the sampling, > 0."""
     rollout_tokens_B: Tensor
-    """int64, the number of tokens to train on in the whole rollout that the row belongs to. It counts the rows of the
-    rollout that a part of a batch may lack."""
+    """int64, the number of tokens to train on in the whole rollout that the row belongs to. In a part of a batch
+    (`select`), this number also counts the tokens in those rows of the rollout that the part lacks."""
     prompt_lengths_U: Ints
     """Tokens of each prompt: at least 1, unless all rows of the group have contexts. Lengths and indices are NumPy
-    arrays on the host, which divides the batch by them."""
+    arrays in host memory, because the CPU divides a batch into micro-batches by them."""
     completion_lengths_B: Ints
     """Tokens of the completion, together with the context of the row, which the mask leaves out; may be 0."""
     group_B: Ints
@@ -183,6 +186,7 @@ class Batch:
 
     def check(self) -> None:
         """Asserts axes, types and order of the rows. It reads no values from a device, so it does not wait for one."""
+        # The size of each axis, by its letter.
         sizes = dict(zip("UP", self.prompt_ids_UP.shape, strict=True))
         sizes |= dict(zip("BT", self.completion_ids_BT.shape, strict=True))
         for name, value in vars(self).items():
@@ -243,13 +247,14 @@ def to_batch(
     rollouts_U = [group.sequence_rollouts for group in groups]
     sequences_U = [group.num_sequences for group in groups]
     sizes_U = np.array([group.group_size for group in groups], np.int64)
+    # The index of the first rollout of each group, counted over the batch.
     first_rollout_U = np.cumsum(sizes_U) - sizes_U
     group_B = np.repeat(np.arange(len(groups)), sequences_U).astype(np.int64)
     rollout_B = _joined(rollouts_U, np.int64) + first_rollout_U[group_B]
     prompt_lengths_U = np.array([group.prompt_ids.size for group in groups], dtype=np.int64)
     completion_lengths_B = _joined([group.completion_lengths for group in groups], np.int64)
     shape = (len(group_B), max(int(completion_lengths_B.max(initial=0)), 1))
-    inside_BT = np.arange(shape[1]) < completion_lengths_B[:, None]
+    inside_BT = np.arange(shape[1]) < completion_lengths_B[:, None]  # False for padding
 
     def in_rows(arrays_U: Sequence[npt.NDArray[Any]], dtype: npt.DTypeLike) -> Tensor:
         """The (T,) values of each group as one (B, T) tensor. A group has its tokens in the order of its rows."""
@@ -259,11 +264,11 @@ def to_batch(
 
     mask_BT = in_rows([group.trained_mask for group in groups], np.bool_)
     if mask_truncated:
-        whole_J: list[bool] = []
+        ended_J: list[bool] = []  # False for rollouts that the length limit cut off
         for group in groups:
             reasons = group.finish_reasons or [""] * group.group_size
-            whole_J += [reason != "length" for reason in reasons]
-        mask_BT &= torch.tensor(whole_J, device=device)[rollout_B, None]
+            ended_J += [reason != "length" for reason in reasons]
+        mask_BT &= torch.tensor(ended_J, device=device)[rollout_B, None]
     advantages_U = advantages or [group.advantages for group in groups]
     advantages_J = _joined(advantages_U, np.float32)
     token_advantages_BT = None
@@ -271,13 +276,14 @@ def to_batch(
         tokens_U = []
         for group, advantages_G in zip(groups, advantages_U, strict=True):
             advantages_T = group.token_advantages
-            if advantages_T is None:
+            if advantages_T is None:  # each token has the advantage of its rollout
                 advantages_T = np.repeat(advantages_G[group.sequence_rollouts], group.completion_lengths)
             tokens_U.append(advantages_T)
         token_advantages_BT = in_rows(tokens_U, np.float32)
     prompt_ids_UP = np.zeros((len(groups), int(prompt_lengths_U.max(initial=1))), np.int64)
     for index, group in enumerate(groups):
         prompt_ids_UP[index, : group.prompt_ids.size] = group.prompt_ids
+    # Tokens to train on of each rollout: the sum over its rows.
     tokens_J = np.bincount(rollout_B, weights=mask_BT.sum(dim=1).cpu(), minlength=len(advantages_J))
     assert tokens_J.size == advantages_J.size, (tokens_J.size, advantages_J.size)
     temperature_U = np.array([_temperature(group) for group in groups], np.float32)
@@ -347,7 +353,7 @@ def why_no_teacher(group: RolloutGroup, column: str) -> str:
             f"log-probability for each of the {group.num_tokens} tokens of completion_ids, with the axis 'token'"
         )
     values_T = values.astype(np.float32)
-    # A comparison with NaN is False.
+    # A comparison with NaN is False, so the first line finds NaN as well.
     wrong_T = group.trained_mask & ~(np.abs(values_T) <= MAX_VALUE)
     wrong_T |= group.trained_mask & (values_T > MAX_LOGPROB)
     if wrong_T.any():
@@ -373,7 +379,10 @@ def micro_batches(batch: Batch, max_tokens: int, packed: bool = True) -> Iterato
 
 
 def _packed_parts(batch: Batch, max_tokens: int) -> Iterator[list[int]]:
-    """The rows of each micro-batch, in the order of shared prefixes. The tokens of a shared prefix count once."""
+    """The rows of each micro-batch, in the order of shared prefixes. The tokens of a shared prefix count once.
+
+    A row shares tokens with the row before it in this order. The first row of a micro-batch has no such row.
+    """
     lengths_B = batch.input_lengths_B
     shared_prefixes = batch.shared_prefixes
     rows: list[int] = []
@@ -383,7 +392,10 @@ def _packed_parts(batch: Batch, max_tokens: int) -> Iterator[list[int]]:
         if rows and tokens + length - shared > max_tokens:
             yield rows
             rows = []
-        tokens = tokens + length - shared if rows else length
+        if rows:
+            tokens += length - shared
+        else:
+            tokens = length
         rows.append(row)
     if rows:
         yield rows
@@ -428,11 +440,13 @@ def packed_input(batch: Batch) -> ModelInput:
         positions.append(np.arange(shared, inputs))
         indices_S[shared:inputs] = np.arange(end, end + inputs - shared)
         end += inputs - shared
-        # Nothing predicts the first token of a row without a shared prompt: it is a token of a context.
+        # The token before a token predicts it. Nothing predicts the first token of a row without a shared prompt, which
+        # is a token of a context.
         first = 0 if prompt else 1
         predicts_BT[row, first:length] = indices_S[prompt - 1 + first : prompt - 1 + length]
 
     def row_of(parts: list[npt.NDArray[np.int64]]) -> Tensor:
+        """The parts one after the other, as one row: (1, S)."""
         return torch.from_numpy(np.concatenate(parts))[None].to(batch.device)
 
     layout = shared_prefixes.layout(lengths_B)
@@ -464,6 +478,7 @@ def padded_input(batch: Batch) -> ModelInput:
         input_ids_RS[row, :prompt] = prompts[group, :prompt]
         input_ids_RS[row, prompt:length] = completions[row, : length - prompt]
     columns_S = np.arange(S)
+    # The last token of each prompt predicts the first token of the completion: its position in the flattened (R S).
     first_B = np.arange(R) * S + prompts_B - 1
     predicts_BT = torch.from_numpy(first_B[:, None] + np.arange(batch.mask_BT.shape[1]))
 
@@ -490,6 +505,7 @@ def bare_group(prompt_ids: npt.ArrayLike, *completions: npt.ArrayLike, **fields:
 
 
 def _on(device: torch.device | str, array: npt.NDArray[Any]) -> Tensor:
+    """The array as a tensor on the device."""
     return torch.from_numpy(array).to(device)
 
 
@@ -528,9 +544,9 @@ class PaddedBatch:
     rollout_logprobs_BT: Tensor
     """float32, the sampler's log-probabilities in nats; NaN where unknown."""
     rewards_B: Tensor
-    """float32, of the rollout that the row belongs to."""
+    """float32, the reward of the rollout that the row belongs to."""
     advantages_B: Tensor
-    """float32, of the rollout that the row belongs to. The loss takes `advantages`."""
+    """float32, the advantage of the rollout that the row belongs to. The loss takes `advantages`."""
     group_B: Tensor
     """int64, index of the group that the row belongs to. The rows of a group are adjacent."""
     temperature_B: Tensor
@@ -590,12 +606,13 @@ def to_padded(groups: Sequence[RolloutGroup], device: torch.device | str = "cpu"
         prompts += group.prompts()
     prompt_ids_BP[prompt_mask_BP] = torch.from_numpy(_joined(prompts, np.int64))
     completion_mask_BT = torch.from_numpy(np.arange(T) < lengths_B[:, None])
-    # A context is part of the prompt here.
-    columns_BT = torch.from_numpy((batch.completion_lengths_B - lengths_B)[:, None] + np.arange(T))
+    # A context is part of the prompt here, so the sampled tokens of a row begin in the column after its context.
+    contexts_B = batch.completion_lengths_B - lengths_B
+    columns_BT = torch.from_numpy(contexts_B[:, None] + np.arange(T))
 
     def sampled(values_BT: Tensor) -> Tensor:
         """The values of the sampled tokens, moved to the first columns. The values of contexts are left out."""
-        last = values_BT.shape[1] - 1
+        last = values_BT.shape[1] - 1  # columns after the last one are padding, which becomes 0
         return values_BT.gather(1, columns_BT.clamp(max=last)).masked_fill(~completion_mask_BT, 0)
 
     rewards_J = _joined([group.rewards for group in groups], np.float32)
@@ -643,21 +660,21 @@ def from_padded(padded: PaddedBatch, **fields: Any) -> list[RolloutGroup]:
     for index in dict.fromkeys(host["group_B"].tolist()):
         rows = np.flatnonzero(host["group_B"] == index)
         first = int(rows[0])
-        last = int(rows[-1]) + 1
+        end = int(rows[-1]) + 1
         temperatures = set(host["temperature_B"][rows].tolist())
-        if last - first != rows.size or len(temperatures) > 1:
+        if end - first != rows.size or len(temperatures) > 1:
             raise ValueError(f"the rows of group {index} must follow one another and have one temperature")
         # The first row of each rollout of the group, and its number of rows.
         first_G = first + np.flatnonzero(np.diff(host["rollout_B"][rows], prepend=-1))
-        counts_G = np.diff(first_G, append=last)
-        loss_masks: list[npt.NDArray[Any]] | None = masks_B[first:last]
-        if all(mask.all() for mask in masks_B[first:last]):
+        counts_G = np.diff(first_G, append=end)
+        loss_masks: list[npt.NDArray[Any]] | None = masks_B[first:end]
+        if all(mask.all() for mask in masks_B[first:end]):
             loss_masks = None
         sampling = {"temperature": temperatures.pop(), **fields.get("sampling", {})}
         group = group_from_rows(
-            prompts=prompts_B[first:last],
-            completions=completions_B[first:last],
-            logprobs=logprobs_B[first:last],
+            prompts=prompts_B[first:end],
+            completions=completions_B[first:end],
+            logprobs=logprobs_B[first:end],
             rewards=host["rewards_B"][first_G],
             advantages=host["advantages_B"][first_G],
             loss_masks=loss_masks,
@@ -669,8 +686,8 @@ def from_padded(padded: PaddedBatch, **fields: Any) -> list[RolloutGroup]:
 
 
 def _with_token_advantages(group: RolloutGroup, host: Mapping[str, npt.NDArray[Any]]) -> RolloutGroup:
-    """The group with the token advantages of its rows. If each is equal to the advantage of its rollout, the group
-    itself. `host`: the arrays of the rows of this group, by name."""
+    """The group with the token advantages of its rows. Returns the group itself if each token has the advantage of its
+    rollout. `host`: the arrays of the rows of this group, by name."""
     values_BT = host.get("token_advantages_BT")
     mask_BT = host["completion_mask_BT"]
     if values_BT is None:
@@ -695,6 +712,7 @@ def _check(host: dict[str, npt.NDArray[Any]]) -> None:
     for name in ("prompt_mask_BP", "completion_mask_BT"):
         mask = host[name].astype(np.bool_)
         host[name] = mask
+        # The number of runs of True in each row: a run starts where the mask changes from 0 to 1.
         starts_B = (np.diff(mask.astype(np.int8), axis=1, prepend=0) == 1).sum(axis=1)
         if (starts_B > 1).any():
             raise ValueError(
@@ -708,6 +726,7 @@ def _check(host: dict[str, npt.NDArray[Any]]) -> None:
         raise ValueError("rollout_B: the rows of a rollout must follow one another")
     for name in ("group_B", "rewards_B", "advantages_B"):
         values_B = host[name]
+        # For each row after the first: True if it begins another rollout, or has the value of the row before.
         same_B = (rollout_B[1:] != rollout_B[:-1]) | (values_B[1:] == values_B[:-1])
         if not same_B.all():
             raise ValueError(
@@ -717,8 +736,10 @@ def _check(host: dict[str, npt.NDArray[Any]]) -> None:
 
 
 def _rows(values: npt.NDArray[Any], mask: npt.NDArray[np.bool_]) -> list[npt.NDArray[Any]]:
+    """For each row, the values at which the mask is True."""
     return [row[kept] for row, kept in zip(values, mask, strict=True)]
 
 
 def _joined(arrays: Sequence[npt.NDArray[Any]], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
+    """The arrays one after the other. There may be none, and np.concatenate needs at least one array."""
     return np.concatenate([np.zeros(0, dtype), *arrays], dtype=dtype)

@@ -73,7 +73,7 @@ class Callback:
         """Before the first step; `version` is the policy version that the run starts or continues from."""
 
     def on_step(self, trainer: Run, report: StepReport) -> None:
-        """After each update, before its version is published."""
+        """After the updates of each step, before the version of the step is published."""
 
     def on_end(self, trainer: Run) -> None:
         """At the end, also after an error."""
@@ -98,7 +98,7 @@ class StepMetricsFile(Callback):
 
 @dataclass
 class StepsFile(StepMetricsFile):
-    """Writes a line of JSON for each step, with the groups that it took from the server, over all ranks.
+    """Writes a line of JSON for each step, with the groups that all ranks took from the server for this step.
 
     step: its number. trained: key, prompt_id, policy_version, source ("fresh" or "replayed") and rank of each group
     that the step trained on. left_out: key, prompt_id and policy_version of each fresh group that the step left out,
@@ -175,7 +175,7 @@ class TensorBoard(Callback):
     def on_start(self, trainer: Run, version: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        # TensorBoard then hides the later steps that the run wrote before this resume.
+        # `purge_step`: TensorBoard hides the later steps that the run wrote before this resume.
         self._writer = SummaryWriter(str(self.folder), purge_step=version + 1)
 
     def on_step(self, trainer: Run, report: StepReport) -> None:
@@ -192,7 +192,8 @@ class WeightsAndBiases(Callback):
     """Sends metrics to Weights & Biases; its environment variables choose the project and the server.
 
     A resumed run continues the same run of W&B, whose id is stored in output_dir. The metric "step" is the axis of all
-    metrics, because W&B drops values for a step of its own count that it has seen before, which a resume would send.
+    metrics, and not W&B's own count of steps: W&B drops values for a count that it has seen before, and a resume would
+    send such values.
     """
 
     def __init__(self, output_dir: Path) -> None:
@@ -244,6 +245,7 @@ class Forgiving(Callback):
         self._seconds = seconds
         self._thread = DaemonThread(f"replay-{name}")
         self._started = False
+        """True if the callback has started, and no call took too long. Otherwise it is not called again."""
         self._warned = False
 
     def on_start(self, trainer: Run, version: int) -> None:
@@ -270,10 +272,11 @@ class Forgiving(Callback):
         if not wait([call], self._seconds).done:
             self._started = False  # no further calls: the thread is still in this call
             raise TimeoutError(f"no answer within {self._seconds:g} s")
-        call.result()
+        call.result()  # raises the error of the call
 
     @contextmanager
     def _forgiving(self) -> Iterator[None]:
+        """Catches an error of the block, and warns of the first error."""
         try:
             yield
         except Exception as error:
@@ -303,10 +306,12 @@ class StepSpans(Callback):
         self._propagator = TraceContextTextMapPropagator()
 
     def on_step(self, trainer: Run, report: StepReport) -> None:
-        metrics, end = report.metrics, time.time_ns()
+        metrics = report.metrics
+        end = time.time_ns()
         links = []
         for sample in report.samples:
-            if isinstance(parent := sample.group.meta.get(TRACEPARENT), str):
+            parent = sample.group.meta.get(TRACEPARENT)
+            if isinstance(parent, str):
                 context = self._propagator.extract({TRACEPARENT: parent})
                 span_context = self._trace.get_current_span(context).get_span_context()
                 links.append(self._trace.Link(span_context, {"replay.key": str(sample.info.key)}))
@@ -327,25 +332,26 @@ def reporters(config: GRPOConfig) -> list[Callback]:
     console = Console(stderr=True)
     report_to = config.report_to
     if report_to is None:
-        has_wandb = bool(os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_MODE"))
-        wanted = {"tensorboard": True, "wandb": has_wandb}
-        chosen = [name for name, want in wanted.items() if want and importlib.util.find_spec(name)]
+        wanted = ["tensorboard"]
+        if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_MODE"):
+            wanted.append("wandb")
+        chosen = [name for name in wanted if importlib.util.find_spec(name)]
     else:
         chosen = list(report_to)
         for name in chosen:
             if importlib.util.find_spec(name) is None:
                 raise ImportError(f"report_to names {name}, which is not installed: pip install {name}")
-    made: list[Callback] = [StepMetricsFile(folder / "metrics.jsonl"), StepsFile(folder / "steps.jsonl")]
+    callbacks: list[Callback] = [StepMetricsFile(folder / "metrics.jsonl"), StepsFile(folder / "steps.jsonl")]
     if config.log_completions:
-        shown = console if config.progress else None
-        made.append(CompletionsFile(folder / "completions.jsonl", config.num_completions_to_print, shown))
+        table_console = console if config.progress else None
+        callbacks.append(CompletionsFile(folder / "completions.jsonl", config.num_completions_to_print, table_console))
     if config.progress:
-        made.append(Forgiving("the progress display", ProgressDisplay(console)))
+        callbacks.append(Forgiving("the progress display", ProgressDisplay(console)))
     if "tensorboard" in chosen:
-        made.append(Forgiving("TensorBoard", TensorBoard(folder / "tensorboard")))
+        callbacks.append(Forgiving("TensorBoard", TensorBoard(folder / "tensorboard")))
     if "wandb" in chosen:
-        made.append(Forgiving("Weights & Biases", WeightsAndBiases(folder), SERVICE_SECONDS))
-    return made
+        callbacks.append(Forgiving("Weights & Biases", WeightsAndBiases(folder), SERVICE_SECONDS))
+    return callbacks
 
 
 def completion_rows(report: StepReport, count: int, decode: Callable[[Any], str]) -> list[dict[str, Any]]:
@@ -358,9 +364,13 @@ def completion_rows(report: StepReport, count: int, decode: Callable[[Any], str]
     fresh = [index for index in range(len(report.samples)) if index not in replaced]
     step = int(report.metrics["step"])
     rows = []
-    for index in [*replaced[: max(count // 2, count - len(fresh))], *fresh][:count]:
+    # More than half of the groups are from the pool if there are too few fresh groups.
+    most_replaced = max(count // 2, count - len(fresh))
+    chosen = [*replaced[:most_replaced], *fresh][:count]
+    for index in chosen:
         sample = report.samples[index]
-        group, member = sample.group, step % sample.group.group_size
+        group = sample.group
+        member = step % group.group_size  # another rollout of the group in each step
         sequences = np.flatnonzero(group.sequence_rollouts == member)
         written = [decode(group.completion_ids[group.sampled_spans()[sequence]]) for sequence in sequences]
         advantage = group.advantages[member]
@@ -404,7 +414,7 @@ def completion_table(rows: Sequence[dict[str, Any]]) -> Table:
 
 
 def append_lines(path: Path, lines: Sequence[Mapping[str, Any]]) -> None:
-    """Append lines of JSON; numbers that are not finite become null."""
+    """Appends lines of JSON; numbers that are not finite become null."""
     with writing(path), path.open("a") as file:
         for line in lines:
             values = {
@@ -415,7 +425,8 @@ def append_lines(path: Path, lines: Sequence[Mapping[str, Any]]) -> None:
 
 
 def truncate_lines(path: Path, last_step: int) -> None:
-    """Drop the lines of steps after `last_step`, and a line that a killed process left unfinished. Atomic."""
+    """Removes the lines of steps after `last_step`, and a line that a killed process left unfinished. Replaces the file
+    at once, so a killed process leaves the old file or the new file."""
     if not path.exists():
         return
     kept = path.with_name(path.name + ".tmp")

@@ -25,7 +25,8 @@ keep: train on it; it adds no gradient. drop: leave it out. wait: wait for the p
 ReplayRollouts = Literal["all", "right"]
 """The rollouts of a group of the pool that a step trains on.
 all: every rollout. right: the rollouts with an advantage above 0, with all their sequences. Nothing is computed for the
-other rollouts. Even if a group has token_advantages, the advantages of its rollouts decide."""
+other rollouts. For a group with token_advantages, too, the advantages of its rollouts decide which rollouts are left
+out."""
 Schedule = Literal["constant", "linear", "cosine"]
 Reporter = Literal["tensorboard", "wandb"]
 BUILT_IN_LOSSES = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "gspo")
@@ -78,7 +79,8 @@ class Teacher:
 
 
 def _correction_of(value: Any) -> Any:
-    """A CorrectionConfig from the name of a preset, or from a table of a configuration file."""
+    """A CorrectionConfig from the name of a preset, or from a table of a configuration file. Other values stay as they
+    are; pydantic then refuses all but a CorrectionConfig."""
     if isinstance(value, str):
         if value not in PRESETS:
             raise ValueError(f"there is no preset {value!r} of correction; there are {', '.join(PRESETS)}")
@@ -87,8 +89,8 @@ def _correction_of(value: Any) -> Any:
 
 
 def _reporters_of(value: Any) -> Any:
-    """The names in a comma-separated text, which is what the command line and TRL pass. Other values stay as they
-    are."""
+    """The names in a comma-separated text, which is what the command line and TRL pass; no names for "none". Other
+    values stay as they are."""
     if not isinstance(value, str):
         return value
     return () if value == "none" else tuple(name.strip() for name in value.split(","))
@@ -159,7 +161,8 @@ class GRPOConfig(LossConfig):
     leave none out."""
     update_priorities: bool = False
     """After each step, set the priorities of its groups in the replay table to their score times the mean of min(w, 1)
-    over their tokens. The pool then returns a group less often if the correction no longer trusts it."""
+    over their tokens. Here w is the weight of a token in the correction. The pool then returns a group less often if
+    the correction no longer trusts it."""
 
     learning_rate: Finite = 1e-6
     """The highest learning rate of AdamW."""
@@ -194,7 +197,7 @@ class GRPOConfig(LossConfig):
 
     beta: Finite = 0.0
     """Weight of the KL to the initial model; above 0, the trainer keeps a copy of that model. With an adapter, the KL
-    is to the base model without it, which needs no copy."""
+    is to the base model without the adapter, which needs no copy."""
     scale_rewards: Scale | None = None
     """Compute advantages from the rewards: (r - mean of the group) / (std + 1e-4), with the std of the "group" or of
     the whole "batch", or without division ("none"). None: use the advantages in the groups. Groups with
@@ -222,8 +225,8 @@ class GRPOConfig(LossConfig):
     """Folder for the published weights, such as one in /dev/shm; None: output_dir. Generators must see this folder.
     Training checkpoints are written to output_dir as well, after the announcement: memory does not survive a reboot."""
     publish: Literal["full", "delta"] = "full"
-    """delta: weights_dir gets each version in weights_dtype, and with it the changes since the version before, for
-    generators that fetch only the changes."""
+    """delta: write each version to weights_dir in weights_dtype, and beside it the changes since the version before,
+    for generators that fetch only the changes. full: write each version in the dtype of the model."""
     weights_dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
     """With delta: the dtype that engines compute in."""
     weights_url: Annotated[str, Field(pattern=r"^https?://.*[^/]$")] | None = None
@@ -237,14 +240,15 @@ class GRPOConfig(LossConfig):
     the run."""
     save_every: Count = 1
     """Least number of steps between training checkpoints (weights, optimizer, random state). A training checkpoint is
-    part of a publication. At 1, every publication has one. The first and the last publication always have one, and so
-    does the publication at which a stop ends the run. A resume starts from the last training checkpoint, so the server
-    keeps the fresh groups of all later steps."""
+    part of a publication. At 1, every publication contains a training checkpoint. The first and the last publication
+    always contain one, and so does the publication at which a stop ends the run. A resume starts from the last training
+    checkpoint, so the server keeps the fresh groups of all later steps."""
     keep_weights: Annotated[int, Field(ge=2)] = 3
     """Published versions to keep. A generator may still be reading the version before the newest."""
     checkpoint_server: bool = False
-    """Let the server make a checkpoint with each training checkpoint, which holds its name. `[checkpoints]` in the
-    configuration of the server sets the folder and the number of checkpoints."""
+    """Let the server make a checkpoint with each training checkpoint. The training checkpoint holds the name of the
+    server's checkpoint. `[checkpoints]` in the configuration of the server sets the folder and the number of server
+    checkpoints."""
     eval_every: Whole = 0
     """Steps between evaluations; 0: never. See `evaluate` of GRPOTrainer."""
 
@@ -270,8 +274,9 @@ class GRPOConfig(LossConfig):
                 f"groups_per_step={self.groups_per_step} with replay_share={self.replay_share} leaves no fresh group: "
                 f"raise groups_per_step or lower replay_share"
             )
-        apart = Path(self.weights_dir or self.output_dir).resolve() != Path(self.output_dir).resolve()
-        if (self.publish == "delta" or self.weights_url) and not apart:
+        weights_dir = Path(self.weights_dir or self.output_dir)
+        has_own_weights_dir = weights_dir.resolve() != Path(self.output_dir).resolve()
+        if (self.publish == "delta" or self.weights_url) and not has_own_weights_dir:
             raise ValueError("publish='delta' and weights_url need a weights_dir that is not output_dir")
         LossConfig.__post_init__(self)
         if self.loss_type not in BUILT_IN_LOSSES:
@@ -324,7 +329,10 @@ class GRPOConfig(LossConfig):
     def oldest_version(self, step: int) -> int | None:
         """The oldest policy version whose tokens count in this step, by `max_token_staleness`; None: all tokens
         count."""
-        return None if self.max_token_staleness is None else step - 1 - self.max_token_staleness
+        if self.max_token_staleness is None:
+            return None
+        version_at_start = step - 1
+        return version_at_start - self.max_token_staleness
 
     def check_admission(self, admitted: int) -> None:
         """Raises ValueError if `admitted`, fresh_groups_per_step of [admission], is less than a step here takes.
@@ -332,15 +340,20 @@ class GRPOConfig(LossConfig):
         The generators of this server would run out of permits, and the trainer would wait for groups that no generator
         may make.
         """
-        fresh, dynamic = self.fresh_groups_per_step, self.zero_variance == "dynamic"
-        if admitted < fresh + dynamic:
-            enough = (
+        fresh = self.fresh_groups_per_step
+        least = fresh
+        remedy = f"{fresh}"
+        if self.zero_variance == "dynamic":
+            # A step draws again if a group of its first batch has no variance. So `fresh` groups are not always enough.
+            least = fresh + 1
+            remedy += (
                 f" divided by the share of groups with variance; {fresh * self.max_dynamic_batches} is always enough"
             )
+        if admitted < least:
             raise ValueError(
                 f"the server's [admission] lets {counted(admitted, 'fresh group')} a step be generated, and this "
-                f"trainer takes {fresh + dynamic} or more (zero_variance={self.zero_variance!r}): it would wait for "
-                f"ever. Raise fresh_groups_per_step there to {fresh}{enough if dynamic else ''}"
+                f"trainer takes {least} or more (zero_variance={self.zero_variance!r}): it would wait for "
+                f"ever. Raise fresh_groups_per_step there to {remedy}"
             )
 
     def learning_rate_at(self, step: int) -> float:
@@ -349,6 +362,10 @@ class GRPOConfig(LossConfig):
             return self.learning_rate * step / self.warmup_steps
         if self.lr_scheduler_type == "constant":
             return self.learning_rate
+        # The share of the steps after the warm-up that are finished before this step, from 0.
         done = (step - 1 - self.warmup_steps) / max(self.max_steps - self.warmup_steps, 1)
-        factor = 1 - done if self.lr_scheduler_type == "linear" else (1 + math.cos(math.pi * done)) / 2
+        if self.lr_scheduler_type == "linear":
+            factor = 1 - done
+        else:
+            factor = (1 + math.cos(math.pi * done)) / 2
         return self.learning_rate * max(factor, 0.0)

@@ -41,6 +41,7 @@ class TableEvaluation:
     client: ReplayClient
     table: str = "eval"
     max_groups: int = 256
+    """The most groups of one evaluation."""
 
     def __call__(self, trainer: Run) -> Metrics:
         """The metrics of describe_groups; staleness_mean tells how old the policy was. Without groups, `groups` is 0
@@ -56,9 +57,10 @@ class TableEvaluation:
 
 
 def _has_rewards(sample: Sample) -> bool:
+    """True if the group can be decoded, and all its rewards are finite."""
     try:
         return bool(np.isfinite(sample.group.rewards).all())
-    except ValueError:
+    except ValueError:  # the group cannot be decoded
         return False
 
 
@@ -99,17 +101,18 @@ class PromptEvaluation:
         rewards = [reward for reward in scored if not math.isnan(reward)]
         lengths = sum(length for _, length, _ in completed)
         truncated = sum(cut for _, _, cut in completed)
-        reward, tokens, cut, count, with_reward = ranks.sum(
+        total_reward, total_length, total_truncated, num_prompts, num_rewards = ranks.sum(
             [sum(rewards), lengths, truncated, len(own_prompts), len(rewards)]
         )
         return {
-            "reward_mean": reward / with_reward if with_reward else math.nan,
-            "completion_length_mean": tokens / count,
-            "truncated_fraction": cut / count,
-            "prompts": count,
+            "reward_mean": total_reward / num_rewards if num_rewards else math.nan,
+            "completion_length_mean": total_length / num_prompts,
+            "truncated_fraction": total_truncated / num_prompts,
+            "prompts": num_prompts,
         }
 
     async def _score(self, prompts: Sequence[Prompt], texts: Sequence[str]) -> list[float]:
+        """The reward of one completion for each prompt; NaN: every reward function abstained."""
         scorer = Scorer(self.reward)
         scored = [await scorer.score(prompt.row, [text]) for prompt, text in zip(prompts, texts, strict=True)]
         return [float(total[0]) for total, _ in scored]
@@ -137,8 +140,8 @@ class PromptEvaluation:
                 batch = prompts[start : start + batch_size]
                 ids = [_known_ids(trainer, prompt, template) for prompt in batch]
                 for completion in self._generate(model, ends, ids):
-                    stops = [place for place, token in enumerate(completion) if token in ends]
-                    length = stops[0] + 1 if stops else len(completion)
+                    stops = [index for index, token in enumerate(completion) if token in ends]
+                    length = stops[0] + 1 if stops else len(completion)  # the end is a token of the completion
                     text = text_of(tokenizer, completion[:length], skip_special_tokens=True)
                     completed.append((text, length, not stops))
         finally:
@@ -149,7 +152,7 @@ class PromptEvaluation:
     def _generate(self, model: Any, ends: Set[int], ids: Sequence[Sequence[int]]) -> list[list[int]]:
         """The tokens after each prompt, with any tokens that follow the end of a completion."""
         base = _base_of(model)
-        pad = next(iter(ends), 0)
+        pad = next(iter(ends), 0)  # the mask hides the padding, so any token will do
         longest = max(map(len, ids))
         # Padded on the left, so that the first new token follows the last token of each prompt.
         tokens_BP = torch.tensor([[pad] * (longest - len(row)) + list(row) for row in ids], device=model.device)

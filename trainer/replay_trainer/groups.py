@@ -33,18 +33,19 @@ from replay_trainer.token_staleness import is_stale, token_versions, without_sta
 logger = logging.getLogger(__name__)
 
 RECENT_GROUPS = 100
-"""The share of bad groups is computed over the last steps, as many as drew this number of groups together."""
+"""The share of bad groups is computed over the latest steps: the fewest that drew at least this number of groups
+together."""
 
 
 @dataclass(frozen=True)
 class ModelLimits:
-    """What a model and the settings allow a group to be. For a number, None: not known, or no limit."""
+    """The limits that a model and the settings set for a group. A number that is None: not known, or no limit."""
 
     vocabulary: int | None = None
     """Number of token embeddings."""
     positions: int | None = None
-    """The most tokens of a sequence, for a model that looks up an embedding for each position. A model that computes
-    its positions takes longer sequences than its configuration names."""
+    """The most tokens of a sequence, for a model that looks up an embedding for each position. None for a model that
+    computes its positions, because such a model takes longer sequences than its configuration names."""
     group_tokens: int | None = None
     """GRPOConfig.max_group_tokens."""
     teacher: str = ""
@@ -66,17 +67,23 @@ class ModelLimits:
         reads_versions: bool = False,
     ) -> ModelLimits:
         """The limits of a language model of transformers."""
-        tokens = model.get_input_embeddings()
+        token_table = model.get_input_embeddings()
         positions = getattr(model.config, "max_position_embeddings", None)
-        # The table of OPT and BART has two more rows than there are positions.
-        tables = [] if positions is None else range(positions, positions + 3)
-        looked_up = any(
-            isinstance(module, nn.Embedding) and module is not tokens and module.num_embeddings in tables
+        # The sizes that a table of positions may have: that of OPT and BART has two more rows than positions.
+        sizes = [] if positions is None else range(positions, positions + 3)
+        has_position_table = any(
+            isinstance(module, nn.Embedding) and module is not token_table and module.num_embeddings in sizes
             for module in model.modules()
         )
-        inputs = frozenset(inspect.signature(model.forward).parameters)
-        known = positions if looked_up else None
-        return cls(len(tokens.weight), known, group_tokens, teacher, inputs, length, reads_versions)
+        return cls(
+            vocabulary=len(token_table.weight),
+            positions=positions if has_position_table else None,
+            group_tokens=group_tokens,
+            teacher=teacher,
+            inputs=frozenset(inspect.signature(model.forward).parameters),
+            length=length,
+            reads_versions=reads_versions,
+        )
 
 
 @dataclass(frozen=True)
@@ -93,11 +100,11 @@ class BadGroup:
 class Inspector:
     """Checks the groups that one rank draws, so that a bad group is deleted and does not end the run.
 
-    A bad group is a group that cannot be trained on. It would stop every step that draws it, even after a resume: by
-    then `forward_to` of the table has copied it into the pool.
+    A bad group is a group that cannot be trained on. Without this class, a bad group would end every step that draws
+    it. A resume would not help, because by then `forward_to` of the table has copied the group into the pool.
 
     * A bad group is counted, named in a warning, and deleted from its table and the pool; no step draws it again.
-    * A group that makes a step fail is bad as well: `reject`.
+    * A group that makes a step fail is bad as well. The trainer calls `reject` for such a group.
     * If too many of the recent groups are bad, every rank stops at the same step with the same error.
     * Every rank also stops if the trainer would scale advantages that a function of the user has computed. This is no
       fault of the group, so the group stays in its table.
@@ -204,6 +211,8 @@ class Inspector:
         return unusable
 
     def _warn_of_ignored(self, group: RolloutGroup) -> None:
+        """Warns once of each extra that the model has as an input, because the trainer passes no extras to the
+        model."""
         new = sorted(self.limits.inputs.intersection(group.extras) - self._ignored)
         if not new:
             return
@@ -214,14 +223,15 @@ class Inspector:
         )
 
     def delete(self) -> None:
-        """Delete bad groups from the tables that they were drawn from, and from the pool."""
+        """Deletes the bad groups in `_undeleted` from the tables that they were drawn from, and from the pool."""
         # A fresh group may enter the pool only after this call, when the server learns that its batch arrived. So the
-        # next step deletes the group once more. Until then `bad_keys` keeps it from being drawn.
+        # next step deletes the group from the pool once more. Until then `bad_keys` keeps it from being drawn.
         again = {key: self.pool for key, table in self._undeleted.items() if table != self.pool}
         tables = set(self._undeleted.values())
         if self._undeleted:
             tables.add(self.pool)
         for table in tables:
+            # All bad groups for the pool; for another table, the bad groups that were drawn from that table.
             keys = [key for key, source in self._undeleted.items() if table in (source, self.pool)]
             try:
                 self.client.delete(table, keys)
@@ -232,7 +242,10 @@ class Inspector:
 
 
 UNSCORED = "it is a group without rewards: `replay score` is to draw from this table"
-"""The reason for a group without rewards, which replay_generator's groups/codec.py has written."""
+"""The reason why a group without rewards cannot be trained on."""
+_UNSCORED_MAGIC = b"RPLYOPN"
+"""The first bytes of a payload of a group without rewards, in each version of the format. See PARTIAL_GROUP_MAGIC in
+replay_generator's groups/codec.py."""
 
 
 def why_unusable(sample: Sample, limits: ModelLimits = ModelLimits()) -> str:  # noqa: B008, it is frozen
@@ -241,12 +254,14 @@ def why_unusable(sample: Sample, limits: ModelLimits = ModelLimits()) -> str:  #
     try:
         group = sample.group
     except ValueError as error:
-        return UNSCORED if bytes(sample.payload[:7]) == b"RPLYOPN" else str(error)
+        is_unscored = bytes(sample.payload[: len(_UNSCORED_MAGIC)]) == _UNSCORED_MAGIC
+        return UNSCORED if is_unscored else str(error)
     if not group.prompt_lengths.all():
         return "prompt_ids is empty, so nothing predicts the first token"
     if group.num_tokens == 0:
         return "all its completions are empty"
     for name, ids in (("prompt_ids", group.prompt_ids), ("completion_ids", group.completion_ids)):
+        # `initial`: the ids of an empty array have no minimum and no maximum.
         lowest = int(ids.min(initial=0))
         highest = int(ids.max(initial=0))
         if lowest < 0:
@@ -293,6 +308,7 @@ def why_unusable(sample: Sample, limits: ModelLimits = ModelLimits()) -> str:  #
 
 
 COUNTS = ("zero_variance", "stale", "replaced", "missing", "dropped", "added", "too_stale", "uninformative", "drifted")
+"""The names in `Replacement.counts`, without the "groups_" with which each of them begins there."""
 
 
 @dataclass(frozen=True)
@@ -329,7 +345,8 @@ class Replacement:
         return [sample.group for sample in self.samples]
 
     def without(self, left_out: Sequence[int], **counts: int) -> Replacement:
-        """The same without the samples at the indices `left_out`, and with these `counts` (names without "groups_")."""
+        """This replacement without the samples at the indices `left_out`. `counts` replace those of the same names;
+        the names here lack the "groups_"."""
         kept = [i for i in range(len(self.samples)) if i not in left_out]
         return replace(
             self,
@@ -356,8 +373,8 @@ def new_counts(**counts: int) -> dict[str, int]:
 class ZeroVarianceReplacer:
     """Replaces zero-variance groups by groups of a replay table.
 
-    A group is replaced as a whole, by one of any size G. The correction then treats the replacement like every other
-    group: by the log-probabilities of its own sampler and the current weights.
+    A group is replaced as a whole, by a group of any size G. The correction then treats the replacement like every
+    other group: by the log-probabilities of the policy that sampled the replacement, and by the current weights.
     """
 
     client: ReplayClient
@@ -410,6 +427,7 @@ class ZeroVarianceReplacer:
         missing = zero_variance[len(drawn) :]
         dropped = missing if self.on_empty == "drop" else []
 
+        # By place in the batch: the sample there, after the replacement. `order`: the places that are not dropped.
         sample_at = dict(enumerate(samples))
         sample_at.update(zip(replaced, drawn, strict=True))
         order = [i for i in sample_at if i not in dropped]
@@ -426,7 +444,8 @@ class ZeroVarianceReplacer:
         )
 
     def add(self, taken: Replacement, count: int, scope: str = "", exclude: Iterable[int] = ()) -> Replacement:
-        """Adds up to `count` groups of the pool to the groups of `taken`. Does not wait if the pool has too few.
+        """Adds up to `count` groups of the pool to `taken`, the groups that the step has so far. Does not wait if the
+        pool has too few.
 
         `scope` and `exclude` are as in `replace`.
         """
@@ -448,16 +467,16 @@ class ZeroVarianceReplacer:
         priorities: dict[int, float] = {}
         for sample in samples:
             score = trained_priority(sample.group)
-            if score:
+            if score:  # a group with the score 0 carries no gradient, and the pool is not meant to hold it
                 priorities[sample.info.key] = score * trust[sample.info.key]
         if not priorities:
             return 0
         return self.client.update_priorities(self.table, priorities).applied
 
     def _draw(self, count: int, exclude: set[int], scope: str, counts: dict[str, int], *, wait: bool) -> list[Sample]:
-        """Up to `count` informative samples. Fewer only if the table has no more and `wait` is False.
+        """Draws up to `count` samples that carry a gradient. Fewer only if the table has no more and `wait` is False.
 
-        Counts the groups that were drawn and not used in `counts`.
+        Adds the numbers of groups that were drawn and not used to `counts`.
         """
         chosen: list[Sample] = []
         if self.inspector is not None:
@@ -524,11 +543,13 @@ class GroupSource:
             return self.stopping.together(self._collect)
 
     def _collect(self) -> Replacement:
+        """The fresh groups of a step of this rank, with their counts."""
         if self.config.zero_variance == "dynamic":
             return self._dynamic()
         fresh = self._draw()
         count = self._without_gradient(fresh)
         stale = self.replacer.count_stale(fresh)
+        # Nothing has replaced the groups without a gradient so far, so all of them are missing.
         return Replacement(fresh, [], fresh, new_counts(zero_variance=count, stale=stale, missing=count))
 
     def replace(self, step: int, taken: Replacement) -> Replacement:
@@ -537,7 +558,7 @@ class GroupSource:
         assert not taken.replaced, "groups of the pool come once in a step"
         if step <= self.config.replay_start_step:
             return taken
-        # One scope for all draws of a step: no two ranks get the same group.
+        # One scope for all draws of a step: the server gives no two ranks the same group.
         scope = f"{self.run}/step-{step}"
         with self._unless_stopped():
             if self.config.zero_variance == "replace":
@@ -550,12 +571,14 @@ class GroupSource:
         return taken
 
     def _draw(self) -> list[Sample]:
+        """The next batch of fresh groups, which `_drawn` notes for the case that a stop ends the step."""
         batch = next(self.batches)
         self._drawn += batch
         return batch
 
     @contextmanager
     def _unless_stopped(self) -> Iterator[None]:
+        """If a stop ends the block, no step trains on the groups that were drawn: they are `left`, and are requeued."""
         try:
             yield
         except Stopped:
@@ -563,9 +586,10 @@ class GroupSource:
             raise
 
     def _dynamic(self) -> Replacement:
-        """As many groups with variance as fit, from as few fresh batches as possible."""
+        """The groups of a step with dynamic sampling: groups that carry a gradient, from `left` and as few fresh
+        batches as possible. Fewer than a step needs if max_dynamic_batches have too few."""
         size = self.config.fresh_groups_per_step // self.ranks.size
-        # Groups that an earlier step left may have become stale since then.
+        # All tokens of a group that an earlier step left may have become stale since then.
         chosen = [sample for sample in self.left if self.replacer.informs(sample)]
         outdated = len(self.left) - len(chosen)
         fresh = list[Sample]()
@@ -590,6 +614,7 @@ class GroupSource:
         return Replacement(chosen, [], fresh, counts)
 
     def _without_gradient(self, samples: Sequence[Sample]) -> int:
+        """The number of samples that carry no gradient."""
         return sum(not self.replacer.informs(sample) for sample in samples)
 
     def _keys(self, taken: Replacement) -> list[int]:

@@ -108,18 +108,21 @@ class GRPOTrainer:
         self.replayed_per_rank = self.ranks.share(config.replayed_groups_per_step, "replay_share of groups_per_step")
         self.callbacks = [*reporters(config), *callbacks] if self.ranks.is_first else []
 
+        # A wrapper, such as DistributedDataParallel, has the model as its attribute `module`.
         if hasattr(model, "module") and not hasattr(model, "get_input_embeddings"):
             raise ValueError(f"give GRPOTrainer the model itself, not a {type(model).__name__} around it")
         self.model = model.to(self.device)
         self.adapter = Adapter.of(self.model, config.merge_adapter)
+        # The base contains the layers of the adapter.
         trained = self.model if self.adapter is None else self.adapter.base
         self.policy = LogprobModel(trained, config.packing, config.gradient_checkpointing, config.max_length)
-        self.ranks.copy_from_first(self.policy)
+        self.ranks.copy_from_first(self.policy)  # all ranks start from the same weights
         self.reference: LogprobModel | None = None
         if config.beta > 0:
             # The base model under an adapter never changes, so it needs no copy.
             self.reference = self.policy if self.adapter else copy.deepcopy(self.policy).requires_grad_(False)
         self.partitioned = config.fsdp and self.ranks.size > 1
+        """True if each rank holds only a part of the weights."""
         if self.partitioned:
             if self.adapter is not None and config.merge_adapter:
                 raise ValueError("with fsdp no rank has the whole base to add the adapter to: leave merge_adapter off")
@@ -137,6 +140,7 @@ class GRPOTrainer:
         self.passes = Passes(self.policy, self.reference, self.adapter, config, self.ranks, self.partitioned)
         teacher = config.teacher.column if config.teacher else ""
         reads_versions = config.max_token_staleness is not None
+        # `policy.max_length`: the length that chose the rotary frequencies, if the model has several sets of them.
         length = config.max_length if self.policy.max_length is None else self.policy.max_length
         limits = ModelLimits.of(self.policy.model, config.max_group_tokens, teacher, length, reads_versions)
         self.inspector = Inspector(
@@ -163,18 +167,20 @@ class GRPOTrainer:
         self.last_step: int | None = None
         """The last finished step of the run, 0 before the first step; None before `train` has found where to start."""
         self._stopping = Stopping(self.ranks)
+        # `train` sets these four.
         self.publication: Publication
         self._source: GroupSource
         self._timers: StepTimers
         self._waits: ServerWaits
         self._is_first_step = True
+        """True until a step has drawn its groups."""
         self._length_ratio = LengthRatio(whole=True)
         self._bad: list[BadGroup] = []
         """The groups of the current step that could not be trained on, over all ranks."""
 
     def train(self) -> int:
-        """Train up to `max_steps`, or until `stop`. Returns the number of steps that this call made: 0 if a resumed run
-        had made all steps already.
+        """Trains up to `max_steps`, or until `stop`. Returns the number of steps that this call made: 0 if a resumed
+        run had made all steps already.
 
         Raises DeadlineExceededError if no groups come in time, or if all generators and scorers have left,
         FloatingPointError if the weights compute numbers that are not finite (before they are published), RuntimeError
@@ -202,9 +208,10 @@ class GRPOTrainer:
             return 0
         self.last_step = version
         self._length_ratio = LengthRatio(whole=version == 0)
-        if self.ranks.index == 0:
+        if self.ranks.is_first:
             write_whole(self.output_dir / SETTINGS_FILE, as_json(config))
         leases.start()
+        # After an error, the trainer does not say that it leaves, so that `replay doctor` can report that it is gone.
         on_purpose = False
         try:
             for callback in self.callbacks:
@@ -232,18 +239,18 @@ class GRPOTrainer:
         return self.last_step - version
 
     def stop(self) -> None:
-        """Ask all ranks to stop: `train` finishes the step under way, publishes it with a training checkpoint, and
+        """Asks all ranks to stop: `train` finishes the step under way, publishes it with a training checkpoint, and
         returns. A resume goes on with the next step.
 
         A wait for groups ends within about a second. The step that waited is given up, and its groups are requeued. A
         signal handler, a callback or any thread may call `stop`, and a call on one rank is enough. A rank that
-        exchanges values with the other ranks handles a signal only after the exchange. `stopped` says whether steps
-        were left.
+        exchanges values with the other ranks handles a signal only after the exchange. `stopped` is True afterwards if
+        `train` returned before max_steps.
         """
         self._stopping.ask()
 
     def step(self, step: int) -> None:
-        """Make one step, from groups to a version of the weights. `train` calls this method on all ranks together.
+        """Makes one step, from groups to a version of the weights. `train` calls this method on all ranks together.
 
         Raises Stopped, which is no Exception, if `stop` was called: the step is not made.
         """
@@ -256,8 +263,8 @@ class GRPOTrainer:
         if self._is_first_step:  # the generators of these groups are connected by now
             self.publication.check_generators()
             self._is_first_step = False
-        taken = self._replace(step, taken)  # by or with groups of the pool
-        taken = self._without_failing(step, taken, self._without_drifted)  # scored by the current weights
+        taken = self._replace(step, taken)  # groups of the pool replace some, or are added
+        taken = self._without_failing(step, taken, self._without_drifted)
         self._timers.lap("replace")
         trained = self._without_failing(step, taken, partial(self._train_on, step))  # passes and optimizer steps
         self._timers.lap("update")
@@ -277,14 +284,19 @@ class GRPOTrainer:
     @contextmanager
     def _groups(self, leases: GroupLeases) -> Iterator[GroupSource]:
         """The source of the groups of each step, over this rank's stream of fresh batches."""
-        config, table = self.config, self.config.rollouts_table
-        # Each start has another name, so that a step that is repeated after a resume may get the same groups again.
+        config = self.config
+        table = config.rollouts_table
+        # Each start of the trainer has another name, so that a step that is repeated after a resume may draw the same
+        # groups of the pool again.
         run = self.ranks.from_first(secrets.token_hex(8))
         self._timers = StepTimers()
-        # Without sample_timeout, the wait for a batch is cut into parts. Between two parts, `watched` checks whether
-        # any program may still bring groups.
-        watched = suppliers.Suppliers(self.client) if config.sample_timeout is None else None
-        seconds = suppliers.LOOK_SECONDS if config.sample_timeout is None else config.sample_timeout
+        watched: suppliers.Suppliers | None = None
+        seconds = config.sample_timeout
+        if seconds is None:
+            # The wait for a batch is cut into parts. Between two parts, `watched` checks whether any program may still
+            # bring groups.
+            watched = suppliers.Suppliers(self.client)
+            seconds = suppliers.LOOK_SECONDS
         limit = f"sample_timeout = {seconds:g} s"
         quiet = not self.ranks.is_first
         look = self._stopping.look
@@ -299,8 +311,10 @@ class GRPOTrainer:
         ) as stream:
 
             def fresh() -> Iterator[list[Sample]]:
+                """Draws a batch whenever a step needs one. Passes over a batch whose groups were all trained on."""
                 for batch in self._waits.watch(stream):
-                    if new := leases.hold(batch):
+                    new = leases.hold(batch)
+                    if new:
                         self._timers.lap("sample")
                         yield self.inspector.usable(new, table)
 
@@ -326,6 +340,7 @@ class GRPOTrainer:
         try:
             drifts = group_drifts(batch, self.passes.logprobs(batch))
         except StepFailure as failure:
+            # The failure has indices of `stored`; the caller expects indices of `taken.samples`.
             failure.groups = [taken.replaced[group] for group in failure.groups]
             raise
         drifted = [i for i, drift in zip(taken.replaced, drifts, strict=True) if drift > limit]
@@ -361,7 +376,8 @@ class GRPOTrainer:
         return batch.without_wrong(replaced)
 
     def _train_on(self, step: int, taken: Replacement) -> TrainedStep:
-        """All updates of one step. Raises StepFailure if groups make an update fail."""
+        """Makes all updates of one step. The metrics are those of the last update. Raises StepFailure if groups make an
+        update fail."""
         for group in self.optimizer.param_groups:
             group["lr"] = self.config.learning_rate_at(step)
         batch = self._to_batch(taken.groups, taken.replaced)
@@ -404,17 +420,18 @@ class GRPOTrainer:
                 f"{reason}. A rank with partitioned weights cannot leave a step alone, so the run stops here. The "
                 f"groups {keys} are rejected and deleted: continue with resume=True"
             ) from failure
-        self.publication.probe()
+        self.publication.probe()  # raises FloatingPointError if the weights are at fault
         if not any(self.ranks.all(bool(bad))):
             bad = range(len(taken.samples))
             reason += ", and no group stands out, so the step does without all of them"
-        if not any(self.ranks.all(bool(bad))):
+        if not any(self.ranks.all(bool(bad))):  # the step had no groups on any rank
             raise FloatingPointError(f"{reason}: no group is left, and the weights are sound") from failure
         self._note_bad(taken, bad, reason)
         self._bad += self.inspector.end_draws()
         return taken.without(bad)
 
     def _note_bad(self, taken: Replacement, bad: Sequence[int], reason: str) -> None:
+        """Rejects the groups of this rank with the indices `bad`."""
         for i in bad:
             table = self.config.replay_table if i in taken.replaced else self.config.rollouts_table
             self.inspector.reject(taken.samples[i].info.key, table, reason)
@@ -517,6 +534,7 @@ class GRPOTrainer:
         samples = trained.taken.samples
         batch = trained.batch
         correction = correct_batch(batch, trained.old_BT, self.config.correction)
+        # The sum of min(w, 1) over the tokens of each rollout. Below, divided by their number for each group.
         trust_J = (correction.weights.clamp(max=1) * correction.mask).sum(dim=1).cpu().numpy()
         tokens_J = batch.rollouts.mask_JT.sum(dim=1).cpu().numpy()
         group_J = batch.group_B[batch.rollouts.first_J]
@@ -560,6 +578,7 @@ class RankPart:
 
 
 def _named(facts: GroupFacts) -> dict[str, Any]:
+    """The entries of StepsFile that name a group."""
     return {"key": facts.key, "prompt_id": facts.prompt_id, "policy_version": facts.policy_version}
 
 

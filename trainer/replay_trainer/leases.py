@@ -115,7 +115,7 @@ class GroupLeases:
         self._output_dir = output_dir
         self._path = output_dir / _FILES.format(rank)
         self._held: dict[Lease, list[int]] = {}
-        """By lease, the keys of the groups of each batch that this rank holds."""
+        """By lease of each batch that this rank holds: the keys of its groups."""
         self._coming: set[Lease] = set()
         """Leases that are about to begin. This rank does not know yet if they began."""
         self._settling: TrainedGroups | None = None
@@ -125,6 +125,7 @@ class GroupLeases:
         self._listed: set[Lease] = set()
         """The leases that the list file of this rank names."""
         self._lock = threading.Lock()
+        """Guards `_held`, `_coming` and `_listed`: the client's thread calls `expect`."""
         self._renewer: LeaseRenewer | None = None
         """None before `start`."""
 
@@ -141,32 +142,32 @@ class GroupLeases:
         with self._lock:
             for sample in batch:
                 info = sample.info
-                if info.lease_id:
+                if info.lease_id:  # 0: drawn without a lease
                     self._held.setdefault((info.shard, info.lease_id), []).append(info.key)
             # Each lease that was expected until now is the lease of this batch, or was revoked before it began.
             self._coming.clear()
             self._list()
-        # Outside of the lock: the client's thread may be in `expect` at this moment, and `expect` waits for the lock.
+        # Outside of the lock: `add` waits for the client's thread, which may itself wait for the lock in `expect`.
         if self._renewer is not None:
             self._renewer.add(batch)
         known = self.unconfirmed.keys
         new = [sample for sample in batch if sample.info.key not in known]
         if len(new) < len(batch):
-            again = counted(len(batch) - len(new), "group")
-            logger.warning("%s that the trainer has trained on came again: left out", again)
+            repeated = counted(len(batch) - len(new), "group")
+            logger.warning("%s that the trainer has trained on came again: left out", repeated)
         return new
 
     def expect(self, samples: Sequence[Sample]) -> None:
-        """Adds the lease of a batch to the list file of this rank before the lease begins, so that a resume finds
-        it."""
+        """Adds the lease of a batch to the list file of this rank, so that a resume finds the lease. The thread of the
+        client calls this for each batch, before the lease begins."""
         with self._lock:
             self._coming.update((sample.info.shard, sample.info.lease_id) for sample in samples)
             self._list()
 
     def trained(self, left: Sequence[Sample] = ()) -> TrainedGroups:
-        """The groups of all steps so far. `left`: drawn groups that only later steps use."""
+        """The groups of all steps so far, for a training checkpoint. `left`: drawn groups that only later steps use."""
         unused = {sample.info.key for sample in left}
-        groups = TrainedGroups.of_ranks([self.unconfirmed])
+        groups = TrainedGroups.of_ranks([self.unconfirmed])  # a copy
         with self._lock:
             for lease, keys in self._held.items():
                 if unused.isdisjoint(keys):
@@ -183,13 +184,13 @@ class GroupLeases:
         of the last call of `trained`.
         """
         settled = groups or self._settling
-        if settled is None:
+        if settled is None:  # no checkpoint is being written
             return
         with self._lock:
             for lease in settled.whole:
                 self._held.pop(lease, None)
             self._settled_part = settled.part
-            if settled is self._settling:
+            if settled is self._settling:  # otherwise a later checkpoint is still being written
                 self._settling = None
             self._list()
         if self._renewer is not None:
@@ -202,6 +203,7 @@ class GroupLeases:
         The groups that no server confirms are `unconfirmed` from now on.
         """
         before = self.unconfirmed
+        # `groups.whole` has the unconfirmed batches as well: see `trained`.
         if not groups.whole and not before.part:
             return
         missing = set(self._client.acknowledge(map(_stub, groups.whole)).missing)
@@ -250,6 +252,7 @@ class GroupLeases:
         contained = sorted(groups.keys) if rolled_back else groups.part
         if contained:
             missing = set(self._client.consume(self.table, contained).missing)
+            # A missing group may be in a batch whose lease has not ended yet, and then return to the table later.
             self.unconfirmed = TrainedGroups(self.unconfirmed.whole, [key for key in groups.part if key in missing])
         for path in paths:
             path.unlink(missing_ok=True)
@@ -272,7 +275,7 @@ class GroupLeases:
             return []
         try:
             self._client.acknowledge(map(_stub, held), requeue=True, timeout=_REQUEUE_SECONDS)
-            if self._settled_part:
+            if self._settled_part:  # a checkpoint contains these groups, and the batches with them were requeued
                 self._client.consume(self.table, self._settled_part, timeout=_REQUEUE_SECONDS)
         except ReplayError as error:
             batches = counted(len(held), "batch")
@@ -288,7 +291,8 @@ class GroupLeases:
         return requeued
 
     def check(self) -> None:
-        """Asserts what the docstring of the module says of the leases of this rank. For the time between two calls."""
+        """Asserts what the docstring of the module says of the leases of this rank. Call it while no other method
+        runs."""
         with self._lock:
             assert self._held.keys().isdisjoint(self._coming), self._held.keys() & self._coming
             assert self._listed == {*self._held, *self._coming}, self._listed
@@ -325,6 +329,7 @@ def _stub(lease: Lease) -> Sample:
 
 
 def _read(path: Path) -> list[Lease]:
+    """The leases in the list file of a rank. Logs a warning and returns no leases if the file is damaged."""
     try:
         return [(str(shard), int(lease)) for shard, lease in json.loads(path.read_text())]
     except (ValueError, TypeError) as error:

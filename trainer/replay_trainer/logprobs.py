@@ -5,8 +5,8 @@
 The (B, T, V) logits are never in memory as a whole: each chunk is computed for the forward pass, and again for the
 backward pass. Axes here: N tokens of the mask, C tokens of a chunk, H hidden size, V vocabulary.
 
-If the model can take it, the sequences of a micro-batch are packed into one row without padding, in which each shared
-prefix is present once.
+If the model can take packed rows, the sequences of a micro-batch are packed into one row without padding, in which each
+shared prefix is present once.
 
     p p p a a b b b d q q c c      prompt p with completions a, b and b d; prompt q with c
     0 1 2 3 4 3 4 5 6 0 1 2 3      positions
@@ -77,9 +77,11 @@ class LogprobModel(nn.Module):
             model.gradient_checkpointing_enable({"use_reentrant": False})
             for module in model.modules():
                 if isinstance(module, GradientCheckpointingLayer):
-                    module.training = True  # only this layer, which recomputes in training mode alone
+                    # Such a layer recomputes only in training mode. The modules inside of it stay in eval mode.
+                    module.training = True
         self._takes_positions = "position_ids" in inspect.signature(model.forward).parameters
         self.route: Route = self._find_route(packing)
+        """The route of all forward passes."""
 
     def forward(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """(B, T) log-probabilities of the tokens of `batch.mask_BT`, and (B, T) entropies without gradient.
@@ -91,6 +93,7 @@ class LogprobModel(nn.Module):
         return self._run(batch, self.route)
 
     def _run(self, batch: Batch, route: Route) -> tuple[Tensor, Tensor]:
+        """The result of `forward`, computed by this route."""
         inputs = packed_input(batch) if route == "packed" else padded_input(batch)
         ids_N = batch.completion_ids_BT[batch.mask_BT]
         temperature_N = batch.temperature_B[:, None].expand_as(batch.mask_BT)[batch.mask_BT]
@@ -113,6 +116,7 @@ class LogprobModel(nn.Module):
         )
 
     def _call(self, module: Any, inputs: ModelInput) -> Any:
+        """The output of the model, or of its base, for these inputs."""
         optional: dict[str, Any] = {}
         if self._takes_positions:  # a model without this argument counts positions from the left
             optional["position_ids"] = inputs.position_ids_RS
@@ -124,11 +128,14 @@ class LogprobModel(nn.Module):
             return module(input_ids=inputs.input_ids_RS, use_cache=False, replay_layout=inputs.layout, **optional)
 
     def _base(self) -> Any:
+        """The model without its head."""
         return getattr(self.model, self.model.base_model_prefix)
 
     @torch.no_grad()
     def _find_route(self, packing: bool) -> Route:
+        """The first route that computes the log-probabilities of the plain model. `packing`: try packed rows, too."""
         head = self.model.get_output_embeddings()
+        # The other routes compute the head themselves, as one linear layer, from the output of the base.
         if type(head) is not nn.Linear or not hasattr(self.model, self.model.base_model_prefix):
             return "logits"
         batch = _trial(self.model)
@@ -141,7 +148,7 @@ class LogprobModel(nn.Module):
         for route in routes:
             if self._agrees(batch, route, expected_BT, tolerance):
                 return route
-            if self.model.config._attn_implementation != before:
+            if self.model.config._attn_implementation != before:  # `enable_packing` has changed it
                 self.model.set_attn_implementation(before)
         return "logits"
 
@@ -177,8 +184,9 @@ def _trial(model: Any) -> Batch:
     """For each group: the length of its prompt, then the lengths of its completions."""
     groups = [[tokens(length) for length in group] for group in lengths]
     longest = groups[1][-1]
-    for begun, more in ((7, 4), (3, 2), (5, 0)):
-        groups[1].append(np.concatenate((longest[:begun], tokens(more))))
+    # For each further completion: how many of its first tokens are those of `longest`, and how many others follow.
+    for num_shared, num_own in ((7, 4), (3, 2), (5, 0)):
+        groups[1].append(np.concatenate((longest[:num_shared], tokens(num_own))))
     return to_batch([bare_group(*group) for group in groups], model.device)
 
 
@@ -206,6 +214,7 @@ def chosen_logprobs(
 def _of_logits(
     logits_NV: Tensor, ids_N: Tensor, temperature_N: Tensor, masks: TokenMasks | None
 ) -> tuple[Tensor, Tensor]:
+    """(N,) log-probabilities of the tokens and (N,) entropies, from all logits at once."""
     logits_NV = logits_NV.float() / temperature_N[:, None]
     all_masks = None if masks is None else masks.of_chunk(slice(None))
     logsum_N, entropy_N = _logsum_and_entropy(logits_NV, all_masks)
@@ -226,6 +235,7 @@ def _logsum_and_entropy(logits_CV: Tensor, masks: ChunkMasks | None) -> tuple[Te
 
 
 def _logsum_and_entropy_of(logits_CK: Tensor) -> tuple[Tensor, Tensor]:
+    """(C,) logsumexp over the K logits of each token, and (C,) entropy of their softmax, which has no gradient."""
     logsum_C = logits_CK.logsumexp(dim=-1)
     with torch.no_grad():
         # Entropy = logsumexp - E[logit]. A logit of -inf must add 0, but 0 * -inf is NaN.
@@ -280,6 +290,7 @@ class _ChosenLogprobs(torch.autograd.Function):
         bias_grad_V = torch.zeros_like(bias_V, dtype=torch.float32) if needs_bias else None
         weight = weight_VH.to(ctx.compute)
         for chunk in _chunks(len(ids_N), weight_VH.shape[0]):
+            # First the logits, which become their gradient in place, to save memory.
             grad_CV = _logits(hidden_NH[chunk], weight, bias_V, temperature_N[chunk], ctx.compute)
             # d log p[id] / d logit = (onehot - p) / temperature. For a logit outside the mask the gradient is 0.
             scale_C1 = (gradient_N[chunk] / temperature_N[chunk])[:, None]
@@ -293,7 +304,7 @@ class _ChosenLogprobs(torch.autograd.Function):
             if hidden_grad_NH is not None:
                 hidden_grad_NH[chunk] = (grad_CV @ weight).to(hidden_NH.dtype)
             if weight_grad_VH is not None:
-                if ctx.compute == torch.float32:
+                if ctx.compute == torch.float32:  # addmm_ takes one dtype only, and the sum is in float32
                     weight_grad_VH.addmm_(grad_CV.T, hidden_NH[chunk].to(ctx.compute))
                 else:
                     weight_grad_VH += grad_CV.T @ hidden_NH[chunk].to(ctx.compute)
@@ -305,6 +316,7 @@ class _ChosenLogprobs(torch.autograd.Function):
 
 
 def _chunks(N: int, V: int) -> list[slice]:
+    """The N tokens in chunks of about the same size, with at most CHUNK_LOGITS logits in each chunk."""
     size = max(CHUNK_LOGITS // V, 1)
     count = math.ceil(N / size)
     chunks = [slice(N * i // count, N * (i + 1) // count) for i in range(count)]
@@ -315,6 +327,7 @@ def _chunks(N: int, V: int) -> list[slice]:
 def _logits(
     hidden_CH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, temperature_C: Tensor, compute: torch.dtype
 ) -> Tensor:
+    """(C, V) logits divided by the temperature, in float32; the product is computed in the dtype `compute`."""
     logits_CV = hidden_CH.to(compute) @ weight_VH.T
     if bias_V is not None:
         logits_CV += bias_V.to(compute)

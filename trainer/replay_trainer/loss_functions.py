@@ -33,6 +33,7 @@ Aggregation = Literal["dapo", "grpo", "dr_grpo"]
 """The built-in losses whose way to sum and divide a loss function may choose."""
 
 _ATTRIBUTE = "replay_loss"
+"""The attribute of a decorated function that holds its LossTraits."""
 
 
 @dataclass(frozen=True)
@@ -163,6 +164,8 @@ def check_loss(config: LossConfig, device: torch.device | str = "cpu") -> None:
         return
     if traits_of(config.loss_type).aggregate_like == "dr_grpo" and config.max_completion_length is None:
         raise ValueError(f"the loss {config.loss_type!r} aggregates like dr_grpo, and needs max_completion_length")
+    # Two rollouts of 3 and 2 tokens, one with a positive and one with a negative advantage. The policy is near the old
+    # policy.
     mask_BT = torch.tensor([[True, True, True], [True, True, False]], device=device)
     old_BT = torch.tensor([[-0.5, -1.0, -2.0], [-0.1, -3.0, 0.0]], device=device)
     differences_T = torch.tensor([0.0, 0.1, -0.4], device=device)
@@ -216,6 +219,7 @@ def _of_tokens(name: object, value: object, inputs: LossInputs, loss_type: str) 
 
 
 def _shown(value: Any) -> str:
+    """A value in an error: its type, or the shape of a tensor."""
     if isinstance(value, Tensor):
         return f"a tensor of shape {tuple(value.shape)}"
     return f"a {type(value).__name__}"

@@ -97,8 +97,8 @@ def policy_loss(
     tokens of each whole rollout, if a row may hold only some of them; grpo divides by these counts.
 
     Metrics are means over the tokens of `mask` (NaN without tokens; weigh them by tokens to join micro-batches):
-    ratio_mean is the mean of c; approx_kl is that of c - 1 - log c. clip_low_fraction and clip_high_fraction are the
-    shares of tokens whose gradient clipping removed (c < 1 - ε with A < 0; c > 1 + ε_high with A > 0); for cispo,
+    ratio_mean is the mean of c; approx_kl is the mean of c - 1 - log c. clip_low_fraction and clip_high_fraction are
+    the shares of tokens whose gradient clipping removed (c < 1 - ε with A < 0; c > 1 + ε_high with A > 0); for cispo,
     clip_high_fraction is the share with capped c and A > 0. dual_clip_fraction is the share whose gradient the dual
     clip removed. loss/NAME is the metric NAME of a loss function of the user; the fractions are 0 for such a loss.
 
@@ -124,6 +124,7 @@ def policy_loss(
     log_ratio_BT = log_ratio_BT.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
     ratio_BT = log_ratio_BT.exp()
 
+    # For the metrics: the tokens whose gradient the lower bound, the upper bound or the dual clip removes.
     none_BT = torch.zeros_like(mask_BT)
     low_BT = none_BT
     high_BT = none_BT
@@ -309,6 +310,7 @@ def _by_token(advantages: Tensor) -> Tensor:
 
 
 def _check_shapes(logprobs: Tensor, others: dict[str, Tensor | None], advantages: Tensor) -> None:
+    """Raises ValueError unless logprobs and `others`, by name, are (B, T), and advantages are (B,) or (B, T)."""
     shape = logprobs.shape
     if len(shape) != 2:
         raise ValueError(f"logprobs must have shape (B, T), not {tuple(shape)}")

@@ -1,4 +1,4 @@
-"""Metrics of a step: facts about its groups, times of its parts, and alarms. Also the summary of a run in a few
+"""Metrics of a step: facts about its groups, times of its parts, and alarms. Also writes the summary of a run in a few
 lines."""
 
 from __future__ import annotations
@@ -50,11 +50,12 @@ class GroupFacts:
     """Seconds from the insert of the group to its draw."""
     times_sampled: int
     carries_gradient: bool
+    """True if a step can learn from the group."""
 
     @classmethod
     def of(cls, sample: Sample, informs: bool | None = None) -> GroupFacts:
-        """The facts of a sample. `informs`: True if a step can learn from the group; None: the value of
-        `carries_gradient`."""
+        """The facts of a sample. `informs`: the value of the field `carries_gradient`; None: the result of
+        `replay_client.scoring.carries_gradient`."""
         group = sample.group
         return cls(
             key=sample.info.key,
@@ -137,10 +138,11 @@ class StepTimers:
 
     def __init__(self) -> None:
         self._last = time.perf_counter()
+        """The time of the last call of `lap`."""
         self._seconds: dict[str, float] = {}
 
     def lap(self, name: str) -> None:
-        """Count the time since the last lap as time of `name`."""
+        """Counts the time since the last call of `lap` as time of the part `name`."""
         now = time.perf_counter()
         self._seconds[name] = self._seconds.get(name, 0.0) + now - self._last
         self._last = now
@@ -180,10 +182,10 @@ class LengthRatio:
     def __init__(self, *, whole: bool) -> None:
         """`whole`: True if the run begins now, so that everything that the server has counted belongs to this run."""
         self._trained = Lengths()
-        self._marks: deque[tuple[Lengths, Lengths]] = deque(maxlen=RATIO_STEPS + 1)
+        self._totals: deque[tuple[Lengths, Lengths]] = deque(maxlen=RATIO_STEPS + 1)
         """(total trained on, total generated) after each of the last steps, oldest first."""
         if whole:
-            self._marks.append((Lengths(), Lengths()))
+            self._totals.append((Lengths(), Lengths()))
 
     def add(self, trained: Sequence[int], generated: Lengths | None) -> float:
         """The ratio after a step that trained on completions of these lengths.
@@ -194,10 +196,12 @@ class LengthRatio:
         self._trained = Lengths(self._trained.completions + len(trained), self._trained.tokens + sum(trained))
         if generated is None:
             return math.nan
-        if self._marks and generated.completions < self._marks[-1][1].completions:
-            self._marks.clear()  # the server has begun to count anew
-        self._marks.append((self._trained, generated))
-        first_trained, first_generated = self._marks[0]
+        if self._totals:
+            _, last_generated = self._totals[-1]
+            if generated.completions < last_generated.completions:
+                self._totals.clear()  # the server has begun to count anew
+        self._totals.append((self._trained, generated))
+        first_trained, first_generated = self._totals[0]
         trained_mean = (self._trained - first_trained).mean
         generated_mean = (generated - first_generated).mean
         return trained_mean / generated_mean if generated_mean else math.nan
@@ -237,6 +241,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 def summary(lines: Sequence[Line]) -> Iterator[str]:
     """Yields the lines of a summary of a run. `lines`: the lines of its metrics.jsonl, at least one."""
+    # The number of steps that count as the beginning of the run, and as its end.
     edge = max(1, min(10, len(lines) // 4))
     seconds = sum(line["time/step"] for line in lines)
     yield (
@@ -245,7 +250,9 @@ def summary(lines: Sequence[Line]) -> Iterator[str]:
     )
     evaluated = [line for line in lines if line.get("eval/reward_mean") is not None]
     if evaluated:
-        shown = evaluated[:1] + evaluated[1:][-1:]
+        shown = evaluated[:1]
+        if len(evaluated) > 1:
+            shown.append(evaluated[-1])
         rewards = ", ".join(f"{line['eval/reward_mean']:.3f} at step {line['step']}" for line in shown)
         yield f"evaluation reward   {rewards}"
     yield (
@@ -272,6 +279,7 @@ def summary(lines: Sequence[Line]) -> Iterator[str]:
 
 
 def _versions(name: str, lines: Sequence[Line]) -> str:
+    """The mean of a staleness, in words; "nothing" if no line has it."""
     mean = _mean_of(name, lines)
     return "nothing" if math.isnan(mean) else f"{mean:.2f} versions"
 
@@ -282,4 +290,5 @@ def _mean_of(name: str, lines: Sequence[Line]) -> float:
 
 
 def _steps(count: int) -> str:
+    """The end of "in the first …": "step" for one step, else such as "10 steps"."""
     return "step" if count == 1 else counted(count, "step")

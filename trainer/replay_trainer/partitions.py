@@ -1,4 +1,4 @@
-"""Partitions: with fsdp each rank writes and reads its own rows of each tensor, and no rank loads a whole model.
+"""Partitions: with fsdp each rank writes and reads its own rows of each tensor, and no rank reads a whole checkpoint.
 
     <output_dir>/step-12.rank-1-of-2.<run>.tmp                 each rank writes its file here
     <output_dir>/step-12/optimizer/rank-1-of-2.safetensors     the first rank moves all files here, before the manifest
@@ -38,14 +38,14 @@ class RankFiles:
     together."""
 
     def __init__(self, ranks: Ranks, output_dir: Path) -> None:
-        self._ranks = ranks.apart()
+        self._ranks = ranks.apart()  # `write` may run on another thread
         self._output_dir = output_dir
-        # A rank of a killed run may still be writing. This random name keeps its files apart from ours.
+        # A rank of a killed run may still be writing. This random name keeps its files apart from those of this run.
         self._run = ranks.from_first(secrets.token_hex(4))
 
     def why_not_shared(self) -> str:
         """The rank that does not see the output_dir of the first rank, and the remedy; "" if all ranks see it."""
-        path = self._path(0, 0)
+        path = self._path(0, 0)  # an empty file for this test
         if self._ranks.is_first:
             path.touch()
         self._ranks.wait()
@@ -115,11 +115,12 @@ class StoredRows:
         share = math.ceil(self.shape[0] / self._ranks)
         parts: list[Tensor] = []
         for rank in range(self._ranks):
+            # The file of this rank begins with row rank * share. `first` and `end` count from there.
             first = max(start - rank * share, 0)
             end = min(stop - rank * share, share)
             if first < end:
                 parts.append(self._open_file(rank).get_slice(self._name)[first:end])
-        if not parts:
+        if not parts:  # no rows, but with the dtype and the other axes of the tensor
             parts.append(self._open_file(0).get_slice(self._name)[0:0])
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
@@ -127,8 +128,8 @@ class StoredRows:
 def take_rows(optimizer: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Tensor], dict[str, list[int]]]:
     """Splits a state of the optimizer into three parts.
 
-    They are the state without its partitioned tensors, then this rank's rows of the partitioned tensors and their full
-    shapes, both by "<parameter>/<entry>".
+    Returns the state without its partitioned tensors, this rank's rows of the partitioned tensors, and the full shapes
+    of the partitioned tensors. The keys of rows and shapes are "<parameter>/<entry>".
     """
     whole: dict[str, Any] = optimizer | {"state": {}}
     rows = {}
@@ -146,7 +147,7 @@ def take_rows(optimizer: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Tens
 
 
 def put_rows(optimizer: dict[str, Any], folder: Path, ranks: int, shapes: dict[str, list[int]]) -> None:
-    """Puts StoredRows of a training checkpoint in the places from which `take_rows` took tensors out.
+    """Puts StoredRows of the training checkpoint in `folder` in the places from which `take_rows` took tensors out.
 
     `ranks` and `shapes`: the number of ranks that wrote the checkpoint, and the full shapes that `take_rows` returned.
     """
@@ -166,7 +167,7 @@ def read_rows(stored: Any, like: Tensor) -> Tensor:
     assert mesh.ndim == 1, mesh
     assert all(placement.is_shard(0) for placement in like.placements), like.placements
     rows = math.ceil(like.shape[0] / mesh.size())
-    start = min(mesh.get_local_rank() * rows, like.shape[0])
+    start = min(mesh.get_local_rank() * rows, like.shape[0])  # the last ranks may have no rows
     own_rows: Tensor = stored[start : start + local.shape[0]]
     assert own_rows.shape == local.shape, (own_rows.shape, local.shape)
     return own_rows
@@ -194,7 +195,7 @@ def load_weights_of_rank(folder: Path, model: nn.Module) -> None:
         if tensor.dim():
             stored = files[name].get_slice(name)
             shape = list(stored.get_shape())
-        else:
+        else:  # a tensor without axes has no slice
             stored = files[name].get_tensor(name)
             shape = []
         here = list(tensor.shape)
@@ -212,7 +213,7 @@ def optimizer_state_of_rank(state: dict[str, Any], policy: nn.Module) -> dict[st
     """This rank's part of the optimizer's state: its rows for partitioned parameters, and all rows for other
     parameters.
 
-    The tensors of `state` may be in a memory-mapped file.
+    The tensors of `state` may be in a memory-mapped file: only this rank's part of a partitioned tensor is then read.
     """
     parameters = dict(policy.named_parameters(remove_duplicate=False))
     parts: dict[str, dict[str, Any]] = {}
@@ -225,7 +226,7 @@ def _part_of_rank(value: Any, parameter: Tensor) -> Any:
     """This rank's part of an entry of the optimizer's state."""
     if not isinstance(value, Tensor | StoredRows):
         return value
-    if value.shape != parameter.shape:  # a value of the whole parameter, such as the number of steps
+    if value.shape != parameter.shape:  # one value for the whole parameter, such as the number of steps
         return value.clone() if isinstance(value, Tensor) else value
     own = read_rows(value, parameter)
     if not isinstance(parameter, DTensor):

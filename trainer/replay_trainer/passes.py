@@ -63,7 +63,8 @@ class Passes:
 
     def __post_init__(self) -> None:
         self._failing: Callable[[], list[int]] = list
-        """A function that finds the groups that made the last backward pass fail."""
+        """A function that finds the groups that made the last backward pass fail. `list`, which finds none, before the
+        first pass."""
 
     @torch.no_grad()
     def logprobs(self, batch: Batch) -> Tensor:
@@ -71,11 +72,13 @@ class Passes:
         return self._without_gradient(batch, lambda micro: self._forward(self.policy, micro)[0])
 
     def backward(self, batch: Batch, old_BT: Tensor | None) -> tuple[Tensor, float, Metrics]:
-        """Adds the gradient of the whole step. Returns old log-probabilities, the loss of all ranks, and its metrics.
+        """Adds the gradient of the whole step to that of the weights.
+
+        Returns (the old log-probabilities, the loss over all ranks, the metrics of the loss).
 
         Without `old_BT`, the current weights are the old weights, and this pass computes the old log-probabilities.
-        With batch_normalize, the log-probabilities need a pass of their own before that, because the correction weight
-        of each token depends on all of them.
+        With batch_normalize, an earlier pass computes the log-probabilities, because the correction weight of each
+        token depends on those of all tokens.
 
         Raises StepFailure if memory runs out, or if the loss is not finite.
         """
@@ -86,6 +89,7 @@ class Passes:
         normalizer = max(count_of_all_ranks, 1)
         mean_weight = None
         if config.correction.batch_normalize:
+            # The ratios of "decoupled" are of the old weights, those of the other objectives of the current weights.
             if config.correction.objective == "decoupled" and old_BT is not None:
                 source_BT = old_BT
             else:
@@ -97,10 +101,13 @@ class Passes:
 
         current_BT = torch.zeros_like(batch.rollout_logprobs_BT)
         reference_BT = None if self.reference is None else torch.zeros_like(current_BT)
+        # The gradient of the loss with respect to each log-probability; None: each micro-batch computes its own.
         slopes_BT: Tensor | None = None
+        # The loss, the number of tokens, and by name of each metric its sum over the tokens.
         sums: dict[str, float] = {"loss": 0.0, "tokens": 0.0}
 
         def count(tokens: int, metrics: Metrics, loss: float = 0.0) -> None:
+            """Adds to `sums` a loss, and metrics that are means over this number of tokens."""
             sums["loss"] += loss
             for name, value in metrics.items():
                 sums.setdefault(name, 0.0)
@@ -119,6 +126,7 @@ class Passes:
             count(int(batch.mask_BT.sum()), metrics, loss.item())
 
         def pass_through(rows: Ints, micro: Batch) -> None:
+            """Adds the gradient of a micro-batch, which has these rows of the batch."""
             logprobs_BT, entropy_BT = self._forward(self.policy, micro)
             tokens = int(micro.mask_BT.sum())
             sums["tokens"] += tokens
@@ -131,10 +139,12 @@ class Passes:
                 loss, metrics = loss_of(micro, logprobs_BT, _part(old_BT, rows, micro), micro_reference_BT)
                 count(tokens, metrics, loss.item())
             else:
+                # The gradient of this sum with respect to each log-probability is its slope.
                 slopes = _part(slopes_BT, rows, micro)
                 loss = (logprobs_BT * (0.0 if slopes is None else slopes)).sum()
             if self.partitioned:
-                # The normalizer counts all ranks, so their gradients must be summed. FSDP averages them.
+                # The normalizer counts the tokens of all ranks, so the gradients of the ranks must be summed. FSDP
+                # averages them instead.
                 loss = loss * ranks.size
             torch.autograd.backward(loss)
             count(tokens, {"entropy": float(entropy_BT[micro.mask_BT].mean())})
@@ -180,6 +190,7 @@ class Passes:
 
     @property
     def _memory(self) -> str:
+        """The reason of a StepFailure if memory ran out."""
         return (
             f"memory ran out in a micro-batch with it: lower max_tokens_per_micro_batch (now "
             f"{self.config.max_tokens_per_micro_batch}), or set max_group_tokens below what fits"
@@ -200,14 +211,16 @@ class Passes:
             return False
         split = False
         if batch.rollouts.joins:
+            # A rollout with rows in two micro-batches is counted twice.
             parts = [np.unique(batch.rollout_B[rows]) for rows, _ in self._cut(batch)]
             split = sum(len(rollouts) for rollouts in parts) > len(batch.rollouts.first_J)
         return any(self.ranks.all(split))
 
     def _each(self, batch: Batch, work: Callable[[Ints, Batch], None]) -> list[int]:
-        """Calls `work` with each micro-batch. If memory runs out in one, it stops there and returns its groups.
+        """Calls `work` with each micro-batch. If memory runs out in a micro-batch, returns its groups, without the rest
+        of the micro-batches. Otherwise returns no groups.
 
-        With partitioned weights a rank cannot simply stop, because the other ranks wait for it inside the pass. This
+        With partitioned weights a rank cannot simply return, because the other ranks wait for it inside the pass. This
         rank alone then raises StepFailure.
         """
         for rows, micro in self._micro_batches(batch):
@@ -240,6 +253,7 @@ class Passes:
         return parts
 
     def _cut(self, batch: Batch) -> Iterator[tuple[Ints, Batch]]:
+        """The micro-batches of this rank's batch: (indices of rows, batch of these rows)."""
         return micro_batches(batch, self.config.max_tokens_per_micro_batch, packed=self.policy.route == "packed")
 
     def _forward(self, policy: LogprobModel, batch: Batch) -> tuple[Tensor, Tensor]:
@@ -255,6 +269,7 @@ class Passes:
 
     @torch.no_grad()
     def _reference_logprobs(self, batch: Batch) -> Tensor:
+        """(B, T) log-probabilities under the reference."""
         assert self.reference is not None
         without_adapter = nullcontext() if self.adapter is None else self.adapter.off()
         with without_adapter:
@@ -347,7 +362,7 @@ def _failing(
         T = part.mask_BT.shape[1]
         old = None if old_BT is None else old_BT[rows, :T]
         reference = None if reference_BT is None else reference_BT[rows, :T]
-        logprobs_BT = current_BT[rows, :T].requires_grad_()
+        logprobs_BT = current_BT[rows, :T].requires_grad_()  # a copy, which has no other gradient
         loss, _ = loss_of(part, logprobs_BT, old, reference)
         (gradient_BT,) = torch.autograd.grad(loss, logprobs_BT)
         if not (loss.isfinite() and gradient_BT.square().sum().isfinite()):

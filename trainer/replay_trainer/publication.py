@@ -16,9 +16,8 @@ between leaves a version without a training checkpoint, and the resume withdraws
 A run may stop after a step whose weights are published already. Then `add_state` adds the training checkpoint to the
 published folder, and replaces the manifest by a manifest that names the added files.
 
-With fsdp, the first rank writes the manifest after every rank has reported that its own file is on the disk. So no
-manifest names a training checkpoint in which the file of a rank is missing, and such a training checkpoint does not
-count.
+With fsdp, the first rank writes the manifest after every rank has reported that its own file is on the disk. So a
+training checkpoint in which the file of a rank is missing has no manifest, and does not count.
 """
 
 from __future__ import annotations
@@ -87,11 +86,13 @@ from replay_trainer.weights import (
 logger = logging.getLogger(__name__)
 
 _WHOLE = StateDictOptions(full_state_dict=True)
+"""The whole state, on every rank and on its device."""
 _PARTITIONED = StateDictOptions()
+"""This rank's part of the state."""
 _GATHERED = StateDictOptions(full_state_dict=True, cpu_offload=True)
 """The whole state, only on the first rank, and in host memory."""
 FIRST_TRY = 5.0
-"""Seconds that the write of a training checkpoint waits for the announcement before it."""
+"""Seconds that the thread tries to announce a version before it writes the training checkpoint of this version."""
 CHECKPOINT_SECONDS = 600.0
 """Seconds that a training checkpoint waits for the server's checkpoint, which may have hundreds of gigabytes."""
 LAST_TRY = 10.0
@@ -139,7 +140,9 @@ class Publication:
         self.weights_dir = Path(config.weights_dir or config.output_dir).resolve()
         self.lock = FolderLock(self.output_dir)
         self._last_saved = -config.save_every
+        """The version of the last training checkpoint. At first a version so early that version 0 needs one."""
         self._last_published = -1
+        """The last version that was passed to `publish`; -1: none."""
         self._weights_copy = HostCopy()
         self._state_copy = HostCopy()
         self._task = BackgroundTask("replay-publication")
@@ -151,12 +154,13 @@ class Publication:
         self._protocol: ResumeProtocol
         """The protocol with which a run resumes; set by `start`."""
         self._facts: dict[str, Any] = {}
+        """`model_facts` of the model, and the facts of the adapter; set by `start`."""
         self._writer: Adapter | WholeModel
         """The object that saves versions. It remembers the generation_config.json from the start of the run."""
         self._rank_files = RankFiles(self.ranks, self.output_dir) if self.partitioned else None
 
     def start(self) -> int:
-        """Restore and announce the version to continue from: the last training checkpoint, or a new version 0.
+        """Restores and announces the version to continue from: the last training checkpoint, or a new version 0.
 
         Raises FileExistsError if output_dir holds the results of another run. Raises RuntimeError if another process
         trains in output_dir, if the server follows another run, or if a rank does not see the output_dir of the first
@@ -179,6 +183,7 @@ class Publication:
             raise
 
     def _start(self) -> int:
+        """`start`, after the folder is locked."""
         self._facts = model_facts(self.policy.model.config, self.tokenizer)
         if self.adapter is not None:
             self._facts |= self.adapter.facts
@@ -191,13 +196,16 @@ class Publication:
         self._protocol = ResumeProtocol(self.client, self.leases, table_config, renumbers=True)
         if admission is not None:
             self.config.check_admission(admission.fresh_groups_per_step)
-        metrics_path = self.output_dir / "metrics.jsonl"
         folders = saved(self.output_dir) if self.config.resume else []
-        others = [*([metrics_path] if metrics_path.exists() else []), *self._published()]
-        if not folders and others:
+        results = self._published()
+        metrics_path = self.output_dir / "metrics.jsonl"
+        if metrics_path.exists():
+            results.insert(0, metrics_path)
+        if results and not folders:
             remedy = "move it away" if self.config.resume else "set resume=True to continue that run"
+            path = results[-1]
             raise FileExistsError(
-                f"{others[-1].parent} holds {others[-1].name} of an earlier run: {remedy}, or choose another output_dir"
+                f"{path.parent} holds {path.name} of an earlier run: {remedy}, or choose another output_dir"
             )
         if folders:
             self._check_model(folders[-1])
@@ -207,9 +215,13 @@ class Publication:
                 logger.warning("%s has lost files or parts of them: it is passed over for step-%d", folder, version)
         newest = max(map(version_of, self._published())) if folders else 0
         policy = self.client.policy()
-        place = policy.weights.rpartition("/")[0]
-        is_own = bool(folders) and place in (str(self.output_dir), str(self.weights_dir), self.config.weights_url)
-        another = (place or policy.weights) if policy.weights and not is_own else None
+        location = policy.weights.rpartition("/")[0]
+        own_locations = (str(self.output_dir), str(self.weights_dir), self.config.weights_url)
+        is_own = bool(folders) and location in own_locations
+        # The location of the run that the server follows, if it is another run and has published weights.
+        another = None
+        if policy.weights and not is_own:
+            another = location or policy.weights
         if another is not None or (policy.version > newest and not is_own):
             raise RuntimeError(
                 f"the server is at policy version {policy.version}"
@@ -255,7 +267,9 @@ class Publication:
         """Loads a training checkpoint, takes the server back to it, and removes later versions."""
         version = version_of(folder)
         state = load_state(folder, mapped=self.partitioned)
-        if ("adapter" in state) != (self.adapter is not None):
+        stores_adapter = "adapter" in state
+        trains_adapter = self.adapter is not None
+        if stores_adapter != trains_adapter:
             was = "whole weights"
             is_now = "an adapter"
             if self.adapter is None:
@@ -277,6 +291,7 @@ class Publication:
             difference = why_other_tensors(weights, self.policy.model.state_dict())
             if difference:
                 raise ValueError(f"{folder} is of a run with another model: {difference}; {_SAME_MODEL}")
+            # `policy` is a LogprobModel, which has the model as its attribute `model`.
             prefixed = {f"model.{name}": tensor for name, tensor in weights.items()}
             set_model_state_dict(self.policy, prefixed, options=_WHOLE)
         optimizer = state["optimizer"]
@@ -286,7 +301,7 @@ class Publication:
             own = optimizer_state_of_rank(optimizer, self.policy)
             options = _PARTITIONED if self.partitioned else _GATHERED
             set_optimizer_state_dict(self.policy, self.optimizer, own, options=options)
-        if self.ranks.index < len(state["random"]):
+        if self.ranks.index < len(state["random"]):  # the checkpoint may be of a run with fewer ranks
             torch.set_rng_state(state["random"][self.ranks.index])
             if state["cuda_random"][self.ranks.index] is not None and torch.cuda.is_available():
                 torch.cuda.set_rng_state(state["cuda_random"][self.ranks.index])
@@ -311,15 +326,16 @@ class Publication:
         probe = self.probe()
         weights = self._weights()
         if self.ranks.is_first:
-            for later in published(self.weights_dir):
-                if version_of(later) >= version:
-                    remove(later)
+            for published_folder in published(self.weights_dir):
+                if version_of(published_folder) >= version:
+                    remove(published_folder)
             self._weights_copy.wait()
             self._write_to(self.weights_dir, version, probe, weights)
         return self._location(folder)
 
     def complete(self, version: int, left: Sequence[Sample] = ()) -> None:
-        """Publishes the version at which the run stops, with a training checkpoint, unless it has one already."""
+        """Publishes the version at which the run stops, with a training checkpoint. Does nothing if the last training
+        checkpoint is of this version."""
         if self._last_saved != version:
             self.publish(version, left)
 
@@ -337,6 +353,7 @@ class Publication:
         config = self.config
         self.finish()
         probe = self.probe()
+        # `full`: with a training checkpoint. `again`: the weights of the version are published already.
         full = version == config.max_steps or version - self._last_saved >= config.save_every or self.stopping.agreed
         again = version == self._last_published
         assert version >= self._last_published, f"version {version} comes after {self._last_published}"
@@ -414,7 +431,7 @@ class Publication:
         """
         self._task.wait()
         self.check()
-        if not self._untold:
+        if not self._untold:  # the thread has acknowledged the groups of the version
             self.leases.settled()
 
     def close(self) -> None:
@@ -470,7 +487,7 @@ class Publication:
         if again and not apart:
             with writing(folder, RuntimeError):
                 add_state(folder, **full_state)
-        elif state is not None or not apart:
+        elif state is not None or not apart:  # an output_dir apart from weights_dir has only training checkpoints
             self._write_to(self.output_dir, version, probe, weights, **full_state)
         self._announcing = f"version {version} in {folder}"
         waiting = self._waits.waiting(f"to announce version {version}, which is in {folder},")
@@ -550,11 +567,13 @@ class Publication:
             # These tensors are on the host already, and nothing else uses them, so they need no copy.
             state: dict[str, Any] = get_model_state_dict(self.policy, options=_GATHERED)
             return {name.removeprefix("model."): tensor for name, tensor in state.items()}
-        # The ranks gather a partitioned adapter together.
-        weights = {} if self.adapter is None or not self._takes_part else self.adapter.weights()
+        weights: dict[str, Tensor] = {}
+        if self.adapter is not None and self._takes_part:
+            weights = self.adapter.weights()  # the ranks gather a partitioned adapter together
         if not self.ranks.is_first:
             return {}
-        weights = weights or dict(self.policy.model.state_dict())
+        if not weights:
+            weights = dict(self.policy.model.state_dict())
         copied: dict[str, Tensor] = self._weights_copy.take(weights)
         return copied
 
@@ -599,7 +618,8 @@ class Publication:
 
     @torch.no_grad()
     def probe(self) -> dict[str, list[Any]]:
-        """{"token_ids": [P], "logprobs": [P - 1]}: the log-probability of each token after the ones before it.
+        """{"token_ids": [P], "logprobs": [P - 1]}: P fixed tokens, and the log-probability of each token after the
+        first, given the tokens before it.
 
         In nats, at temperature 1, computed in the dtype of the model. Every rank calls this method. Raises
         FloatingPointError on every rank if a log-probability is not finite, which means that the weights are useless.
@@ -612,6 +632,7 @@ class Publication:
         return {"token_ids": token_ids, "logprobs": logprobs_BT[0].tolist()}
 
     def _why_unsound(self) -> str:
+        """The error for weights that are useless, with the version to continue from."""
         versions = self._published()
         states = saved(self.output_dir)
         if not states:

@@ -46,6 +46,7 @@ class Ranks:
             self.index = distributed.get_rank()
         assert 0 <= self.index < self.size, (self.index, self.size)
         self._group: Any = None
+        """The process group of the exchanges. None: torch's default group, which has all ranks."""
 
     @property
     def is_first(self) -> bool:
@@ -98,7 +99,7 @@ class Ranks:
         pending = []
         for parameter in parameters:
             if parameter.requires_grad:
-                if parameter.grad is None:
+                if parameter.grad is None:  # another rank may have a gradient, and all ranks must take part in the sum
                     parameter.grad = torch.zeros_like(parameter)
                 pending.append(distributed.all_reduce(parameter.grad, group=self._group, async_op=True))
         for work in pending:
@@ -114,7 +115,9 @@ class RankFlag:
 
     def __init__(self, ranks: Ranks) -> None:
         self._is_set = False
+        """True once this rank knows that the flag is set."""
         self._name = ranks.from_first(f"replay-flag-{secrets.token_hex(8)}")
+        """The key of this flag in the store."""
         self._store = distributed.distributed_c10d._get_default_store() if ranks.size > 1 else None
 
     def set(self) -> None:
@@ -141,7 +144,7 @@ def partition(module: nn.Module, layer_names: Iterable[str], device: torch.devic
 
     options: dict[str, Any] = {"mesh": init_device_mesh(device.type, (distributed.get_world_size(),))}
     if bf16:
-        # No cast of inputs: log-probabilities and temperatures among them must stay in float32.
+        # FSDP must not cast the inputs: the log-probabilities and temperatures among them must stay in float32.
         options["mp_policy"] = MixedPrecisionPolicy(
             param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False
         )
@@ -154,6 +157,7 @@ def partition(module: nn.Module, layer_names: Iterable[str], device: torch.devic
 
 def gather_full(tensor: Tensor) -> Tensor:
     """The full tensor, on every rank. `tensor` may be partitioned over the ranks; then all ranks call this."""
+    # A DTensor has this method.
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 

@@ -50,7 +50,7 @@ class SavedState:
 class ResumeProtocol:
     """The trainer's side of the protocol. Only one rank of a trainer uses it.
 
-    `retains`: whether the server retains consumed groups, so that a resume can go back to an older state.
+    `retains`: True if the server retains consumed groups, so that a resume can go back to an older state.
     """
 
     def __init__(
@@ -103,13 +103,18 @@ class ResumeProtocol:
             policy = self._go_back(state, policy, weights, where)
         came_back = self._reach(partial(self._leases.requeue_dead, groups, rolled_back=self.retains))
         if came_back and state is not None and self._renumbers:
-            policy = self._set_policy_version(state.version, weights, rollback=True)  # counts permits anew
+            # The rollback makes the server count the permits anew, now with the groups that came back.
+            policy = self._set_policy_version(state.version, weights, rollback=True)
         return policy
 
     def _go_back(self, state: SavedState, found: Policy, weights: str, where: object) -> Policy:
+        """Takes the server back to the state of the checkpoint. Returns the policy that the server has then.
+
+        `found`: the policy that the server has now.
+        """
         self._last = state.id
-        # States of the server after which no group was consumed that is not in the checkpoint. The server has the state
-        # "" if it was started again without its items: then it has nothing to restore.
+        # If the server is at one of these states, the checkpoint contains all groups that were consumed after it. The
+        # server has the state "" if it was started again without its items: then it has nothing to restore.
         nothing_after = {state.before, ""}
         if not self._renumbers:
             nothing_after.add(state.id)
@@ -118,16 +123,18 @@ class ResumeProtocol:
                 return self._set_policy_version(state.version, weights, rollback=True, state=state.id)
             except InvalidRequestError as error:
                 logger.warning("groups that were consumed after %s do not come back: %s", where, error)
-        if not self._renumbers:
+        if not self._renumbers:  # the server keeps its version, and the run goes on counting from it
             return found
         policy = self._set_policy_version(state.version, weights, rollback=True)
         self.name(state, weights)
         return policy
 
     def _set_policy_version(self, version: int, weights: str, **fields: Any) -> Policy:
+        """Calls `set_policy_version` of the client, by way of `reach`."""
         policy: Policy = self._reach(partial(self._client.set_policy_version, version, weights=weights, **fields))
         return policy
 
 
 def _at_once(attempt: Callable[[], Any]) -> Any:
+    """Makes a call without waiting longer than the client does: the default of `reach`."""
     return attempt()

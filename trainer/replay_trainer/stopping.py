@@ -4,8 +4,8 @@
 * All ranks agree on the stop in the exchange of `Publication.check`, between steps and before a version is published.
   So all ranks end after the same step.
 * A rank that waits for groups checks every second (`replay_client.waits.looking`) whether any rank was asked. If a stop
-  ends the wait of one rank, the step of all ranks ends: after the wait, and before any rank uses its groups, the ranks
-  exchange whether a stop ended it.
+  ends the wait of one rank, the step of all ranks ends: after the wait, and before any rank uses its groups, each rank
+  tells the others whether a stop ended its wait.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ class Stopping:
     def ask(self) -> None:
         """Asks all ranks to stop. Any thread of any rank may call it."""
         self._asked = True
-        # On the main thread this may be a signal handler, which has no time to tell the other ranks. The next call of
-        # `is_asked` tells them.
+        # On the main thread, the caller may be a signal handler, which has no time to tell the other ranks. The next
+        # call of `is_asked` tells them.
         if threading.current_thread() is not threading.main_thread():
             self._flag.set()
 
@@ -66,7 +66,7 @@ class Stopping:
 
     def together(self, action: Callable[[], T]) -> T:
         """The result of an action that every rank takes. Raises Stopped on every rank if the action did on one."""
-        results: list[T] = []
+        results: list[T] = []  # stays empty if a stop ends the action on this rank
         with suppress(Stopped):
             results.append(action())
         self.is_asked()  # tells the other ranks, which may still wait

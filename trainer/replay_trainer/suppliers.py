@@ -5,7 +5,8 @@ only if both of these conditions hold for DESERTED_SECONDS:
 
 * Generators or scorers were connected, and each of them has announced its end (`leave`). A killed program announces
   nothing, so the trainer goes on waiting for it.
-* No table whose items hold permits, and no table that a stage draws from, has items: neither stored nor leased items.
+* All tables whose items hold permits, and all tables that a stage draws from, are empty: they have neither stored nor
+  leased items. A stage is a process that works on stored groups, such as a scorer.
 """
 
 from __future__ import annotations
@@ -39,11 +40,11 @@ class Suppliers:
     def check(self) -> str:
         """The reason why no groups will come; "" if groups may come, or if the server does not answer.
 
-        Raises DeadlineExceededError if no groups could come for DESERTED_SECONDS.
+        Raises DeadlineExceededError if all checks of the last `seconds` seconds found that no groups will come.
         """
         try:
             info = self._client.server_info(timeout=_ANSWER_SECONDS)
-        except ReplayError:  # a trainer that waits for groups waits for the server too
+        except ReplayError:  # nobody knows now if groups may come, so the time begins anew
             self._since = None
             return ""
         why = why_deserted(info)
@@ -71,16 +72,21 @@ def why_deserted(info: ServerInfo) -> str:
         source = read_described(client.settings).get("source_table")
         if isinstance(source, str):
             sources.add(source)
+    # Groups may still be made of the items in these tables. Reserved items are leased: they may return.
     for name in sources & info.tables.keys():
-        if info.tables[name].size + info.tables[name].reserved:
+        table = info.tables[name]
+        if table.size + table.reserved > 0:
             return ""
     names = ", ".join(client.name for client in suppliers)
     return f"every generator and scorer that was connected has left ({names}), and nothing is to come"
 
 
 def _is_supplier(client: ClientInfo) -> bool:
-    """True if a client inserts groups, or adds columns to them. Our own programs describe their part. A program of
-    somebody else is recognised by its role."""
+    """True if a client inserts groups, or adds columns to them.
+
+    The programs of this project name their part in the settings that they send to the server. Another program is
+    recognised by its role, which the server infers from its calls.
+    """
     part = read_described(client.settings).get("part")
     if part is not None:
         return part in ("generator", "scorer", "stage")

@@ -21,8 +21,8 @@ VERSIONS = "policy_versions"
 
 
 def token_versions(group: RolloutGroup) -> npt.NDArray[np.int64]:
-    """(T,) the policy version of each token. If the group has no column of versions, or for tokens whose version is
-    negative there: the policy version of the group.
+    """(T,) the policy version of each token. A token has the policy version of the group if the group has no column of
+    versions, or if the version of the token in this column is negative.
 
     Raises ValueError for a column that does not have one whole number for each token.
     """
@@ -63,13 +63,13 @@ def is_stale(group: RolloutGroup, oldest_version: int | None) -> bool:
 
 
 def count_stale(groups: Iterable[RolloutGroup], oldest_version: int | None) -> tuple[int, int]:
-    """(tokens, rollouts): the number of stale tokens that are left out, and of rollouts that lose all tokens by
-    that."""
+    """(tokens, rollouts): the number of stale tokens that are left out, and the number of rollouts whose tokens are
+    all left out because of that."""
     tokens = 0
     rollouts = 0
     for group in groups:
         live = without_stale_tokens(group, oldest_version)
-        if live is group:
+        if live is group:  # no token is stale
             continue
         before_T = group.trained_mask
         after_T = live.trained_mask

@@ -74,6 +74,7 @@ engines would load them as weights."""
 _FOLDER = re.compile(r"step-(\d+)")
 _STATE = "trainer.pt"
 _UNFINISHED = ".tmp"
+"""The end of the name of a folder that is not complete."""
 
 
 def publish_weights(
@@ -91,7 +92,7 @@ def publish_weights(
     server_checkpoint: str = "",
     parts: Mapping[str, tuple[Path, str]] | None = None,
 ) -> Path:
-    """Write `directory`/step-`version` and return its path; keep the newest `keep` folders, remove older ones.
+    """Writes `directory`/step-`version`, and returns its path. Keeps the newest `keep` folders, and removes older ones.
 
     `model` is a PreTrainedModel, or an object that saves a model: a WholeModel, an Adapter or a WithDelta. `tokenizer`
     is the tokenizer of the model or None. `weights` is the state dict to save; None: the model's own at this moment.
@@ -151,7 +152,7 @@ def add_state(
     server_checkpoint: str = "",
     parts: Mapping[str, tuple[Path, str]] | None = None,
 ) -> None:
-    """Make a published folder a training checkpoint. The arguments are those of `publish_weights`.
+    """Makes a published folder a training checkpoint. The arguments are those of `publish_weights`.
 
     Other programs may read the folder meanwhile: existing files stay as they are, except the manifest. The manifest is
     replaced last, and the new files do not count until then.
@@ -167,6 +168,7 @@ def add_state(
         manifest["checksums"][name] = checksum
         (folder / name).parent.mkdir(exist_ok=True)
         path.rename(folder / name)
+    # Before the manifest names the files.
     for path in [*folder.rglob("*"), folder, folder.parent]:
         to_disk(path)
     (aside / MANIFEST).write_text(json.dumps(manifest, indent=1))
@@ -256,20 +258,22 @@ def probe_tokens(model: Any, tokenizer: Any = None) -> list[int]:
 
 
 def remove(folder: Path) -> None:
-    """Remove the files of the manifest, the files that a killed `add_state` left, and the folder if it is empty
-    then."""
+    """Removes the files of the manifest and the files that a killed `add_state` left. Removes the folder, too, if it is
+    empty then."""
     shutil.rmtree(folder.with_name(folder.name + _UNFINISHED), ignore_errors=True)
     for path in [*(folder / name for name in _files(folder)), folder / _STATE, *(folder / RANKS_FOLDER).glob("*")]:
         path.unlink(missing_ok=True)
     # Last: if this process is killed here, the next one still finds the folder and finishes the removal.
     (folder / MANIFEST).unlink()
-    for path in [*sorted((path for path in folder.rglob("*") if path.is_dir()), reverse=True), folder]:
+    # In reverse order, a folder comes after the folders inside it.
+    subfolders = sorted((path for path in folder.rglob("*") if path.is_dir()), reverse=True)
+    for path in [*subfolders, folder]:
         if not any(path.iterdir()):
             path.rmdir()
 
 
 def to_disk(path: Path) -> None:
-    """Flush the content of a file, or the names in a folder, to the disk."""
+    """Flushes the content of a file, or the names in a folder, to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -278,6 +282,7 @@ def to_disk(path: Path) -> None:
 
 
 def _manifest(folder: Path) -> dict[str, Any]:
+    """The manifest of a published folder. Raises ValueError if it is damaged."""
     try:
         manifest: dict[str, Any] = json.loads((folder / MANIFEST).read_text())
     except ValueError as error:
@@ -291,6 +296,7 @@ def _files(folder: Path) -> dict[str, int]:
 
 
 def _are_there(folder: Path, files: dict[str, int]) -> bool:
+    """True if each of `files` exists in the folder and has its size."""
     return all((folder / name).is_file() and (folder / name).stat().st_size == size for name, size in files.items())
 
 
@@ -308,11 +314,11 @@ def why_other_tensors(stored: Mapping[str, Tensor], own: Mapping[str, Tensor]) -
 class WholeModel:
     """Saves a model of transformers, each time with the same generation_config.json.
 
-    It is the file with which the model was loaded, byte for byte, because people deploy the last version. If there was
-    no such file, or somebody has changed the model's generation_config in code, the file has the settings of the model
-    at the start of the run. transformers would write the file anew each time. But transformers refuses to write
-    settings that contradict each other, such as a temperature without do_sample, and many checkpoints have such
-    settings.
+    This file is a copy of the file with which the model was loaded, byte for byte, because people deploy the last
+    version. If there was no such file, or somebody has changed the model's generation_config in code, the file has the
+    settings of the model at the start of the run. transformers would write the file anew each time. But transformers
+    refuses to write settings that contradict each other, such as a temperature without do_sample, and many checkpoints
+    have such settings.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -329,7 +335,7 @@ class WholeModel:
         return self._model.config
 
     def save_pretrained(self, folder: str | os.PathLike[str], state_dict: Mapping[str, Tensor] | None = None) -> None:
-        """Write weights to a folder, as PreTrainedModel.save_pretrained does."""
+        """Writes weights to a folder, as PreTrainedModel.save_pretrained does."""
         # A shallow copy gets the empty generation_config: another thread may be using the model at this moment.
         writable = object.__new__(type(self._model))
         writable.__dict__.update(self._model.__dict__)
@@ -339,10 +345,11 @@ class WholeModel:
         if self._generation_config is not None:
             file.write_bytes(self._generation_config)
         else:
-            file.unlink(missing_ok=True)
+            file.unlink(missing_ok=True)  # transformers may have written the empty generation_config
 
     def go_on_from(self, folder: Path) -> None:
-        """From now on write the generation_config.json of this published folder, if it has one."""
+        """Lets `save_pretrained` write the generation_config.json of this published folder from now on, if the folder
+        has this file."""
         with suppress(FileNotFoundError):
             self._generation_config = (folder / GENERATION_CONFIG_NAME).read_bytes()
 
@@ -374,15 +381,16 @@ def _generation_file_of(model: PreTrainedModel) -> bytes | None:
 
 def _described(model: PreTrainedModel) -> bytes | None:
     """The content of generation_config.json as transformers would write it, also if transformers would refuse to write
-    these settings."""
+    these settings. None: the model cannot generate."""
     config = _generation_config_of(model)
     if config is None:
         return None
-    text: str = config.to_json_string(keys_to_pop=["compile_config"])
+    text: str = config.to_json_string(keys_to_pop=["compile_config"])  # transformers leaves this setting out, too
     return text.encode()
 
 
 def _generation_config_of(model: PreTrainedModel) -> GenerationConfig | None:
+    """The generation_config of a model; None: the model cannot generate."""
     return model.generation_config if model.can_generate() else None
 
 
@@ -413,8 +421,9 @@ class WithDelta:
         return self._model.config
 
     def save_pretrained(self, folder: Path, state_dict: Mapping[str, Tensor]) -> None:
-        """Write weights to a folder, as PreTrainedModel.save_pretrained does."""
-        cast: dict[Any, Tensor] = {}  # by memory, so that tensors that share memory still share it
+        """Writes weights to a folder, as PreTrainedModel.save_pretrained does."""
+        # By address and shape: tensors that share memory are cast once, and so still share memory.
+        cast: dict[Any, Tensor] = {}
         for tensor in state_dict.values():
             key = (tensor.data_ptr(), tensor.shape)
             cast[key] = tensor.to(self._dtype) if tensor.is_floating_point() else tensor
@@ -450,13 +459,14 @@ class Adapter:
         if len(active) != 1:
             raise ValueError(f"one adapter must be active, not {active}: call set_adapter")
         self._name: str = active[0]
+        """The name of the adapter in peft."""
         self._config = copy.copy(model.peft_config[self._name])
         kind = str(getattr(self._config.peft_type, "value", self._config.peft_type))
         if kind != "LORA":
             raise ValueError(f"GRPOTrainer trains LoRA adapters, and adapter {self._name!r} is {kind}")
         if not any(parameter.requires_grad for parameter in model.parameters()):
             raise ValueError(f"no weight of adapter {self._name!r} is trainable: load it with is_trainable=True")
-        self._config.inference_mode = True
+        self._config.inference_mode = True  # an engine that loads the adapter does not train it
         base_name = str(self._config.base_model_name_or_path or "")
         if not (merged or base_name):
             raise ValueError(
@@ -468,6 +478,7 @@ class Adapter:
             if reason:
                 raise ValueError(f"{reason}, or publish the adapter itself, with merge_adapter=False")
         self._whole = WholeModel(self.base) if merged else None
+        """Saves whole weights; None: the adapter is published."""
         # An absolute path, because a program that loads the adapter may run in another folder.
         self._config.base_model_name_or_path = str(Path(base_name).resolve()) if Path(base_name).is_dir() else base_name
 
@@ -542,7 +553,7 @@ class Adapter:
                     tensor.copy_(saved_tensor)
 
     def save_pretrained(self, folder: Path, state_dict: Mapping[str, Tensor]) -> None:
-        """Write `weights()` to a folder, as PreTrainedModel.save_pretrained does."""
+        """Writes `state_dict`, the result of `weights`, to a folder, as PreTrainedModel.save_pretrained does."""
         from safetensors.torch import save_file
 
         if self._whole is not None:
@@ -559,8 +570,8 @@ class Adapter:
         self._config.save_pretrained(folder)
 
     def go_on_from(self, folder: Path) -> None:
-        """From now on write the generation_config.json of this published folder. Does nothing unless whole weights are
-        published."""
+        """Lets `save_pretrained` write the generation_config.json of this published folder from now on. Does nothing
+        unless whole weights are published."""
         if self._whole is not None:
             self._whole.go_on_from(folder)
 
@@ -576,12 +587,13 @@ def why_not_mergeable(model: Any) -> str:
     Two modules may share one weight: the embedding and the output head of many models do. The merged model has one
     weight there too. So an adapter must change both modules by the same parameters, or neither.
     """
+    # The names of each parameter, by its identity. A shared weight has several names.
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
     for shared in names.values():
         changes = [_adapter_parameters(model, name) for name in shared]
-        if all(change == changes[0] for change in changes):
+        if all(change == changes[0] for change in changes):  # also if the weight is not shared
             continue
         modules = [_name_in_base(name) for name in shared]
         changed = [module for module, change in zip(modules, changes, strict=True) if change]
@@ -595,20 +607,22 @@ def why_not_mergeable(model: Any) -> str:
 
 def _adapter_parameters(model: Any, name: str) -> set[int]:
     """The ids of the parameters by which the active adapter changes the module that has this parameter of the base."""
-    found: set[int] = set()
+    identities: set[int] = set()
     parts = name.split(".")
-    for place, part in enumerate(parts):
+    for index, part in enumerate(parts):
         if part in _BASES:  # the module around this part is peft's
-            wrapper = model.get_submodule(".".join(parts[:place]))
+            wrapper = model.get_submodule(".".join(parts[:index]))
             for own_name, parameter in wrapper.named_parameters():
+                # The name of a parameter of an adapter contains the name of this adapter.
                 if set(own_name.split(".")) & set(model.active_adapters):
-                    found.add(id(parameter))
-    return found
+                    identities.add(id(parameter))
+    return identities
 
 
 _BASES = ("base_layer", "original_module")
 """The names under which peft's modules hold the module that they wrap."""
 _OF_PEFT = ("token_adapter", *_BASES)
+"""The parts that peft adds to the name of a module of the base."""
 
 
 def _name_in_base(name: str) -> str:

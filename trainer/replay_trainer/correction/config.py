@@ -53,11 +53,12 @@ class Rejection:
 
 
 def _rejections_of(value: Any) -> Any:
-    """A Rejection from a table of a configuration file, or a tuple of Rejections from a list of tables."""
+    """A Rejection from a table of a configuration file, or a tuple of Rejections from a list of tables. Other values
+    stay as they are."""
     if isinstance(value, Mapping):
         return Rejection(**value)
     if isinstance(value, list | tuple):
-        return tuple(Rejection(**each) if isinstance(each, Mapping) else each for each in value)
+        return tuple(Rejection(**rule) if isinstance(rule, Mapping) else rule for rule in value)
     return value
 
 
@@ -87,11 +88,14 @@ class CorrectionConfig:
     veto: Annotated[float, Field(gt=math.exp(-LOG_RATIO_LIMIT), lt=1)] | None = None
     """A token with a ratio below this (such as 1e-4) rejects its whole sequence; None: no veto."""
     off_policy_mask_threshold: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
-    """δ: sequences with A < 0 and a mean of log b - log θ above this many nats leave the loss (0.5); None: off."""
+    """δ: sequences with A < 0 and a mean of log b - log θ above this many nats leave the loss (usual: 0.5); None: off.
+    """
     dppo_mask_low: Change | None = None
-    """Tokens with A <= 0 whose probability has fallen by more than this since b leave the loss (0.2); None: off."""
+    """Tokens with A <= 0 whose probability has fallen by more than this from b to θ leave the loss (usual: 0.2). None:
+    off."""
     dppo_mask_high: Change | None = None
-    """Tokens with A > 0 whose probability has risen by more than this since b leave the loss (0.2); None: off."""
+    """Tokens with A > 0 whose probability has risen by more than this from b to θ leave the loss (usual: 0.2). None:
+    off."""
     clip_ratio_c: Annotated[float, Field(gt=1, allow_inf_nan=False)] | None = None
     """Dual clip: bounds the ratio r of the clipped objectives where A < 0 (verl: 3.0). See policy_loss. None: off."""
     rollout_penalty: Finite = 0.0
@@ -135,5 +139,6 @@ class CorrectionConfig:
 
 
 def _check_bounds(low_name: str, low: float | None, high_name: str, high: float | None) -> None:
+    """Raises ValueError if the lower bound is above the upper bound."""
     if low is not None and high is not None and low > high:
         raise ValueError(f"{low_name}={low} must not exceed {high_name}={high}")

@@ -15,7 +15,7 @@ from replay_trainer.correction.config import LOG_RATIO_LIMIT, Aggregate, Correct
 _LOG_SUM_LIMIT = 80.0
 """Bound of the log-ratio of a whole sequence: its exponential is still finite in float32."""
 _LEAST_MEAN = 1e-8
-"""batch_normalize does not divide by a smaller mean weight."""
+"""batch_normalize does not divide the weights by a mean weight of this or less."""
 _AGGREGATE_OF_LEVEL: dict[Level, Aggregate] = {"token": "token", "sequence": "sum", "geometric": "mean"}
 
 
@@ -36,10 +36,14 @@ class Ratios:
         self.rollout_BT = at_least_float32(rollout_logprobs)
         self.mask_BT = mask.bool()
         self.known_BT = self.mask_BT & ~self.rollout_BT.isnan()
+        """bool, the tokens of the mask whose log b is known."""
         self.difference_BT = torch.where(self.known_BT, self.old_BT - self.rollout_BT, 0.0)
+        """log o - log b; 0 for all other tokens."""
         self.log_BT = self.difference_BT.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+        """l in the docstring of the package."""
         log_BU = aggregate(self.log_BT, self.mask_BT, _AGGREGATE_OF_LEVEL[config.level])
         self.ratio_BU = log_BU.clamp(-_LOG_SUM_LIMIT, _LOG_SUM_LIMIT).exp()
+        """ρ of each unit."""
         assert self.ratio_BU.shape[1] in (1, mask.shape[1]), "U is one unit, or one for each token"
         clip_min = -torch.inf if config.clip_min is None else config.clip_min
         clip_max = torch.inf if config.clip_max is None else config.clip_max
@@ -47,6 +51,7 @@ class Ratios:
         self.below_BU = self.ratio_BU < clip_min
         self.above_BU = self.ratio_BU > clip_max
         self.clipped_BU = self._clip()
+        """The ratios after the action: the weights before batch_normalize."""
 
     def units(self, tokens_BT: Tensor) -> Tensor:
         """(B, U) bool: the units with at least one of these tokens."""
@@ -224,6 +229,7 @@ class Moments:
             "above": ratios.above_BU & unit_BU,
             "below": ratios.below_BU & unit_BU,
             "masked_tokens": masked_BT,
+            # All known tokens of the sequence are masked.
             "masked_sequences": (masked_BT == known_BT).all(dim=1, keepdim=True) & known_B1,
             "rejected_tokens": known_BT & ~kept_BT,
             "rejected_sequences": ~kept_BT.any(dim=1, keepdim=True) & known_B1,
@@ -234,6 +240,7 @@ class Moments:
         # One transfer from the device instead of one for each count.
         totals = torch.stack([mask.sum() for mask in counts.values()]).tolist()
         sums: dict[str, float] = dict(zip(counts, totals, strict=True))
+        # N: the tokens with a known log b. M: the units with such a token.
         difference_N = ratios.difference_BT[known_BT].cpu().double()
         log_N = ratios.log_BT[known_BT].cpu().double()
         ratio_M = ratios.ratio_BU[unit_BU].cpu().double()
@@ -289,6 +296,7 @@ class Moments:
 
 
 def _min(values_N: Tensor) -> float:
+    """The least value; inf if there are no values."""
     return float(values_N.amin()) if values_N.numel() else math.inf
 
 

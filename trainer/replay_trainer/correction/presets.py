@@ -7,17 +7,17 @@ trl: `vllm_importance_sampling_mode` and `_clip_max` of its GRPOConfig, whose de
 Source: trl 1.16.0, trl/trainer/grpo_config.py (defaults) and grpo_trainer.py (formulas).
 
 verl: its rollout correction. token_is, seq_is, tis: weights truncated at 2. rs: seq_sum_k1 within 0.5 and 2. geo_rs:
-seq_mean_k1 within 0.999 and 1.001. k3_rs: seq_mean_k3 up to 0.01. Its k1 bounds the inverse of our ratio. Its clipped
-losses have the dual clip `clip_ratio_c` = 3; its policy gradient (pg, bypass_reinforce here) has no clip.
+seq_mean_k1 within 0.999 and 1.001. k3_rs: seq_mean_k3 up to 0.01. verl's k1 bounds b/o, the inverse of the ratio here.
+Its clipped losses have the dual clip `clip_ratio_c` = 3; its policy gradient (pg, bypass_reinforce here) has no clip.
 Source: verl/trainer/config/algorithm.py, RolloutCorrectionConfig and its presets of these names.
 
 areal: the decoupled loss, `rejection_sampling` with metric "ratio", action "mask" and `upper` 5. Its sequence ratio is
 level="geometric" here. Source: inclusionAI/AReaL 1.0.4, its documentation of rejection_sampling.
 
-prime_rl: its loss before DPPO, with the defaults of that time: -ρ A, with ρ = θ/b untruncated, for tokens within the
-bounds of tokens in sequences within the bounds of sequences. Its kl_tau was 0. Its sequence_mask_low, which is `veto`
-here, was 0 too. dppo: its default loss now, DPPO with Kimi K2.5's KL: masks on the difference of probabilities, and
-kl_tau (log θ - log b)² on every token.
+prime_rl: its loss before DPPO, with the defaults of that time: -ρ A, with ρ = θ/b untruncated, for tokens whose ρ is
+within the bounds for tokens, in sequences that are within the bounds for sequences. Its kl_tau was 0. Its
+sequence_mask_low, which is `veto` here, was 0 too. dppo: the default loss of prime-rl now, DPPO with Kimi K2.5's KL:
+masks on the difference of probabilities, and kl_tau (log θ - log b)² on every token.
 Source: PrimeIntellect-ai/prime-rl, src/prime_rl/trainer/rl/loss.py and config.py.
 
 icepop: the weight of a token outside of [0.5, 5] is 0, and the response mask stays.
@@ -86,7 +86,7 @@ _FIELDS: dict[str, _Fields] = {
 PRESETS: dict[str, Callable[..., CorrectionConfig]] = {
     name: partial(CorrectionConfig, **fields) for name, fields in _FIELDS.items()
 }
-"""Presets by name, with each project's defaults; `correction = "icepop"` in a configuration file takes one.
+"""Presets by name, with each project's defaults. `correction = "icepop"` in a configuration file chooses a preset.
 
 Fields of CorrectionConfig that the caller passes replace those of the preset, as in
 `PRESETS["areal"](level="geometric", clip_max=1.5)`."""

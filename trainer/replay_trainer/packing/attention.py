@@ -26,11 +26,13 @@ from replay_trainer.packing.shared_prefixes import Layout
 ATTENTION = "replay_packed"
 """Name of the attention implementation; without a layout it is transformers' sdpa."""
 _PLAIN_LAYERS = {"full_attention", "sliding_attention"}
+"""The types of layers, in the configuration of a model, that packed attention can compute."""
 _WITHOUT_EFFECT = {"dropout", "is_causal", "position_ids", "use_cache", "output_attentions", "cache_position"}
 """Arguments that models pass to their attention, and that do not change the result for a causal row. Any other argument
 may change the result, and is refused."""
 
 _packing: ContextVar[bool] = ContextVar("packing", default=False)
+"""True inside of `packed_forward`."""
 
 
 def enable_packing(model: Any) -> bool:
@@ -45,6 +47,7 @@ def enable_packing(model: Any) -> bool:
     layers = getattr(model.config.get_text_config(), "layer_types", None) or ()
     if not _PLAIN_LAYERS.issuperset(layers):
         return False
+    # A model with another implementation, such as eager, keeps it: packed attention computes what sdpa computes.
     if model.config._attn_implementation in (ATTENTION, "sdpa"):
         model.set_attn_implementation(ATTENTION)
     return bool(model.config._attn_implementation == ATTENTION)
@@ -64,8 +67,9 @@ def packed_mask(*args: Any, **kwargs: Any) -> Tensor | None:
     """For packed rows: the attention window of the layers that get this mask. Otherwise: the mask of transformers'
     sdpa.
 
-    The window is one number of tokens in a tensor of shape (1, 1, 1, 1). None: these layers attend to all tokens
-    before. The window takes the way of the mask, because not every layer of a model names its window.
+    The window is one number of tokens in a tensor of shape (1, 1, 1, 1). None: these layers attend to all earlier
+    tokens. transformers passes the window on to the layers as their mask. This is necessary, because not every layer of
+    a model names its window.
     """
     if not _packing.get():
         mask: Tensor | None = sdpa_mask(*args, **kwargs)
@@ -103,6 +107,7 @@ def packed_attention(
 ) -> tuple[Tensor, None]:
     """Attention of one packed row; query (1, H, N, D), key and value (1, H or less, N, D) -> (1, N, H, D).
 
+    H heads, N tokens of the row, D dimensions of a head. Without `replay_layout`, the attention of transformers' sdpa.
     Raises NotImplementedError for variants that scaled_dot_product_attention does not have.
     """
     if replay_layout is None:
@@ -162,13 +167,13 @@ def packed_attention(
         before = [begin_of(earlier, tokens) for earlier, tokens in run.before]
         key_S = torch.cat([*(begin[1] for begin in before), keys[index]], dim=2)
         value_S = torch.cat([*(begin[2] for begin in before), values[index]], dim=2)
-        begun = key_S.shape[2] - run.length
-        if query.is_cuda or begun > run.length:
+        num_before = key_S.shape[2] - run.length
+        if query.is_cuda or num_before > run.length:
             outputs.append(attend(queries[index], key_S, value_S))
         else:
             # On a CPU a mask costs all of L x S. Causal attention from the first token costs half of S x S.
             query_S = torch.cat([*(begin[0] for begin in before), queries[index]], dim=2)
-            outputs.append(attend(query_S, key_S, value_S)[:, :, begun:])
+            outputs.append(attend(query_S, key_S, value_S)[:, :, num_before:])
     return torch.cat(outputs, dim=2).transpose(1, 2).contiguous(), None
 
 

@@ -69,6 +69,7 @@ class SamplingMasks:
     def select(self, rows: Ints, width: int) -> SamplingMasks:
         """The masks of these rows. `width`: the tokens of the longest row."""
         assert not self.counts_BT[rows, width:].any(), "the mask of a token would be cut off"
+        # The ids of row b are ids_M[starts_B[b] : ends_B[b]].
         ends_B = np.cumsum(self.counts_BT.sum(axis=1))
         starts_B = np.concatenate(([0], ends_B))
         parts = [self.ids_M[starts_B[row] : ends_B[row]] for row in rows]
@@ -88,6 +89,7 @@ class SamplingMasks:
         counts_N = self.counts_BT[host_BT]
         if not counts_N.any():
             return None
+        # The index in ids_M after the mask of each token.
         ends_BT = np.cumsum(self.counts_BT).reshape(self.counts_BT.shape)
         starts_N = (ends_BT - self.counts_BT)[host_BT]
         return TokenMasks(

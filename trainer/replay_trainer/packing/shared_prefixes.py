@@ -65,6 +65,7 @@ class SharedPrefixes:
     def select(self, rows: Ints) -> SharedPrefixes:
         """The shared prefixes of the sequences `rows`, which must be distinct. Sequence i of the result is
         `rows[i]`."""
+        # The place of each sequence in `order_B`.
         rank_B = np.empty_like(self.order_B)
         rank_B[self.order_B] = np.arange(self.order_B.size)
         order_B = np.argsort(rank_B[rows])
@@ -85,6 +86,7 @@ class SharedPrefixes:
         # The runs before the next token of the sequence: (run, position of its first token in the sequence, tokens).
         path: list[tuple[int, int, int]] = []
         for row, shared in zip(self.order_B.tolist(), self.shared_B.tolist(), strict=True):
+            # The path of the sequence before, cut off after the first `shared` tokens.
             while path and path[-1][1] >= shared:
                 path.pop()
             if path:
