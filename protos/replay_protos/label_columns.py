@@ -78,9 +78,7 @@ def labels_of_rows(columns: Sequence[pb.Columns], tags: Sequence[pb.Tags], n: in
             if tag.name in values[row]:
                 raise ValueError(f"tag {tag.name!r:.80} comes twice for row {row}")
             values[row][tag.name] = value
-    return [
-        labels_of(names_of_row or (), tags_of_row) for names_of_row, tags_of_row in zip(names, values, strict=True)
-    ]
+    return [labels_of(names_of_row or (), tags_of_row) for names_of_row, tags_of_row in zip(names, values, strict=True)]
 
 
 def _rows(rows: Sequence[int], n: int, what: str) -> Sequence[int]:

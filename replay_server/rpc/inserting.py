@@ -1,7 +1,7 @@
 """Inserting: the methods Insert and InsertStream. They add new items, and append segments to items of the server.
 
     Inserts                  reads messages, and decides each row, which means to insert or to refuse it
-    acknowledged           in durable mode, waits until the decided rows are written
+    acknowledged             in durable mode, waits until the decided rows are written
     the client               receives the answers
 
 * A message is decided when its last payload byte has come. If its stream ends before that, the message has no effect.
