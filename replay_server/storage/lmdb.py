@@ -530,7 +530,7 @@ class LmdbStorage(LmdbFile):
         return bool(following.parts or following.gone or self._strays)
 
     def end_commit(self, error: lmdb.Error | None) -> list[int]:
-        """Notes that the commit has ended. Returns the keys of new payloads that it could not write, because of `error`.
+        """Notes that the commit has ended. Returns the keys of new payloads that it could not write because of `error`.
 
         The next commit writes these payloads, and the bytes that were appended to other payloads.
         """
