@@ -12,10 +12,11 @@ PROTOS = Path(__file__).parent
 
 def generate(out: Path) -> None:
     """Writes replay_pb2.py, replay_pb2_grpc.py and their stubs under `out`/replay_protos."""
-    kinds = ["python", "grpc_python", "mypy", "mypy_grpc"]
+    plugins = ["python", "grpc_python", "mypy", "mypy_grpc"]
     subprocess.run(
         [sys.executable, "-m", "grpc_tools.protoc", f"-I{PROTOS}"]
-        + [f"--{kind}_out={'quiet:' if kind.startswith('mypy') else ''}{out}" for kind in kinds]
+        # The plugins of mypy-protobuf print a line for each file, unless `quiet`.
+        + [f"--{plugin}_out={'quiet:' if plugin.startswith('mypy') else ''}{out}" for plugin in plugins]
         + [str(PROTOS / "replay_protos/replay.proto")],
         check=True,
         # protoc finds the plugins of mypy-protobuf beside the interpreter

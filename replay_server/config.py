@@ -34,7 +34,7 @@ MAX_ROWS = 1 << 16
 MAX_KEYS = 1 << 20
 """Keys in one Delete or UpdatePriorities."""
 MAX_EXCLUDE = 1 << 14
-"""Keys that one sample request excludes. While the request waits, each change of the table looks up all of them."""
+"""Keys that one sample request may exclude. While the request waits, each change of the table looks up all of them."""
 MAX_SCOPE = 256
 """Characters in the name of a scope."""
 MAX_WEIGHTS = 4096
@@ -86,6 +86,7 @@ class ServerConfig(Model):
     @field_validator("listen", "metrics_listen")
     @classmethod
     def _host_and_port(cls, address: str | None) -> str | None:
+        """Raises ValueError if the address is not host:port."""
         if address is not None:
             host, _, port = address.rpartition(":")
             if not host or not port.isdecimal() or int(port) > 65535:
@@ -169,6 +170,7 @@ class Config(Model):
     @field_validator("tables", mode="before")
     @classmethod
     def _at_least_one(cls, value: Any) -> Any:
+        """Raises ValueError if there is no table, or if the file says [tables] instead of [[tables]] (a dict)."""
         if not value or isinstance(value, dict):
             raise ValueError("write [[tables]], in two brackets, once for each table; there must be one at least")
         return value
@@ -180,14 +182,15 @@ class Config(Model):
 
     @model_validator(mode="after")
     def _checked(self) -> Self:
+        """Raises ValueError if the settings of different tables or sections do not fit together."""
         by_name = {table.name: table for table in self.tables}
         if len(by_name) < len(self.tables):
-            [(name, count)] = Counter(table.name for table in self.tables).most_common(1)
+            [(name, count)] = Counter(table.name for table in self.tables).most_common(1)  # the name used most often
             raise ValueError(f"table names must differ: {count} tables are called {name!r}")
         for table in self.tables:
             _check_forwarding(table, by_name)
         if self.admission is not None:
-            admitted_table(self.admission, self.tables)
+            admitted_table(self.admission, self.tables)  # raises if it is not clear which table is trained on
         writes_checkpoints = self.checkpoints.every_minutes or self.checkpoints.on_stop
         if writes_checkpoints and self.checkpoint_dir is None:
             raise ValueError("checkpoints need a place: set dir in [checkpoints], or data_dir in [server]")
@@ -202,11 +205,11 @@ class Config(Model):
 
     @classmethod
     def load(cls, path: str | Path, defaults: Mapping[str, Any] | None = None) -> Config:
-        """Reads a TOML file. Its settings change `defaults`, which are settings as in a file: see `changed`.
+        """Reads a TOML file. The settings of the file are applied to `defaults` by `changed`.
 
-        Without `defaults` they change USUAL: a file without [[tables]] then has the usual tables.
+        Without `defaults` they are applied to USUAL, so that a file without [[tables]] has the usual tables.
 
-        Raises ValueError that names the file, the place in it and the remedy.
+        Raises ValueError that names the file, the place in the file and the remedy.
         """
         try:
             data = parse_toml(Path(path).read_text())
@@ -223,7 +226,7 @@ class Config(Model):
 
 
 def _check_forwarding(table: TableConfig, by_name: Mapping[str, TableConfig]) -> None:
-    """Raises ValueError if a table that items of `table` are forwarded to is missing, or forwards in a circle."""
+    """Raises ValueError if the chain of `forward_to` that begins at `table` names a missing table, or is a circle."""
     path = [table.name]
     while table.forward_to is not None:
         if table.forward_to not in by_name:
@@ -238,7 +241,7 @@ def _check_forwarding(table: TableConfig, by_name: Mapping[str, TableConfig]) ->
 
 
 def changed(settings: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings as in a file, changed by the settings in `own`, field by field in each section and each table.
+    """The settings (sections by name, as in a file), with the fields that `own` sets in sections and tables replaced.
 
     A field whose value has fields itself, such as a sampler, is replaced as a whole.
     """
@@ -246,6 +249,7 @@ def changed(settings: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, An
     for name in settings.keys() & own.keys():
         before = settings[name]
         after = own[name]
+        # The tables of USUAL are TableConfig, not mappings. They are not changed: `own` replaces all of them.
         if name == "tables" and isinstance(after, list) and all(isinstance(table, Mapping) for table in before):
             result[name] = _changed_tables(before, after)
         elif isinstance(before, Mapping) and isinstance(after, Mapping):
@@ -254,8 +258,10 @@ def changed(settings: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, An
 
 
 def _changed_tables(tables: Iterable[Mapping[str, Any]], own: list[Any]) -> list[Any]:
-    """The tables, changed by the tables of the same names in `own`. All other entries of `own` follow, even invalid
-    ones: the caller validates them."""
+    """The tables, each changed by the table of the same name in `own`. All other entries of `own` follow.
+
+    Entries of `own` that are no tables are included, because the caller's validation reports them.
+    """
     own_tables = {table.get("name"): table for table in own if isinstance(table, dict)}
     result: list[Any] = []
     names = []

@@ -7,7 +7,7 @@ from collections.abc import Collection
 from enum import IntEnum, StrEnum
 
 FEW_TABLES = 10
-"""The most names of tables in one message."""
+"""The most names of tables that one error message lists."""
 
 
 class Code(IntEnum):

@@ -96,14 +96,18 @@ class ReplayServer:
         self._authorizer = Authorizer(config.security, environment)
         self._certificates = ServerCertificates(config.security)
         self._restore: str | None = None
+        """The checkpoint that the start restores; None: no checkpoint."""
         self._replace = False
+        """True: the restore may put aside the items that `data_dir` holds."""
         self._address: str | None = None
         self._metrics_address: str | None = None
         self._service: ReplayService | None = None
         self._thread: threading.Thread | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stop: asyncio.Event | None = None
+        """Set when the server is to stop; None before the start."""
         self._grace: float | None = None
+        """Seconds that running requests get to end after `_stop` is set; None: they end at once."""
         self._draining = False
 
     def restore(self, checkpoint: str, *, replace: bool = False) -> Self:
@@ -158,6 +162,7 @@ class ReplayServer:
         async def call() -> T:
             return work(buffer)
 
+        # `run_coroutine_threadsafe` takes only a coroutine.
         return asyncio.run_coroutine_threadsafe(call(), self._loop).result()
 
     def start(self) -> None:
@@ -185,7 +190,10 @@ class ReplayServer:
             raise failure[0]
 
     def stop(self, grace: float | None = 5.0) -> None:
-        """Ends every wait with ServerClosedError, gives running requests `grace` seconds to end, and stops."""
+        """Ends every wait with ServerClosedError, gives running requests `grace` seconds to end, and stops.
+
+        With None, running requests end at once.
+        """
         if self._thread is None:
             return
         assert self._loop is not None
@@ -210,17 +218,17 @@ class ReplayServer:
                 raise ValueError("nothing to restore from: set dir in [checkpoints], or data_dir in [server]")
             checkpoint = CheckpointDirectory(directory).open(self._restore)
         try:
-            await self._serve(checkpoint, self._replace, "", on_started)
+            await self._serve(checkpoint, replace=self._replace, fell_back="", on_started=on_started)
         except DamagedDirectory as damage:
-            if checkpoint is not None:
+            if checkpoint is not None:  # the operator chose the checkpoint, so the server takes no other
                 raise
             checkpoint = self._last_resort(damage)
             fell_back = f"{damage.what}: the start fell back to checkpoint {checkpoint.name}"
             log.error("%s; all later changes are lost", fell_back)
-            await self._serve(checkpoint, True, fell_back, on_started)
+            await self._serve(checkpoint, replace=True, fell_back=fell_back, on_started=on_started)
 
     def _last_resort(self, damage: DamagedDirectory) -> Checkpoint:
-        """The newest whole checkpoint. Raises `damage` if there is no whole checkpoint."""
+        """The newest whole checkpoint, with which the start can go on. Raises `damage` if no checkpoint is whole."""
         directory = self.config.checkpoint_dir
         try:
             assert directory is not None  # data_dir is set, and gives the folder of checkpoints a default
@@ -229,8 +237,13 @@ class ReplayServer:
             raise damage from None
 
     async def _serve(
-        self, checkpoint: Checkpoint | None, replace: bool, fell_back: str, on_started: Callable[[], None]
+        self, checkpoint: Checkpoint | None, *, replace: bool, fell_back: str, on_started: Callable[[], None]
     ) -> None:
+        """Loads the items, from `checkpoint` or from `data_dir`, and serves them until `request_stop`.
+
+        `replace`: a checkpoint may replace the items in `data_dir`. `fell_back` is the reason why the start went back
+        to this checkpoint; empty: it did not. Raises DamagedDirectory if `data_dir` is damaged.
+        """
         section = self.config.server
         checkpoints = self.config.checkpoints
         directory = self.config.checkpoint_dir
@@ -270,6 +283,7 @@ class ReplayServer:
                 checkpointer = Checkpointer(buffer, CheckpointDirectory(directory), checkpoints.keep, copy)
                 ends.push_async_callback(checkpointer.close)
             if journal is not None:
+                # The first commit shows that `data_dir` can be written, before clients connect.
                 try:
                     await journal.durable()
                 except Refused as refusal:
@@ -277,7 +291,8 @@ class ReplayServer:
             await self._listen(buffer, journal, checkpointer, ends, on_started)
 
     def _log_end(self) -> None:
-        if self._address is not None:  # otherwise the server never started
+        """Logs the stop of a server that had an address. A failed start logs nothing."""
+        if self._address is not None:
             log.info("stopped")
 
     async def _listen(
@@ -288,6 +303,7 @@ class ReplayServer:
         ends: AsyncExitStack,
         on_started: Callable[[], None],
     ) -> None:
+        """Answers clients, and runs the background tasks, until `request_stop`. `ends` closes the metrics endpoint."""
         config = self.config
         section = config.server
         checkpoints = config.checkpoints

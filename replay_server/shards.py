@@ -4,11 +4,11 @@ Each shard is a named, detached actor with a ReplayServer of its own. Ray spread
 restarts a shard each time it dies, on a new port unless `up` names one. Clients find the shards as
 "ray://NAMESPACE/NAME".
 
-A shard that drains writes a mark into Ray's store of keys, where Ray also keeps the names of its actors. So the mark
-outlives the process: a shard that Ray restarts reads its mark before it serves. The mark names the id of the actor. Ray
-keeps the id when it restarts the actor, and never uses it for another actor. So a new shard with the same name does not
-drain. When a shard is stopped, its mark stays in the store, where it takes a few bytes. Without the mark, a shard that
-dies while it is being stopped would come back and accept inserts.
+A shard that drains writes a mark into Ray's internal key-value store. The mark outlives the process, and a shard that
+Ray restarts looks for its mark before it serves. The mark's key has the id of the actor. Ray keeps the id when it
+restarts the actor, and never uses it for another actor, so a new shard with the same name does not drain. The mark of
+a stopped shard stays in the store, where it takes a few bytes. If it was removed first, a shard that dies while it is
+being stopped would come back and accept inserts.
 
 Only this module of the server uses Ray (the extra `ray`). It imports Ray when a function is called.
 """
@@ -34,6 +34,7 @@ NAMESPACE = "replay"
 NAME = "replay"
 """The name by which clients look for shards by default."""
 MAX_SHARDS = 1024
+"""Shards of one service."""
 _ANSWER_SECONDS = 10.0
 """Seconds in which a shard must report its state."""
 _CALLS_AT_ONCE = 8
@@ -63,6 +64,7 @@ class ShardStatus:
 
     @property
     def is_up(self) -> bool:
+        """True if the shard has answered."""
         return bool(self.address)
 
 
@@ -70,9 +72,10 @@ class ShardActor:
     """The actor in the process of a shard. Ray calls __init__ again after each restart."""
 
     def __init__(self, name: str, config: Config, environment: Mapping[str, str]) -> None:
+        """Starts the server. It takes its tokens from `environment` if `config` names no file of tokens."""
         import ray as module
 
-        ray: Any = module
+        ray: Any = module  # half of its functions have no types
         self._name = name
         host, _, port = config.server.listen.rpartition(":")
         if host in ("", "0.0.0.0"):  # clients on other nodes need the address of this node
@@ -90,9 +93,11 @@ class ShardActor:
         return f"replay-draining-{ray.get_runtime_context().get_actor_id()}"
 
     def address(self) -> str:
+        """host:port of the server. Ray answers this call when the server is started."""
         return self._server.address
 
     def status(self) -> ShardStatus:
+        """What the shard holds, and where it runs."""
         import ray
 
         context = ray.get_runtime_context()
@@ -117,7 +122,7 @@ class ShardActor:
         self._server.draining = draining
 
     def hand_over(self) -> int | None:
-        """As `Admission.hand_over`; 0 without [admission]."""
+        """Calls `Admission.hand_over` of the server, and returns the result; 0 without [admission]."""
 
         def hand_over(buffer: ReplayBuffer) -> int | None:
             admission = Admission.of(buffer)
@@ -128,7 +133,7 @@ class ShardActor:
         return self._server.on_loop(hand_over)
 
     def take_over(self, groups: int) -> None:
-        """As `Admission.take_over`. Does nothing without [admission]."""
+        """Calls `Admission.take_over` of the server. Does nothing without [admission]."""
 
         def take_over(buffer: ReplayBuffer) -> None:
             admission = Admission.of(buffer)
@@ -164,12 +169,12 @@ class Shards:
 
     def actors(self) -> dict[str, Any]:
         """The actor of each shard by name, in the order of their numbers. Includes shards that do not answer."""
-        found = {}
+        actors = {}
         for number in self._numbers():
             name = f"{self.name}-{number}"
             with suppress(ValueError):  # the actor has just ended
-                found[name] = self._ray.get_actor(name, namespace=self.namespace)
-        return found
+                actors[name] = self._ray.get_actor(name, namespace=self.namespace)
+        return actors
 
     def _numbers(self) -> list[int]:
         """The numbers of the shards, ascending. A shard is an actor named NAME-<number>."""
@@ -193,7 +198,11 @@ class Shards:
     def start(
         self, configs: Sequence[Config], options: Mapping[str, Any], pin: bool, timeout: float
     ) -> list[ShardStatus]:
-        """Starts the shards that do not run yet, one for each of `configs`, and waits until all serve."""
+        """Starts a shard for each of `configs`, unless it runs already, and waits until all serve.
+
+        `options` go to Ray. `pin` binds each shard to one node. Raises ShardError if a shard fails to start, or takes
+        longer than `timeout` seconds.
+        """
         actor_class: Any = self._ray.remote(ShardActor)
         nodes = sorted(node["NodeID"] for node in self._ray.nodes() if node["Alive"])
         environment = {name: value for name, value in os.environ.items() if name.startswith("REPLAY_TOKENS")}
@@ -203,9 +212,9 @@ class Shards:
             started[name] = actor_class.options(
                 name=name,
                 namespace=self.namespace,
-                lifetime="detached",
+                lifetime="detached",  # outlives this program
                 get_if_exists=True,
-                max_restarts=-1,
+                max_restarts=-1,  # without end, as the next one
                 max_task_retries=-1,
                 max_concurrency=_CALLS_AT_ONCE,
                 scheduling_strategy=self._near(nodes[number % len(nodes)]) if pin else "SPREAD",
@@ -232,9 +241,10 @@ class Shards:
         self._ray.get(calls, timeout=_ANSWER_SECONDS)
 
     def hand_over(self, leaving: list[str], heir: str) -> None:
-        """Makes the groups that these shards have accepted count at `heir`.
+        """Moves the counts of accepted groups from these shards to `heir`, so that all shards together grant as many
+        permits as before.
 
-        All shards together grant as many permits as before.
+        Raises ShardError if a shard still has permits in use, or is to grant a share of the next policy version.
         """
         actors = self.actors()
         for name in leaving:
@@ -346,7 +356,7 @@ def resize(
     names = [shard.name for shard in now]
     staying = names[:shards]
     leaving = names[shards:]
-    service.drain(staying, False)
+    service.drain(staying, False)  # an earlier resize to fewer shards may have made them drain
     if not leaving:
         return service.start(configs, _options(config, memory), pin, timeout)
     service.drain(leaving, True)
@@ -354,7 +364,7 @@ def resize(
     for shard in service.status():
         if shard.name in leaving and (shard.items or not shard.is_up):
             held.append(shard)
-    if held:
+    if held:  # a shard that does not answer counts as well: nobody knows what it holds
         rest = ", ".join(f"{shard.name} holds {counted(shard.items, 'item')}" for shard in held)
         raise ShardError(f"resize is refused for now: {rest}, and takes no more; try again when it is empty")
     service.hand_over(leaving, staying[0])
@@ -384,7 +394,7 @@ def shard_configs(config: Config, shards: int, data_dir: str | Path | None, name
 def _check_answers(ray_address: str | None) -> None:
     """Raises ShardError if nothing listens at the address. Ray itself would try to connect for many minutes."""
     host, _, port = (ray_address or "").removeprefix("ray://").rpartition(":")
-    if not host or not port.isdecimal():
+    if not host or not port.isdecimal():  # no address of a host, but for example "auto"
         return
     try:
         socket.create_connection((host, int(port)), timeout=_ANSWER_SECONDS).close()
@@ -395,7 +405,7 @@ def _check_answers(ray_address: str | None) -> None:
 def _options(config: Config, memory: int | None) -> dict[str, Any]:
     """The resources that Ray reserves for a shard: a core, and the memory of the shard. Never a GPU."""
     if memory is None:
-        memory = int(1.25 * (config.server.max_bytes or 0))
+        memory = int(1.25 * (config.server.max_bytes or 0))  # a quarter more, for all that is not a payload
     options: dict[str, Any] = {"num_cpus": 1}
     if memory:
         options["memory"] = memory

@@ -1,4 +1,4 @@
-"""Event loops: uvloop's where it is installed, otherwise asyncio's. `pip install '.[fast]'` installs it."""
+"""Event loops: uvloop's if uvloop is installed (`pip install '.[fast]'`), otherwise asyncio's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Label columns: how the rows of a message carry the labels of their items. replay.proto has the messages."""
+"""Label columns: converts the labels of items (columns and tags) to and from the messages `Columns` and `Tags`.
+
+In a message, the labels of several rows are one column for each name, as replay.proto says. `Labels` has the labels of
+one item.
+"""
 
 from __future__ import annotations
 
@@ -9,63 +13,76 @@ from replay_protos.labels import Labels, TagValue, labels_of
 
 
 def columns_message(rows: Sequence[Labels]) -> list[pb.Columns]:
-    """The columns of each of `rows`, as a message has them."""
-    chosen: dict[frozenset[str], list[int]] = {}
+    """The columns of the items, as a message has them: one `Columns` for each set of names that items have.
+
+    `rows` has the labels of one item for each row of the message.
+    """
+    rows_by_names: dict[frozenset[str], list[int]] = {}
     for row, labels in enumerate(rows):
         if labels.columns:
-            chosen.setdefault(labels.columns, []).append(row)
-    return [
-        pb.Columns(names=sorted(names), rows=[] if len(places) == len(rows) else places)
-        for names, places in chosen.items()
-    ]
+            rows_by_names.setdefault(labels.columns, []).append(row)
+    messages = []
+    for names, its_rows in rows_by_names.items():
+        is_all_rows = len(its_rows) == len(rows)  # written as no rows
+        messages.append(pb.Columns(names=sorted(names), rows=[] if is_all_rows else its_rows))
+    return messages
 
 
 def tags_message(rows: Sequence[Labels]) -> list[pb.Tags]:
-    """The tags of each of `rows`, as a message has them."""
-    found: dict[tuple[str, type], pb.Tags] = {}
+    """The tags of the items, as a message has them: one `Tags` for each name, or two if it has texts and numbers.
+
+    `rows` has the labels of one item for each row of the message.
+    """
+    messages: dict[tuple[str, type], pb.Tags] = {}
+    """By name of the tag and type of its values."""
     for row, labels in enumerate(rows):
         for name, value in labels.pairs:
-            of = (name, type(value))
-            if (tags := found.get(of)) is None:
-                tags = found[of] = pb.Tags(name=name)
+            kind = (name, type(value))
+            if (tags := messages.get(kind)) is None:
+                tags = messages[kind] = pb.Tags(name=name)
             if isinstance(value, str):
                 tags.texts.append(value)
             else:
                 tags.numbers.append(value)
             tags.rows.append(row)
-    for tags in found.values():
-        if len(tags.rows) == len(rows):
+    for tags in messages.values():
+        if len(tags.rows) == len(rows):  # all rows are written as no rows
             del tags.rows[:]
-    return list(found.values())
+    return list(messages.values())
 
 
 def labels_of_rows(columns: Sequence[pb.Columns], tags: Sequence[pb.Tags], n: int) -> list[Labels] | None:
-    """The labels of each of the n rows of a message; None: no row has any. Raises ValueError for what is not right."""
+    """The labels of each of the n rows of a message; None: no row has labels.
+
+    Raises ValueError for columns or tags that contradict each other, or that an item cannot have.
+    """
     if not columns and not tags:
         return None
     names: list[frozenset[str] | None] = [None] * n
     for entry in columns:
-        some = frozenset(entry.names)
+        names_of_entry = frozenset(entry.names)
         for row in _rows(entry.rows, n, "columns"):
-            if names[row] is not None:  # or a small message would be much work: each entry may name all rows
+            # Each entry may name all rows. Without this error, a small message of many entries would be much work.
+            if names[row] is not None:
                 raise ValueError(f"columns of row {row} come twice: name all that a row has in one entry")
-            names[row] = some
+            names[row] = names_of_entry
     values: list[dict[str, TagValue]] = [{} for _ in range(n)]
     for tag in tags:
         if tag.texts and tag.numbers:
             raise ValueError(f"tag {tag.name!r:.80} has texts and numbers in one message: one message for each")
         tag_values: Sequence[TagValue] = tag.texts or tag.numbers
-        chosen = _rows(tag.rows, n, f"tag {tag.name!r:.80}")
-        if len(tag_values) != len(chosen):
-            raise ValueError(f"tag {tag.name!r:.80} has {len(tag_values)} values for {len(chosen)} rows")
-        for row, value in zip(chosen, tag_values, strict=True):
+        its_rows = _rows(tag.rows, n, f"tag {tag.name!r:.80}")
+        if len(tag_values) != len(its_rows):
+            raise ValueError(f"tag {tag.name!r:.80} has {len(tag_values)} values for {len(its_rows)} rows")
+        for row, value in zip(its_rows, tag_values, strict=True):
             if tag.name in values[row]:
                 raise ValueError(f"tag {tag.name!r:.80} comes twice for row {row}")
             values[row][tag.name] = value
-    return [labels_of(of_row or (), its_tags) for of_row, its_tags in zip(names, values, strict=True)]
+    return [labels_of(names_of_row or (), tags_of_row) for names_of_row, tags_of_row in zip(names, values, strict=True)]
 
 
 def _rows(rows: Sequence[int], n: int, what: str) -> Sequence[int]:
+    """The rows that an entry of a message of n rows names. An entry without rows means all rows."""
     if not rows:
         return range(n)
     if (highest := max(rows)) >= n:

@@ -1,8 +1,8 @@
 """Labels: the columns and tags of an item, which travel beside its payload.
 
-The server never opens a payload. What the server has to know of a payload travels beside its bytes. These are the names
-of its columns, so that a table can wait for a column that it requires, and tags. People find items by tags, and tables
-balance their draws by tags. Most items have neither. They share `NO_LABELS`, and cost no byte.
+The server never opens a payload. The labels tell it what it has to know about a payload: the names of the columns, so
+that a table can wait for a column that it requires, and the tags. People find items by tags, and tables balance their
+draws by tags. Items without columns and tags, which are most items, share `NO_LABELS`, and cost no byte.
 """
 
 from __future__ import annotations
@@ -29,21 +29,25 @@ TagValue = str | int
 
 @dataclass(frozen=True, slots=True)
 class Labels:
+    """The names of an item's columns, and its tags."""
+
     columns: frozenset[str] = frozenset()
     """Names of the columns of the payload beyond the fields that each group has: the names of its extras."""
     pairs: tuple[tuple[str, TagValue], ...] = ()
-    """The tags, by name."""
+    """Name and value of each tag, sorted by name."""
     nbytes: int = field(default=0, compare=False)
-    """About the bytes in memory that the labels take if no other item shares them. Bounds on memory count these."""
+    """Roughly the bytes of memory that the labels would take if no other item shared them. The server's bounds on
+    memory count these bytes."""
 
     @property
     def tags(self) -> dict[str, TagValue]:
+        """The value of each tag, by name."""
         return dict(self.pairs)
 
     def text(self, name: str) -> str:
-        """The value of a tag as text, by which values are compared; empty without the tag."""
-        for known, value in self.pairs:
-            if known == name:
+        """The value of the tag as text, as which values are compared. Empty if the item has no such tag."""
+        for tag, value in self.pairs:
+            if tag == name:
                 return str(value)
         return ""
 
@@ -52,7 +56,10 @@ NO_LABELS = Labels()
 
 
 def labels_of(columns: Iterable[str], tags: Mapping[str, TagValue] | None) -> Labels:
-    """Raises ValueError, in one sentence, for what an item cannot have."""
+    """Makes the labels of an item from the names of its columns and its tags (values by name).
+
+    Raises ValueError for columns or tags that an item cannot have.
+    """
     names = frozenset(columns)
     if not names and not tags:
         return NO_LABELS
@@ -60,19 +67,24 @@ def labels_of(columns: Iterable[str], tags: Mapping[str, TagValue] | None) -> La
     if tags is not None and not isinstance(tags, Mapping):
         raise ValueError(f'tags must be values by name, such as {{"environment": "math"}}, not {tags!r:.80}')
     for name, value in (tags or {}).items():
-        if isinstance(value, bool) or not isinstance(value, str | Integral):  # to the cache, 1, 1.0 and True are equal
+        # Types are checked here and not in `_checked`: the cache before it takes 1, 1.0 and True for the same value.
+        if isinstance(value, bool) or not isinstance(value, str | Integral):
             raise ValueError(f"tag {name!r:.80} is {value!r:.80}: a tag is a string, or an integer of 64 bits")
-        pairs.append((name, value if isinstance(value, str) else int(value)))  # one of numpy, too
-    return (_shared if len(names) <= _MOST_SHARED else _checked)(names, tuple(pairs))
+        pairs.append((name, value if isinstance(value, str) else int(value)))  # `int` also converts numpy's integers
+    if len(names) <= _MOST_SHARED:
+        return _shared(names, tuple(pairs))
+    return _checked(names, tuple(pairs))
 
 
 _TEXT_BYTES = 80
-"""Of each name and value beside its characters: of the object, and of its place in a set or tuple."""
+"""Bytes of memory that each name and value takes besides its characters, as an object and as an entry of a set or
+tuple."""
 _MOST_SHARED = 64
-"""Columns of an item whose labels are kept for others: the names of 1024 columns may take 256 kB."""
+"""Labels with more columns than this are not cached, because the names of 1024 columns may take 256 kB."""
 
 
 def _checked(columns: frozenset[str], pairs: tuple[tuple[str, TagValue], ...]) -> Labels:
+    """The labels with these columns and tags. Raises ValueError if there are too many, or one is too long."""
     if len(columns) > MOST_COLUMNS:
         raise ValueError(f"an item has at most {MOST_COLUMNS} columns, not {len(columns)}: join some of its extras")
     for column in columns:
@@ -94,11 +106,12 @@ def _checked(columns: frozenset[str], pairs: tuple[tuple[str, TagValue], ...]) -
     return Labels(columns, tuple(sorted(pairs)), nbytes)
 
 
-_shared = lru_cache(1 << 12)(_checked)  # most items of a run have the labels of many others: so they share one object
+_shared = lru_cache(1 << 12)(_checked)
+"""`_checked` with a cache, so that items with equal labels share one object. Most items of a run have equal labels."""
 
 
 def _size(what: str, text: str) -> int:
-    """Bytes of a text in UTF-8. Raises ValueError if it is none."""
+    """Bytes of a text in UTF-8. Raises ValueError, in which `what` names the text, for values that have no UTF-8."""
     if not isinstance(text, str):
         raise ValueError(f"{what} must be a string, not {text!r:.80}")
     try:
@@ -108,8 +121,10 @@ def _size(what: str, text: str) -> int:
 
 
 def pack_labels(labels: Labels) -> bytes:
-    """The labels as they are stored; nothing where there are none."""
-    return (_packed if len(labels.columns) <= _MOST_SHARED else _pack)(labels)
+    """The bytes in which labels are stored. Empty for NO_LABELS."""
+    if len(labels.columns) > _MOST_SHARED:
+        return _pack(labels)
+    return _packed(labels)
 
 
 def _pack(labels: Labels) -> bytes:
@@ -117,8 +132,10 @@ def _pack(labels: Labels) -> bytes:
 
 
 _packed = lru_cache(1 << 12)(_pack)
+"""`_pack` with a cache."""
 
 
 def unpack_labels(data: bytes) -> Labels:
+    """The labels that `pack_labels` stored as `data`, which must not be empty."""
     columns, pairs = msgpack.unpackb(data)
     return labels_of(columns, dict(pairs))

@@ -1,8 +1,9 @@
-"""Memory: lets the next large payloads use the memory of those before.
+"""Memory: reuses the memory of freed payloads for the next large payloads, because new memory is slow.
 
-The system zeroes each page that it gives, and a page that a virtual machine has given back to its host takes far
-longer still: the first copy to such memory ran at 0.13 GB/s, and the next one to the same memory at 9 GB/s. malloc
-keeps what is freed up to `_LARGEST` after `keep_freed_memory`. What is larger comes from `large_buffer`.
+The system zeroes each page before a process gets the page. A page that a virtual machine has given back to its host
+takes far longer still: the first copy to such memory ran at 0.13 GB/s, and the next copy to the same memory at 9 GB/s.
+After `keep_freed_memory`, malloc keeps up to 30 MiB of freed memory in each heap. Payloads of `LARGE_BUFFER` bytes or
+more are read into a `large_buffer`.
 """
 
 import functools
@@ -14,46 +15,52 @@ import numpy as np
 import numpy.typing as npt
 
 _LARGEST = 15 << 20
-"""Bytes. Batches of a reader fit into twice as much. A block of 31 MiB gave no more, and glibc ignores larger ones."""
+"""Bytes of the block that `keep_freed_memory` frees. glibc then keeps twice as much, and batches of a reader fit into
+that. A block of 31 MiB was no faster, and glibc ignores larger blocks."""
 
 
 @functools.cache
 def keep_freed_memory() -> None:
-    """Makes malloc reuse the memory of large payloads, where it would give it back and ask for it again.
+    """Makes malloc keep the freed memory of large payloads, which it would otherwise return to the system each time.
 
-    The system zeroes each page that it gives, and this costs more than to copy a payload. glibc keeps twice as much
-    freed memory at the end of a heap as the largest block has that it mapped by itself and that was freed. So it keeps
-    up to 30 MiB a heap after this call. Programs that free large arrays do the same without knowing. The variables
-    MALLOC_TRIM_THRESHOLD_ and MALLOC_MMAP_THRESHOLD_ take precedence, and other C libraries take no notice.
+    When a block that glibc mapped by itself is freed, glibc raises its trim threshold to twice the size of that block.
+    After this call it therefore keeps up to 30 MiB of freed memory at the end of each heap. A program that frees large
+    arrays has this effect anyway. The environment variables MALLOC_TRIM_THRESHOLD_ and MALLOC_MMAP_THRESHOLD_ take
+    precedence. With other C libraries than glibc, the call has no effect.
     """
     bytes(_LARGEST)  # mapped, never touched, and freed at once: it takes no memory
 
 
 LARGE_BUFFER = 32 << 20
-"""Bytes from which on malloc maps each block by itself, and gives it back as soon as it is freed."""
+"""Bytes. malloc maps a block of this size or more by itself, and returns it to the system as soon as it is freed."""
 _HUGE = 2 << 20
+"""Bytes of a huge page."""
 _MOST_IDLE = 2 << 30
-"""Bytes."""
+"""Bytes of all idle blocks together."""
 _idle: deque[mmap.mmap] = deque()
-"""Blocks that nobody uses. Whole operations of a deque are atomic, so that any thread may free a block."""
+"""Blocks that nobody uses, the one freed last at the end. Single operations of a deque are atomic, so any thread may
+free a block without a lock."""
 
 
 def large_buffer(size: int) -> npt.NDArray[np.uint8]:
-    """`size` bytes, of any content, in memory of a buffer before that no view holds any more, if there is such memory.
+    """A buffer of `size` bytes with any content. It reuses the memory of an earlier buffer without views, if possible.
 
-    Blocks of up to _MOST_IDLE bytes wait for the next buffer. The system may take their pages at any time (MADV_FREE),
-    and does when memory is short; otherwise the next buffer has them as they are, without a fault. Raises OSError,
-    OverflowError or ValueError if there is no memory.
+    When the last view of a buffer is gone, its block becomes idle. Idle blocks of up to _MOST_IDLE bytes together wait
+    for the next buffer. The system may take their pages at any time (MADV_FREE), and does so when memory is short.
+    Pages that it left need no page fault in the next buffer. Raises OSError, OverflowError or ValueError if there is no
+    memory.
     """
     block = _idle_block(size) or _new_block(size)
     buffer = np.frombuffer(block, np.uint8, size)
-    # Every view of the buffer, also through numpy or torch, keeps this array alive.
+    # Every view of the buffer, also through numpy or torch, keeps this array alive. Python calls the finalizer when the
+    # array ends, except at exit: the process's memory goes then anyway.
     weakref.finalize(buffer, _give_back, block).atexit = False
     return buffer
 
 
 def copied(view: memoryview) -> bytes | memoryview:
-    """A copy: of whole huge pages, as large rows are cut, in a large buffer."""
+    """A copy of the view. If its size is a multiple of a huge page, as that of the parts of a large row, the copy lies
+    in a `large_buffer`, else in `bytes`."""
     if not view or len(view) % _HUGE:
         return bytes(view)
     buffer = memoryview(large_buffer(len(view)))
@@ -62,11 +69,12 @@ def copied(view: memoryview) -> bytes | memoryview:
 
 
 def give_back_idle() -> None:
-    """Gives all idle blocks back to the system."""
+    """Returns the memory of all idle blocks to the system."""
     _idle.clear()
 
 
 def _idle_block(size: int) -> mmap.mmap | None:
+    """Takes an idle block of at least `size` bytes, and of at most twice as many; None: there is none."""
     for _ in range(len(_idle)):
         try:
             block = _idle.popleft()
@@ -79,19 +87,24 @@ def _idle_block(size: int) -> mmap.mmap | None:
 
 
 def _new_block(size: int) -> mmap.mmap:
-    block = mmap.mmap(-1, -(-size // _HUGE) * _HUGE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    """Maps a new block of whole huge pages, with at least `size` bytes."""
+    whole_pages = -(-size // _HUGE) * _HUGE  # rounded up
+    block = mmap.mmap(-1, whole_pages, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     _advise(block, "MADV_HUGEPAGE")  # 32 MB take 20 page faults instead of 8,000
     return block
 
 
 def _give_back(block: mmap.mmap) -> None:
-    if _advise(block, "MADV_FREE"):  # otherwise the block goes back to the system now, with its last reference
+    """Makes the block of a buffer idle, and drops the oldest idle blocks beyond _MOST_IDLE."""
+    # On a system without MADV_FREE, the block returns to the system now: this is the last reference to it.
+    if _advise(block, "MADV_FREE"):
         _idle.append(block)
         while sum(map(len, list(_idle))) > _MOST_IDLE:
             _idle.popleft()
 
 
 def _advise(block: mmap.mmap, name: str) -> bool:
+    """Calls madvise with the constant of this name. False if the system does not know the constant."""
     if (advice := getattr(mmap, name, None)) is None:
         return False
     try:

@@ -1,6 +1,6 @@
 """Says what is wrong with a setting, in one line, for server, client and trainer alike.
 
-pydantic checks settings, and its errors have several lines. They do not list the names that exist.
+pydantic checks settings, but its errors have several lines, and do not list the names that exist.
 """
 
 from __future__ import annotations
@@ -20,7 +20,10 @@ _MOST_NAMES = 12
 
 
 def parse_toml(text: str) -> dict[str, Any]:
-    """The settings of a file. Raises TOMLDecodeError, also for lists and tables that are nested too deeply."""
+    """The settings in the text of a file.
+
+    Raises TOMLDecodeError if the text is not TOML, or if its lists and tables are nested too deeply.
+    """
     try:
         return tomllib.loads(text)
     except RecursionError:
@@ -55,8 +58,9 @@ _IN_OUR_WORDS = (
 )
 """Pairs: a regular expression for words of pydantic or click, and our words in their place."""
 _OURS = "Value error, "
-"""Pydantic's words before a sentence of a check of ours."""
+"""The words that pydantic puts before the message of a ValueError that a check of ours raised."""
 _VERBS = ("must ", "is needed", "is no setting")
+"""The beginnings of messages that follow the name of a setting without a colon."""
 
 
 def in_our_words(message: str) -> str:
@@ -77,13 +81,14 @@ def about(name: str, message: str) -> str:
 def explain(error: ValidationError, sections: str | None = None) -> str:
     """All errors, with a clause for each: `max_size must be at least 1, not 0`. Values of [security] are not shown.
 
-    `sections`: the names are those of a TOML file, whose sections stand below this name, `"serve."` or `""`:
-    `[serve.server] fsync must be ...`, `[[serve.tables]] number 2: max_size must be ...`.
+    Pass `sections` if the settings are those of a TOML file. It is the prefix of the names of the sections, `"serve."`
+    or `""`, and the clauses then name the sections: `[serve.server] fsync must be ...`,
+    `[[serve.tables]] number 2: max_size must be ...`.
     """
     clauses = []
     for problem in error.errors():
         message = in_our_words(problem["msg"])
-        if problem["type"] not in ("missing", "extra_forbidden"):
+        if problem["type"] not in ("missing", "extra_forbidden"):  # these errors are about the name, not the value
             value = problem["input"][:100] if isinstance(problem["input"], str) else problem["input"]
             shown = isinstance(value, str | float) or _is_small(value)
             # A secret written where the name of its file belongs must not come out in a log.
@@ -97,12 +102,15 @@ def explain(error: ValidationError, sections: str | None = None) -> str:
 
 
 def _place(location: Sequence[int | str], sections: str | None) -> tuple[str, str]:
-    """The section of a setting in a file, and its name there; "" stands for neither."""
+    """The section of a setting in a file and the setting's name in the section, from pydantic's `location`.
+
+    The section is "" if `sections` is None. The name is "" if the error is about the section as a whole.
+    """
     rest = [str(part) for part in location]
     section = ""
     if sections is not None and rest:
         section = f"[{sections}{rest.pop(0)}]"
-        if rest and isinstance(location[1], int):
+        if rest and isinstance(location[1], int):  # an entry of a list, `[[tables]]`, whose index counts from 0
             section = f"[{section}] number {int(rest.pop(0)) + 1}:"
     elif sections:
         section = f"[{sections.rstrip('.')}]"
@@ -110,5 +118,5 @@ def _place(location: Sequence[int | str], sections: str | None) -> tuple[str, st
 
 
 def _is_small(value: object) -> bool:
-    """Whether a value is a number that is worth showing (Python refuses to print very long ones)."""
+    """Whether a value is an integer short enough to be shown. Python refuses to print very long integers."""
     return isinstance(value, int) and abs(value) < 10**20

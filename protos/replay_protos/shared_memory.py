@@ -1,12 +1,13 @@
 """Shared memory: rings through which payloads pass between two processes of one machine, beside the gRPC messages.
 
 * A ring carries the payloads of one stream in one direction: one side puts them in, the other takes them out in order.
-* A message names the bytes by position. The reader checks the position and copies the bytes before anything uses them.
-* The reader frees bytes by moving `_FREED` in the segment. Nobody waits for a message in order to free a ring.
-* The server makes each segment, in memory that has no name. Its size is sealed: no process can cut the memory under
-  another one, which would end that one with SIGBUS.
-* The server sends the memory to a socket of the client (`Mailbox`), and never takes a descriptor from anybody. So
-  containers of one host have rings if they share a folder.
+* A message names the position of its payload bytes in the ring. The reader checks the position and copies the bytes
+  before anything uses them.
+* The reader frees bytes by writing to `_FREED` in the segment how far it has read. This needs no message.
+* The server makes each segment, in memory that has no name. The size of the memory is sealed, because a process that
+  shrinks a mapped file would end the other process with SIGBUS.
+* The server sends the file descriptor of the memory to a socket of the client (`Mailbox`), and never receives a
+  descriptor. Containers of one host can therefore share rings if they share a folder.
 
 Neither side trusts what it reads in a segment.
 """
@@ -36,41 +37,48 @@ HEADER = 4096
 MAX_CAPACITY = 64 << 20
 """Bytes of the largest ring."""
 _FREED = 64
-"""Where the header says up to which position the reader has taken everything."""
+"""Offset in the header of a number of 8 bytes: the position up to which the reader has taken everything."""
 _ALIGNMENT = 64
 """Payloads of a frame start at a multiple of this, where memory is copied fastest."""
 _JOIN_BELOW = 8192
-"""Mean bytes of chunks below which they are joined first: Python costs more for each chunk than a second copy."""
+"""Bytes. Chunks whose mean size is below this are joined first: a second copy costs less than Python's work for each
+chunk."""
 _POPULATE = getattr(mmap, "MAP_POPULATE", 0)
-"""Maps all pages at once, where the system can. Otherwise each page is a fault at its first access."""
+"""The flag that maps all pages at once; 0 if the system has none. Without it, the first access to each page is a page
+fault."""
 _RING_ID = 8
-"""Bytes of a ring's id in the message that brings its memory."""
-# Numbers of Linux.
+"""Bytes of a ring's id in the message that brings the ring's memory."""
+# Constants of Linux's C headers, for memfd_create and for fcntl.
 _MFD_CLOEXEC, _MFD_ALLOW_SEALING = 1, 2
 _F_ADD_SEALS, _F_SEAL_SEAL, _F_SEAL_SHRINK, _F_SEAL_GROW = 1033, 1, 2, 4
 _fence = threading.Lock()
+"""Protects nothing. To acquire and to release it are memory barriers, of which Python has no others."""
 
 
 class Segment:
-    """The memory of one ring. It is given back when the last reference to the segment goes."""
+    """The memory of one ring. The memory is freed when the last reference to the segment is gone."""
 
     def __init__(self, path: Path, ring_id: int, fd: int, capacity: int) -> None:
-        """`path` is that of the client's mailbox."""
+        """Maps the memory behind the file descriptor, which the caller closes. `path` is the client's mailbox."""
         self.path = path
         self.ring_id = ring_id
         self.capacity = capacity
         self._fd: int | None = None
+        """On the server, until the memory is handed over: the descriptor of the memory."""
         self.view = memoryview(mmap.mmap(fd, HEADER + capacity, mmap.MAP_SHARED | _POPULATE))
 
     @classmethod
     def create(cls, folder: Path, capacity: int) -> Segment:
-        """Makes the memory. Raises OSError if the system has too little of it."""
+        """Makes the memory of a new ring. The client's mailbox will be in `folder`.
+
+        Raises OSError if the system has too little memory.
+        """
         fd = _unnamed_file()
         try:
-            # Reserves the memory. Otherwise the first access to a page could find that there is none.
+            # Reserves the memory now. Otherwise memory could run out at the first access to a page.
             os.posix_fallocate(fd, 0, HEADER + capacity)
             fcntl.fcntl(fd, _F_ADD_SEALS, _F_SEAL_SHRINK | _F_SEAL_GROW | _F_SEAL_SEAL)
-            ring_id = secrets.randbits(63) | 1
+            ring_id = secrets.randbits(63) | 1  # never 0, which means "no ring"
             segment = cls(folder / f"replay-rings-{ring_id:016x}", ring_id, fd, capacity)
         except BaseException:
             os.close(fd)
@@ -80,9 +88,9 @@ class Segment:
         return segment
 
     def hand_over(self) -> None:
-        """Sends the memory to its client's mailbox. Raises OSError with the reason if that does not take it at once."""
+        """Sends the memory to the client's mailbox. Raises OSError if the mailbox does not accept it at once."""
         assert self._fd is not None, "the memory was handed over, or closed"
-        # This socket has no address, and is never read from: so nobody can send anything to it.
+        # This socket has no address, so nobody can send anything to it.
         with _address_of(self.path) as address, socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sending:
             sending.setblocking(False)
             sending.connect(address)
@@ -91,6 +99,7 @@ class Segment:
 
     @property
     def handed_over(self) -> bool:
+        """Whether `hand_over` has sent the memory. For segments that `create` made."""
         return self._fd is None
 
     def close_fd(self) -> None:
@@ -100,7 +109,7 @@ class Segment:
             self._fd = None
 
     def close(self) -> None:
-        """Gives the memory back, of which nobody has another view: the segment was not handed over."""
+        """Frees the memory at once. Call this only if the segment was not handed over, so that it has no other view."""
         memory = self.view.obj
         self.view.release()
         memory.close()
@@ -111,8 +120,8 @@ class Segment:
 
 
 def _unnamed_file() -> int:
-    """A file in memory that can be sealed."""
-    # The module `os` of a Python that was built for an old C library lacks the function, though the system has it.
+    """The descriptor of a new file in memory that can be sealed."""
+    # `os.memfd_create` is missing in a Python that was built for an old C library, although the system may have it.
     libc = ctypes.CDLL(None, use_errno=True)
     if not hasattr(libc, "memfd_create"):
         raise OSError(errno.ENOSYS, "this system has no memfd_create")
@@ -122,10 +131,11 @@ def _unnamed_file() -> int:
 
 
 class Mailbox:
-    """The socket of a client, to which its server sends the memory of one ring. The server has no such socket.
+    """The socket of a client, to which the server sends the memory of one ring. The server has no such socket.
 
-    A stranger could send it a TCP socket with SO_LINGER. Whoever closes or drops that one last, by `recv` too, waits in
-    the system for as long as the stranger chose. So `receive` belongs on a thread.
+    Call `receive` on a thread of its own. A stranger could send the mailbox a TCP socket with SO_LINGER. The process
+    that closes the last descriptor of such a socket, even one that `recv` dropped, is blocked for as long as the
+    stranger chose.
     """
 
     def __init__(self, path: Path) -> None:
@@ -134,7 +144,7 @@ class Mailbox:
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         try:
             self._socket.setblocking(False)
-            os.fchmod(self._socket.fileno(), 0o600)  # bind gives this mode to the file
+            os.fchmod(self._socket.fileno(), 0o600)  # `bind` makes the file at the path with this mode
             with _address_of(path) as address:
                 self._socket.bind(address)
         except BaseException:
@@ -142,13 +152,13 @@ class Mailbox:
             raise
 
     def receive(self, ring_id: int, capacity: int) -> Segment | None:
-        """Maps the memory that the server has sent, and ends the mailbox. None: nothing came."""
-        with self._socket, suppress(BlockingIOError):
+        """Maps the memory that the server has sent, and closes the mailbox. None: the ring's memory did not come."""
+        with self._socket, suppress(BlockingIOError):  # the error means that nothing was sent
             self.path.unlink(missing_ok=True)
             sent_id, fds, _, _ = socket.recv_fds(self._socket, _RING_ID, 1)
             for fd in fds:
                 try:
-                    # Another client's link at the path of its own mailbox could lead the server to this one.
+                    # The id differs if another client has linked the path of its own mailbox to this one.
                     if int.from_bytes(sent_id, "little") == ring_id:
                         return Segment(self.path, ring_id, fd, capacity)
                 finally:
@@ -158,18 +168,19 @@ class Mailbox:
 
 @contextmanager
 def _address_of(path: Path) -> Iterator[str]:
-    """A name for the socket that fits into the 107 bytes that the system takes, however deep its folder lies.
+    """Yields an address of the socket at `path` that fits into the 107 bytes that the system allows.
 
-    Turns what the system says of the socket into a sentence.
+    Raises OSError with a sentence about the cause, in the place of errors of the block that uses the address.
     """
     try:
+        # The path through the folder's descriptor is short, however long the path of the folder is.
         folder = os.open(path.parent, getattr(os, "O_PATH", os.O_RDONLY) | os.O_DIRECTORY)
         try:
             yield f"/proc/self/fd/{folder}/{path.name}"
         finally:
             os.close(folder)
     except (FileNotFoundError, ConnectionRefusedError):
-        # A folder that two hosts share shows the socket to both, but only the client's host has somebody behind it.
+        # If two hosts share a folder, both see the socket, but only processes of the client's host can connect to it.
         where = f"the server runs on another host, or in a container whose {path.parent} is not this one's"
         raise OSError(where) from None
     except PermissionError as error:
@@ -179,7 +190,11 @@ def _address_of(path: Path) -> Iterator[str]:
 
 
 class RingWriter:
-    """Puts payloads into a ring. Positions count all bytes since the start; a position's place is its remainder."""
+    """Puts payloads into a ring.
+
+    A position counts all bytes of the ring since it was made, those that were skipped included, and never decreases.
+    The place of a position is its offset in the memory: position % capacity.
+    """
 
     def __init__(self, segment: Segment) -> None:
         self.segment = segment
@@ -190,21 +205,23 @@ class RingWriter:
         self._end = 0
         """The position behind the last payload."""
         self._last_freed = 0
+        """The last position that `freed` accepted."""
 
     def put(self, chunks: Sequence[bytes | memoryview], size: int) -> int | None:
         """Copies the chunks, `size` bytes in all, and returns their position. None: there is no room now."""
-        start = -(-self._end // _ALIGNMENT) * _ALIGNMENT
+        start = -(-self._end // _ALIGNMENT) * _ALIGNMENT  # rounded up
         place = start % self.capacity if self.capacity else 0
-        if place + size > self.capacity:  # the bytes of a frame lie in one stretch
+        if place + size > self.capacity:  # the bytes of a frame lie in one stretch: skip the end of the ring
             start, place = start + self.capacity - place, 0
         freed = self.freed()
-        if size > self.capacity or (freed != self._end and start + size - freed > self.capacity):
+        is_empty = freed == self._end  # then any payload fits that is not larger than the ring, wherever it starts
+        if size > self.capacity or (not is_empty and start + size - freed > self.capacity):
             return None
-        at = place
+        offset = place
         for chunk in _few(chunks, size):
-            self._bytes[at : at + len(chunk)] = chunk
-            at += len(chunk)
-        assert at == place + size, f"the chunks have {at - place} bytes, and the reader is told of {size}"
+            self._bytes[offset : offset + len(chunk)] = chunk
+            offset += len(chunk)
+        assert offset == place + size, f"the chunks have {offset - place} bytes, and the reader is told of {size}"
         assert start >= self._end, "a payload would lie before the one before it"
         self._end = start + size
         return start
@@ -212,7 +229,7 @@ class RingWriter:
     def freed(self) -> int:
         """The position before which the reader has taken everything.
 
-        The other side can write anything there. A position that cannot be is passed over: then nothing is free.
+        The other process can write any number there. An impossible number is ignored, and the last one stays valid.
         """
         freed = self._freed[0]
         if self._last_freed <= freed <= self._end:
@@ -230,37 +247,44 @@ class RingReader:
         self._bytes = segment.view[HEADER:].toreadonly()
         self._freed = segment.view[_FREED : _FREED + 8].cast("Q")
         self._end = 0
+        """The position behind the last payload that was taken."""
 
     def take(self, position: int, size: int, rows: Sequence[int]) -> list[bytes | memoryview]:
-        """Copies `size` bytes out and frees them. One chunk for each of `rows` if these are sizes that add up to it.
+        """Copies the `size` bytes at `position`, and frees them in the ring.
 
-        Raises ValueError if no writer can have put them there.
+        Returns one chunk for each row if the sizes in `rows` add up to `size`, else one chunk of all bytes. Raises
+        ValueError if no writer can have put a payload there.
         """
         if sum(rows) != size:
             rows = (size,)
         copies: list[bytes | memoryview] = []
-        self.lend(
-            position,
-            size,
-            lambda lent: copies.extend(copied(lent[start:end]) for start, end in pairwise(accumulate(rows, initial=0))),
-        )
+
+        def copy_rows(lent: memoryview) -> None:
+            for start, end in pairwise(accumulate(rows, initial=0)):
+                copies.append(copied(lent[start:end]))
+
+        self.lend(position, size, copy_rows)
         assert len(copies) == len(rows), (len(copies), len(rows))
         return copies
 
     def lend(self, position: int, size: int, copy: Callable[[memoryview], None]) -> None:
-        """Calls `copy` with a view of the `size` bytes, and frees them. The view must not be used after the call.
+        """Calls `copy` with a view of the `size` bytes at `position`, then frees the bytes in the ring.
 
-        Raises ValueError if no writer can have put them there.
+        `copy` must not keep the view. Raises ValueError if no writer can have put a payload there.
         """
         place = position % self.capacity if self.capacity else 0
-        if not 0 < size <= self.capacity - place or not self._end <= position <= self._end + 2 * self.capacity:
+        is_in_one_stretch = 0 < size <= self.capacity - place
+        # Between two payloads, a writer skips at most _ALIGNMENT bytes and the rest of the ring.
+        follows = self._end <= position <= self._end + 2 * self.capacity
+        if not is_in_one_stretch or not follows:
             raise ValueError(
                 f"{size} bytes at {position} are not in a ring of {self.capacity} bytes read to {self._end}"
             )
         copy(self._bytes[place : place + size])
         assert position + size > self._end, "the writer would take bytes back"
         self._end = position + size
-        # On processors that reorder memory accesses: all copies are read before the writer may overwrite them.
+        # A processor may reorder memory accesses. With the barrier, all bytes are read before the writer learns that it
+        # may overwrite them.
         with _fence:
             pass
         with _fence:
@@ -268,6 +292,7 @@ class RingReader:
 
 
 def _few(chunks: Sequence[bytes | memoryview], size: int) -> Iterable[bytes | memoryview]:
+    """The chunks, `size` bytes together, as views of bytes, or joined into one chunk if they are small."""
     if len(chunks) > 1 and size < _JOIN_BELOW * len(chunks):
         return (b"".join(chunks),)
     return (memoryview(chunk).cast("B") for chunk in chunks)
@@ -276,19 +301,21 @@ def _few(chunks: Sequence[bytes | memoryview], size: int) -> Iterable[bytes | me
 # ---------------------------------------------------------------------------------------------------- frames
 
 MIN_SHARED = 16 << 10
-"""Payload bytes from which on a frame goes through a ring. Fewer bytes are as fast in the message."""
+"""Bytes. A payload of this size or more goes through a ring. Smaller payloads are as fast in the message."""
 BYTES_PER_FRAME = 4 << 20
-"""Payload bytes in one frame that goes through a ring, about. A message costs gRPC the same, however much it names."""
+"""Payload bytes in one frame that goes through a ring, about. Larger frames need fewer messages, and a message costs
+gRPC the same, whatever the size of the payload that it names."""
 _PAUSE = 0.001
-"""Seconds between two looks at a full ring."""
+"""Seconds between two attempts to put a payload into a full ring."""
 _PATIENCE = 0.1
-"""Seconds without progress of the reader after which payloads go into messages until it has made room."""
+"""Seconds. After so long without progress of the reader, payloads go into messages, until the reader has made room."""
 
 
 ReaderOf = Callable[[int], RingReader | None]
-"""The ring with an id; None: there is none."""
+"""Returns the ring with an id; None: the stream has no such ring."""
 Keep = Callable[[memoryview], bytes | memoryview]
-"""Turns received bytes into a payload. `bytes` copies them; `memoryview` does not, so they must stay as they are."""
+"""Turns received bytes into a payload that lasts: `bytes` copies them. `memoryview` does not copy, so it is only for
+bytes that nobody overwrites."""
 
 
 def is_large(payloads: Iterable[bytes | memoryview]) -> bool:
@@ -305,11 +332,19 @@ class FrameWriter:
         self.stalled = False
         """Whether the reader made no room for the last frame."""
         self._head: Any = None
+        """The head of the frame that `gather` is building; None: the next frame begins one."""
         self._chunks: list[bytes | memoryview] = []
-        self._gathered = self._missing = 0
+        """The payloads of the frames that `gather` has joined so far."""
+        self._gathered = 0
+        """Bytes of `_chunks`."""
+        self._missing = 0
+        """Payload bytes of the response that have not come yet."""
 
     async def place(self, frame: Frame[M]) -> Frame[M] | SharedFrame[M]:
-        """The frame for gRPC. Waits for a reader that makes progress; one that does not is gRPC's to hold back."""
+        """The frame to send: with its payload in the ring, or as it is.
+
+        Waits for room as long as the reader makes progress. Otherwise gRPC's flow control has to slow the sender down.
+        """
         size = sum(map(len, frame.payloads))
         if size < MIN_SHARED:
             return frame
@@ -320,10 +355,15 @@ class FrameWriter:
         return frame if position is None else SharedFrame(frame.head, self._ring.ring_id, position, size)
 
     def gather(self, frame: Frame[M]) -> Frame[M] | None:
-        """Joins the frames of one response while they are short. None: keep this one, more of the response follows."""
+        """Joins the frames of one response until they have BYTES_PER_FRAME together, or the response is complete.
+
+        Returns the joined frame, or None while more of the response follows.
+        """
         sizes: Sequence[int] = getattr(frame.head, "payload_sizes", ())
         if self._head is None:
-            self._head, self._missing = frame.head, sum(sizes) or self._missing
+            self._head = frame.head
+            # The first message of a response has the sizes of all payloads. Later ones have none.
+            self._missing = sum(sizes) or self._missing
         size = sum(map(len, frame.payloads))
         self._chunks += frame.payloads
         self._gathered += size
@@ -335,6 +375,7 @@ class FrameWriter:
         return gathered
 
     async def _put_in_turn(self, chunks: Sequence[bytes | memoryview], size: int) -> int | None:
+        """Puts the chunks into the ring as soon as there is room. None: the reader made no progress for _PATIENCE."""
         freed, waited = self._ring.freed(), 0.0
         while waited < _PATIENCE:
             await asyncio.sleep(_PAUSE)
@@ -347,9 +388,9 @@ class FrameWriter:
 
 
 def take_frame(frame: Frame[M], reader_of: ReaderOf) -> Frame[M]:
-    """The frame with its payload bytes, copied out of the ring if they are in one: a chunk for each row, if possible.
+    """The frame with its payload bytes. Bytes that are in a ring are copied out, as a chunk for each row if possible.
 
-    Raises LookupError if there is no ring of its id, and ValueError if no writer can have put the bytes there.
+    Raises LookupError if the stream has no such ring, and ValueError if no writer can have put a payload there.
     """
     # Every message that is read as a frame has these fields; mypy knows only the base class.
     head: Any = frame.head
@@ -359,9 +400,9 @@ def take_frame(frame: Frame[M], reader_of: ReaderOf) -> Frame[M]:
 
 
 def pass_on(frame: Frame[Any], reader_of: ReaderOf, add: Callable[[bytes | memoryview, Keep], None]) -> None:
-    """Gives the payload bytes of the frame to `add`, with what makes them last: those of a ring must be copied.
+    """Calls `add` with the payload bytes of the frame, and with the function that makes them last.
 
-    Raises as `take_frame`.
+    Bytes in a ring must be copied before `add` returns. Raises as `take_frame`.
     """
     head = frame.head
     if not head.HasField("shared"):
@@ -372,6 +413,7 @@ def pass_on(frame: Frame[Any], reader_of: ReaderOf, add: Callable[[bytes | memor
 
 
 def _reader(head: Any, reader_of: ReaderOf) -> RingReader:
+    """The ring that the message names. Raises LookupError if the stream has no such ring."""
     if (reader := reader_of(head.shared.ring)) is None:
         raise LookupError(f"ring {head.shared.ring} is not one of this stream's")
     return reader

@@ -1,7 +1,8 @@
-"""What replay.proto declares about the fields of ServerInfo, and how they and other values become JSON.
+"""Reads what replay.proto declares about the fields of ServerInfo, and converts ServerInfo and other values to JSON.
 
-A field of ServerInfo, or of a message in it, has the option `field`: how shards are merged, its metric, and whether 0
-means unknown. Code that passes the state of a server on reads these options, and needs no list of the fields.
+Each field of ServerInfo, and of the messages in it, has the option `field`. The option says how the values of several
+shards are merged, which metric shows the field, and whether 0 means unknown. Code that passes the state of a server on
+reads these options, and needs no list of the fields.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from google.protobuf.message import Message
 from replay_protos import replay_pb2 as pb
 
 Document = dict[str, Any]
+"""A JSON object: values by the names of fields."""
 
 
 @cache
@@ -29,8 +31,8 @@ def declared(message: Descriptor) -> tuple[tuple[FieldDescriptor, pb.Field], ...
 def document(record: Message | Any, message: Descriptor | None = None) -> Document:
     """A message, or a record with the fields of `message`, as values of JSON by the names of the fields.
 
-    A key of an item and the id of a server are strings: they have 64 bits, and many readers of JSON keep only 53. A
-    value that is 0 because it is unknown becomes None.
+    The key of an item and the id of a server become strings, because they have 64 bits, of which many readers of JSON
+    keep only 53. A 0 that means unknown becomes None.
     """
     return {
         field.name: _value(getattr(record, field.name), field, option)
@@ -39,39 +41,46 @@ def document(record: Message | Any, message: Descriptor | None = None) -> Docume
 
 
 def _value(value: Any, field: FieldDescriptor, option: pb.Field) -> Any:
+    """The value of one field as a value of JSON."""
     if value is None or (option.zero_is_unknown and not value):
         return None
-    if isinstance(value, Mapping):  # a record has the tables by their names
-        return {name: document(each, field.message_type) for name, each in value.items()}
+    if isinstance(value, Mapping):  # of records of the client, which hold the tables by name
+        return {name: document(record, field.message_type) for name, record in value.items()}
     if field.is_repeated:
-        return [document(each, field.message_type) if field.message_type else each for each in value]
+        if field.message_type is None:
+            return list(value)
+        return [document(record, field.message_type) for record in value]
     if field.message_type is not None:
         return document(value, field.message_type)
-    if option.json:
+    if option.json:  # a text that holds JSON
         return json.loads(value) if value else None
-    return str(value) if field.type == FieldDescriptor.TYPE_FIXED64 else value
+    return str(value) if field.type == FieldDescriptor.TYPE_FIXED64 else value  # keys and ids are fixed64, counts not
 
 
 MOST_LEVELS = 128
-"""Most levels of nested lists and objects shown. msgpack reads 1,024, and json writes no more than Python can call."""
+"""Levels of nested lists and objects that are shown. msgpack reads 1,024 levels, but json writes by recursion, so that
+it fails at Python's recursion limit."""
 TOO_DEEP = "nested too deeply to be shown"
+"""The text in the place of what is nested more deeply."""
 
 
 def plain(value: Any, levels: int = MOST_LEVELS) -> Any:
     """Converts values of msgpack and numpy into values of JSON. NaN and infinities become None.
 
-    What is nested deeper than `levels` becomes the text TOO_DEEP.
+    Lists and objects below `levels` levels become the text TOO_DEEP.
     """
     if isinstance(value, dict | list | tuple) and not levels:
         return TOO_DEEP
     if isinstance(value, dict):
-        return {str(name): plain(part, levels - 1) for name, part in value.items()}
+        return {str(name): plain(child, levels - 1) for name, child in value.items()}
     if isinstance(value, list | tuple):
-        return [plain(part, levels - 1) for part in value]
+        return [plain(child, levels - 1) for child in value]
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, str | int) or value is None:
         return value
     if isinstance(value, bytes):
         return value.hex()
-    return plain(value.tolist(), levels) if hasattr(value, "tolist") else str(value)
+    if hasattr(value, "tolist"):  # an array or a scalar of numpy
+        return plain(value.tolist(), levels)
+    return str(value)

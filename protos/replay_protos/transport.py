@@ -26,9 +26,9 @@ class PemFiles:
 
     @classmethod
     def read(cls, *, cert: PathLike | None, key: PathLike | None, ca: PathLike | None, ca_name: str = "tls_ca") -> Self:
-        """Raises ValueError that names the file, and never shows its content.
+        """Reads and checks the files at these paths. Raises ValueError that names the wrong file, never its content.
 
-        `ca_name` is the name of the setting for `ca`. The other settings are `tls_cert` and `tls_key`.
+        `ca_name` is the name that errors give to the setting `ca`. The other settings are `tls_cert` and `tls_key`.
         """
         if (cert is None) != (key is None):
             here, missing = ("tls_cert", "tls_key") if key is None else ("tls_key", "tls_cert")
@@ -42,6 +42,7 @@ class PemFiles:
             except ssl.SSLError as error:
                 if error.reason == "KEY_VALUES_MISMATCH":
                     raise ValueError(f"tls_key {key} is not the key of tls_cert {cert}") from None
+                # The certificate was checked before, so the key is wrong.
                 raise ValueError(
                     f"tls_key {key} holds no private key that can be used; it must be in PEM format and not encrypted"
                 ) from None
@@ -53,8 +54,8 @@ class PemFiles:
 def is_loopback(host: str) -> bool:
     """Whether only this machine reaches the address."""
     try:
-        return ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback  # an IPv6 address in a URL has brackets
+    except ValueError:  # a name, not a number
         return host == "localhost"
 
 
@@ -67,24 +68,32 @@ _NEAR = tuple(
         ),
     )
 )
+"""Networks that no proxy leads to: of this machine, private, link-local and of providers (RFC 6598)."""
 _NEAR_NAMES = (".localhost", ".local", ".internal", ".svc", ".lan")
+"""Ends of names that mean hosts of a private network."""
 PROXY_VARIABLES = ("grpc_proxy", "https_proxy", "http_proxy")
 """The variables that gRPC reads. It uses the first that is set."""
 
 
 def is_near(host: str) -> bool:
-    """Whether the address is one of this machine or of a private network, which no proxy leads to. A name without a
-    dot counts as one."""
+    """Whether the address is of this machine or of a private network, which no proxy leads to.
+
+    A name without a dot counts as such an address.
+    """
     host = host.strip("[]").lower()
     try:
         address = ipaddress.ip_address(host)
-    except ValueError:
-        return "." not in host.rstrip(".") or host.rstrip(".").endswith(_NEAR_NAMES)
+    except ValueError:  # a name, not a number
+        name = host.rstrip(".")
+        return "." not in name or name.endswith(_NEAR_NAMES)
     return any(address in network for network in _NEAR if network.version == address.version)
 
 
 def proxy_remedy(host: str, variables: Sequence[str] = PROXY_VARIABLES) -> str:
-    """Which of the variables of the environment sends calls to `host` through a proxy, with the remedy; "": none."""
+    """The end of an error: the environment variable that sends calls to `host` through a proxy, and the remedy.
+
+    Empty if no variable does so.
+    """
     from urllib.request import proxy_bypass_environment  # it loads much, and only an error needs it
 
     if is_near(host) or proxy_bypass_environment(host):
@@ -101,6 +110,7 @@ def readable_by_others(path: PathLike) -> bool:
 
 
 def _read(name: str, path: PathLike | None) -> bytes | None:
+    """The content of the file that the setting `name` names. Raises ValueError if it cannot be read."""
     if path is None:
         return None
     try:
@@ -110,6 +120,7 @@ def _read(name: str, path: PathLike | None) -> bytes | None:
 
 
 def _check_cert(context: ssl.SSLContext, path: PathLike, name: str = "tls_cert") -> None:
+    """Raises ValueError if the file that the setting `name` names holds no certificate."""
     try:
         context.load_verify_locations(path)
     except ssl.SSLError:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 def counted(count: int, noun: str) -> str:
-    """`1 item`, `12 items`, `1 batch`, `2 batches`, `2 entries`."""
+    """The count with its noun: `1 item`, `12 items`, `1 batch`, `2 batches`, `2 entries`."""
     return f"{count} {noun if count == 1 else _plural(noun)}"
 
 

@@ -21,6 +21,8 @@ _VERSION = version("replay-server")
 
 
 class AdministrationMethods:
+    """The gRPC methods for the server and its tables as a whole, and for checkpoints."""
+
     def __init__(self, backend: Backend, data_dir: Path | None, checkpointer: Checkpointer | None) -> None:
         self.backend = backend
         self.buffer = backend.buffer
@@ -52,6 +54,7 @@ class AdministrationMethods:
 
     @once(pb.TableInfo)
     async def UpdateTable(self, request: pb.UpdateTableRequest, call: Call) -> pb.TableInfo:
+        """Changes settings of a table while the server runs."""
         try:
             changes = json.loads(request.changes)
         except (ValueError, RecursionError) as error:

@@ -31,7 +31,7 @@ log = logging.getLogger("replay_server")
 
 
 class Role(IntEnum):
-    """The rights of a token. Each role also has all rights of the roles before it."""
+    """The rights of a token. Each role also has all rights of the roles above it in this list."""
 
     READ_ONLY = 1
     """Look at everything, change nothing, take nothing out."""
@@ -90,8 +90,9 @@ class Tokens:
     """
 
     def __init__(self, text: str, source: str) -> None:
-        """Raises ValueError that names source and line, and never shows the text."""
+        """Reads the tokens in `text`. Raises ValueError that names source and line, and never shows the text."""
         self._roles: dict[bytes, Role] = {}
+        """The role of each token, by the token's hash."""
         roles = {str(role): role for role in Role}
         for number, line in enumerate(text.splitlines(), start=1):
             if line.lstrip().startswith("#"):
@@ -112,11 +113,11 @@ class Tokens:
     def role_of(self, token: str) -> Role | None:
         """The role of a token; None if the token is unknown. Takes the same time for all tokens of the same length."""
         digest = _digest(token)
-        found = None
+        role_of_token = None
         for known_digest, role in self._roles.items():
             if hmac.compare_digest(known_digest, digest):
-                found = role  # no early return, so that the time does not tell which token is right
-        return found
+                role_of_token = role  # no early return, so that the time does not tell which token is right
+        return role_of_token
 
     @classmethod
     def read(cls, path: Path) -> Self:
@@ -163,13 +164,17 @@ class Authorizer(grpc.aio.ServerInterceptor):
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any] | None]],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> grpc.RpcMethodHandler[Any, Any] | None:
-        """gRPC calls this for each call, before it reads any byte of its request."""
+        """The handler of a call: the method's own, or one that refuses the call.
+
+        gRPC asks for the handler before it reads any byte of the request.
+        """
         method: str = handler_call_details.method
         code, message = self._check(method, handler_call_details.invocation_metadata)
         if code is None:
             return await continuation(handler_call_details)
 
-        # A handler of streams also for methods with one request: gRPC reads no request for a handler of streams.
+        # The handler is one of streams even if the method has one request, because gRPC reads nothing before it calls a
+        # handler of streams.
         async def refuse(requests: Any, context: grpc.aio.ServicerContext[Any, Any]) -> None:
             self._log(context.peer(), method, message)
             await context.abort(code, message)
@@ -220,6 +225,7 @@ class Authorizer(grpc.aio.ServerInterceptor):
                 log.warning("ended %d open calls, whose tokens do not allow them any more", len(revoked))
 
     def _role_of(self, token: str) -> Role | None:
+        """The role of a token by the present content of the tokens file; None if the token is unknown."""
         assert self.tokens is not None
         self.tokens.look()
         return self.tokens.value.role_of(token)
@@ -253,7 +259,8 @@ def _needed_role(service: str, method: str) -> Role:
         return ROLES.get(method, Role.ADMIN)
     if service == reflection.SERVICE_NAME:
         return Role.READ_ONLY
-    # A client of another version of the protocol is let in: gRPC then answers that there is no such method.
+    # A service of another version of the protocol. gRPC answers such a call that there is no such method, which tells
+    # the client more than a refusal.
     if service.startswith("replay."):
         return Role.READ_ONLY
     return Role.ADMIN
@@ -274,12 +281,16 @@ class Reread(Generic[T]):
     """
 
     def __init__(self, name: str, read: Callable[[], T], *files: Path | None) -> None:
-        """`name` is the name of the option. `read` raises ValueError. Files that are None are left out."""
+        """Calls `read`, which reads `files` and raises ValueError if they cannot be used.
+
+        `name` is the name of the option in log lines. Files that are None are left out.
+        """
         self._name = name
         self._read = read
         self._files = [path for path in files if path is not None]
-        self._last_state = self._state()
+        self._last_state = self._state()  # before `read`, so that a change during `read` is noticed later
         self._looked = float("-inf")
+        """The time of the last look at the files."""
         self.value = read()
 
     def look(self) -> bool:
@@ -301,8 +312,11 @@ class Reread(Generic[T]):
         return True
 
     def _state(self) -> list[tuple[int, int, int]]:
-        # Not the time alone: the clock of a file system moves only every few milliseconds. A file that was emptied and
-        # then written may have the same time after both changes.
+        """The time, size and inode of each file, which differ after a change. Empty if a file cannot be found.
+
+        The time alone is not enough. The clock of a file system moves only every few milliseconds, so a file that was
+        emptied and then written may have the same time after both changes.
+        """
         try:
             facts = [path.stat() for path in self._files]
         except OSError:

@@ -1,7 +1,8 @@
 """Calls: reads the requests of gRPC methods, sends their responses, and tells clients why a call ends early.
 
 * `Call` is one call. It carries requests and responses, through rings if its client wants that.
-* `Method` runs the calls of one method. It counts and times them. A Refused ends a call with code, message and reason.
+* `Method` runs, counts and times the calls of one method. If a call raises Refused, the client gets code, message and
+  reason.
 * `once` answers a repeated request with its first answer.
 * `Multiplex` carries methods with one short response, one call after the other, on an open stream. In gRPC for Python a
   message on an open stream costs half as much as a call (docs/record/performance.md).
@@ -36,16 +37,19 @@ if TYPE_CHECKING:
 
 M = TypeVar("M", bound=Message)
 _STATUS = {code.value[0]: code for code in grpc.StatusCode}
+"""gRPC's status codes by their numbers, which are the numbers of `Code`."""
 
 
 class Call:
-    """One call of a client. Its context names the client. Methods read and write only through the call."""
+    """One call of a client. The functions that answer methods read requests and write responses only through it."""
 
     def __init__(self, method: Method, context: Context) -> None:
         self.context = context
+        """gRPC's side of the call, with its metadata."""
         self.client = context.peer()
-        """The connection."""
+        """The client's connection, by gRPC's name for it."""
         self.carrier = Carrier(method.rings, self.client) if method.rings is not None else None
+        """Moves payloads into and out of rings; None: payloads of this method never lie in rings."""
         self._method = method
         self._requested_at: float | None = None
         """The time when the last request of a stream came; None if that request has a response already."""
@@ -89,6 +93,7 @@ class Call:
             raise deadline(why) from None
 
     async def _send(self, response: Any) -> None:
+        """Sends a response, with its payload through a ring if possible."""
         if self.carrier is not None:
             response = await self.carrier.place(response)
             if response is None:  # the response will be a part of the next message
@@ -161,7 +166,7 @@ class Method:
             return error
 
     async def respond(self, request: Any, context: Context) -> Any:
-        """Answers a call. `request` is unused if the client sends a stream: the call reads the requests of a stream."""
+        """Answers a call of gRPC. If the client sends a stream, `request` is unused: the call reads the requests."""
         try:
             return await self.answer(request, Call(self, context))
         except Refused as refusal:
@@ -172,7 +177,7 @@ class Method:
 
     async def answer(self, request: Any, call: Call) -> Any:
         """The response to one request, or None after all responses of a stream. Raises Refused."""
-        code = "UNKNOWN"
+        code = "UNKNOWN"  # gRPC's status of a call that ends with any other exception
         began = time.perf_counter()
         try:
             with self._backend.calls.counted(self.name, self._endless):
@@ -205,10 +210,12 @@ class Multiplex:
         self._methods = methods
 
     async def Multiplex(self, call: Call) -> None:
+        """Answers the requests of a stream one after the other, until the client ends it."""
         while (request := await call.read()) is not None:
             await call.write(await self._respond(request, call))
 
     async def _respond(self, request: pb.CallRequest, call: Call) -> pb.CallResponse:
+        """The response of one call. If the call is refused, the response says so, and the stream goes on."""
         try:
             if request.method not in SHORT_METHODS:
                 raise invalid(f"method {request.method[:100]!r}: one of {', '.join(SHORT_METHODS)}")
@@ -233,7 +240,7 @@ def once(response_type: type[M]) -> Callable[[Callable[..., Awaitable[M]]], Call
         @functools.wraps(method)
         async def respond(self: Any, request: Any, call: Call) -> M:
             buffer = self.backend.buffer
-            if not request.request:
+            if not request.request:  # a request without an id is never repeated
                 response = await method(self, request, call)
                 await self.backend.durable()
                 return response
@@ -253,6 +260,7 @@ def once(response_type: type[M]) -> Callable[[Callable[..., Awaitable[M]]], Call
 
 
 def _digest(request: Message) -> bytes:
+    """A hash of the request's content, and the name of its type, by which two requests with one id are compared."""
     content = request.SerializeToString(deterministic=True)
     return hashlib.blake2b(content, digest_size=8).digest() + type(request).__name__.encode()
 
@@ -274,8 +282,8 @@ def first_answer(buffer: ReplayBuffer, request: int, digest: bytes) -> bytes | N
 def split_payloads(first: M, payloads: Iterable[Payload]) -> Iterator[Frame[M]]:
     """`first` with as many payload bytes as fit, then messages with the rest of the bytes.
 
-    Each chunk is put into one message, so that the reader need not join its parts. Only a chunk that is much larger
-    than a message is divided: otherwise the server would keep the whole chunk in memory for a client that does not
+    Each chunk is put whole into one message, so that the reader need not join it. Only a chunk of more than two
+    messages is divided, because otherwise the server would hold the whole chunk in memory for a client that does not
     read.
     """
     head = first
@@ -284,7 +292,7 @@ def split_payloads(first: M, payloads: Iterable[Payload]) -> Iterator[Frame[M]]:
     for chunk in _short_chunks(payloads):
         if filled and filled + len(chunk) > BYTES_PER_MESSAGE:
             yield Frame(head, chunks)
-            head = type(first)()
+            head = type(first)()  # later messages have nothing but payload bytes
             chunks = []
             filled = 0
         chunks.append(chunk)

@@ -2,10 +2,11 @@
 
 * A client names itself in its user agent. The name is only for people to read.
 * Only calls that need a read-write token are noted here. A read-only client stays unknown.
-* A name belongs to the connection that uses it. Only this connection can describe and end the client. Another
-  connection gets the name by a call of its own, if the first connection has no open call.
-* The MAX_CLIENTS names seen last are kept, each with at most MAX_NAME characters. Each ServerInfo contains the settings
-  of these clients. So only the settings of the clients seen last are kept, with at most MAX_DESCRIPTIONS bytes in all.
+* A name belongs to one connection. Only this connection can describe and end the client. Another connection that calls
+  under the name gets the name, unless the first connection has an open call.
+* The MAX_CLIENTS names seen last are remembered, each with at most MAX_NAME characters. Each ServerInfo contains the
+  settings of these clients. To bound its size, the server remembers at most MAX_DESCRIPTIONS bytes of settings in all,
+  those of the clients seen last.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 """A call, as gRPC describes it."""
 
 _PREFIX = "replay/"
+"""The beginning of the user agent of a client with a name. The name follows."""
 
 
 class ClientRole(StrEnum):
@@ -42,9 +44,10 @@ class ClientRole(StrEnum):
     ARCHIVER = "archiver"
     """The client draws from copies (`copy_to`)."""
     SCORER = "scorer"
-    """The client says that it gives groups their rewards. Such a client has no other role."""
+    """The client has described itself as one that gives groups their rewards. Such a client has no other role."""
     STAGE = "stage"
-    """The client says that it passes items on. Such a client has no other role."""
+    """The client has described itself as one that takes items out of a table, changes them, and inserts them into
+    another table. Such a client has no other role."""
 
 
 _PASSING = (ClientRole.SCORER, ClientRole.STAGE)
@@ -74,11 +77,11 @@ class Client:
 
     @property
     def taken(self) -> bool:
-        """True while the connection has open calls. No other connection can get the name in this time."""
+        """True while the connection that has the name has open calls. Then no other connection can get the name."""
         return self.calls[self.connection] > 0
 
     def vanished(self, since: float, seconds: float) -> bool:
-        """True if the client has had no open call since `since`, and had open calls for `seconds` before that."""
+        """True if the client has had no open call since the time `since`, and before had one for at least `seconds`."""
         return not self.calls and self.left <= since and self.left - self.began >= seconds
 
 
@@ -102,9 +105,10 @@ class Clients:
 
     @contextmanager
     def calling(self, context: Context, role: ClientRole | None) -> Iterator[OnMessage]:
-        """Counts a call of a client as open, and notes that the client was seen. Yields a function for its messages.
+        """Counts a call of a client as open until the block ends, and notes that the client was seen.
 
-        `role` is None if only the messages of the call show the role of the client.
+        Yields a function to call with the role of the client at each message of the call. `role` is None if only the
+        messages show the role.
         """
         name = name_of(context)
         if not name:
@@ -112,7 +116,7 @@ class Clients:
             return
         connection = context.peer()
         client = self._record_sign_of_life(name, connection, role)
-        if not client.taken:
+        if not client.taken:  # otherwise the name stays with its connection
             client.connection = connection
         if not client.calls:
             client.began = self._clock()
@@ -127,7 +131,10 @@ class Clients:
             self._touch(client)  # a client that waits sends nothing, so it is last seen at the end of its call
 
     def describe(self, context: Context, settings: dict[str, str]) -> None:
-        """Replaces the settings of a client by those that it describes. Raises Refused."""
+        """Replaces the settings of a client by `settings`, and notes the role that they tell.
+
+        Raises Refused if they are too long, or if the name belongs to another connection with an open call.
+        """
         name = name_of(context)
         if not name:
             return
@@ -145,15 +152,17 @@ class Clients:
         prompts_table = settings.get("prompts_table")
         if prompts_table:
             self.prompt_tables.add(prompts_table.strip('"'))
-            client.roles.discard(ClientRole.TRAINER)  # it may have drawn prompts before it described itself
+            # A generator that drew prompts before it described itself was taken for a trainer.
+            client.roles.discard(ClientRole.TRAINER)
         part = settings.get("part", "").strip('"')
         if part in (ClientRole.TRAINER, ClientRole.GENERATOR):
-            client.roles.add(ClientRole(part))  # it may load its model for minutes, before it does anything
+            # Noted now, because the client may load its model for minutes before its calls show the role.
+            client.roles.add(ClientRole(part))
         elif part in _PASSING:
             client.roles = {ClientRole(part)}
 
     def _forget_old_settings(self) -> None:
-        """Keeps the settings of the clients seen last, with at most MAX_DESCRIPTIONS bytes in all."""
+        """Forgets the settings of the clients seen longest ago, so that all have at most MAX_DESCRIPTIONS bytes."""
         left = MAX_DESCRIPTIONS
         for client in self:
             left -= len(client.settings)
@@ -168,17 +177,18 @@ class Clients:
             client.last_seen_at = self._clock()
 
     def missed(self, role: ClientRole) -> Sequence[Client]:
-        """The clients of a role that should go on: all that have not said that they end.
+        """The clients of a role that are expected to go on: all that have not said that they end.
 
-        Empty if the client seen last has said that it ends. So nobody waits for a client that was killed long ago, and
-        whose successor has ended.
+        Empty if the client of this role that was seen last has said that it ends. Otherwise a client that was killed
+        long ago would still be expected, although its successor has ended.
         """
-        known = [client for client in self if role in client.roles]
-        if known and known[0].ended:
+        clients = [client for client in self if role in client.roles]
+        if clients and clients[0].ended:
             return []
-        return [client for client in known if not client.ended]
+        return [client for client in clients if not client.ended]
 
     def _record_sign_of_life(self, name: str, connection: str, role: ClientRole | None) -> Client:
+        """Notes that the client was seen, in a role if that is known. A new name becomes a new client."""
         client = self._by_name.get(name)
         if client is None:
             client = Client(name, connection)
@@ -200,14 +210,15 @@ class Clients:
 
 
 def _ignore_message(role: ClientRole | None) -> None:
-    """The function for the messages of a client without a name."""
+    """The OnMessage of a client without a name."""
 
 
 def name_of(context: Context) -> str:
     """The name of the client that calls; "" if it has none."""
     for key, value in context.invocation_metadata() or ():
         if key == "user-agent" and isinstance(value, str) and value.startswith(_PREFIX):
-            start = value[len(_PREFIX) : len(_PREFIX) + MAX_NAME + 1]  # a user agent may be very long
+            # Only the characters that may be the name are searched for its end: a user agent may be very long.
+            start = value[len(_PREFIX) : len(_PREFIX) + MAX_NAME + 1]
             name, _, _ = start.partition(" ")
             return name[:MAX_NAME]
     return ""

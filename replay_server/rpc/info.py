@@ -3,9 +3,9 @@
 It also decides which role of a run is overdue: trainer or generators. All programs that look at a server use this rule.
 A role is overdue in two cases:
 
-* It has done nothing for three usual intervals, and for LONG_WAIT at least.
+* It has done nothing for PATIENCE (three) usual intervals, and for LONG_WAIT at least.
 * Its clients were connected for LONG_WAIT, and then none of them was connected for LONG_WAIT. Without this case, a role
-  that often pauses would be reported late, because its usual interval is long.
+  with a long usual interval would be reported late.
 
 A role is not overdue if
 
@@ -13,8 +13,9 @@ A role is not overdue if
 * one of its requests waits here, so that the role is still connected,
 * or every client of the role has said that it ends (Leave).
 
-The trainer's interval is that of policy versions or, if it publishes none, of its samples. A table usually gets inserts
-at least once a step of the trainer. So the interval of generators is that of the trainer, if the latter is longer.
+The trainer's usual interval is the time between policy versions or, if it publishes none, between its samples. The
+generators' usual interval is the time between inserts into a table, but at least a step of the trainer: generators
+that wait for the trainer are not overdue.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ from replay_server.tables.waiting import Line
 
 
 def policy(buffer: ReplayBuffer) -> pb.Policy:
+    """The current policy version, with the location of its weights and the trainer's last state."""
     current = buffer.policy
     history = History.of(buffer)
     return pb.Policy(
@@ -71,6 +73,7 @@ def server_info(buffer: ReplayBuffer, names: Sequence[str]) -> pb.ServerInfo:
 
 
 def _admission_info(admission: Admission) -> pb.AdmissionInfo:
+    """The settings and counts of permits."""
     return pb.AdmissionInfo(
         fresh_groups_per_step=admission.config.fresh_groups_per_step,
         max_staleness=admission.config.max_staleness,
@@ -86,17 +89,19 @@ def _admission_info(admission: Admission) -> pb.AdmissionInfo:
 
 
 def table_info(buffer: ReplayBuffer, table: Table) -> pb.TableInfo:
+    """The whole state of one table: settings, counters, waits, rates and quantiles."""
     now = buffer.clock()
     lines = buffer.lines[table.name]
     columns = table.columns
     slots = columns.occupied()
-    retained = np.array(list(columns.retained.values()), dtype=np.int64)
+    retained = np.array(list(columns.retained.values()), dtype=np.int64)  # slots
     staleness = buffer.policy.version - columns.policy_version[slots]
     np.maximum(staleness, 0, out=staleness)
     limiter = table.limiter
     flow = table.flow.measured()
     if table.name in buffer.items.copies:
-        # The reader of copies waits for the next item. That is no standstill, so it has no reason and no seconds.
+        # The reader of copies waits for the next item most of the time. This wait is reported without reason and
+        # seconds, because it is no problem.
         sampling = pb.Waiting(count=len(lines.samples))
     else:
         sampling = _waiting(lines.samples, buffer.why_waiting)
@@ -139,6 +144,7 @@ def table_info(buffer: ReplayBuffer, table: Table) -> pb.TableInfo:
 
 
 def _waiting(line: Line[Any], why_waiting: Callable[[Any], str]) -> pb.Waiting:
+    """The waits in a line. `why_waiting` returns the reason why a request waits."""
     reason = ""
     if line.awaited and line.head is not None:
         reason = why_waiting(line.head)
@@ -146,6 +152,7 @@ def _waiting(line: Line[Any], why_waiting: Callable[[Any], str]) -> pb.Waiting:
 
 
 def _arrival_times(buffer: ReplayBuffer, activity: Meter, now: float) -> pb.ArrivalTimes:
+    """How long ago the last insert or sample was, and the usual interval; `activity` is the meter of one of them."""
     return pb.ArrivalTimes(
         age=max(0.0, now - activity.last),
         interval=_usual_interval(buffer, activity),
@@ -153,11 +160,12 @@ def _arrival_times(buffer: ReplayBuffer, activity: Meter, now: float) -> pb.Arri
 
 
 def _usual_interval(buffer: ReplayBuffer, activity: Meter) -> float:
-    """The usual seconds between two bursts of an activity; 0: unknown."""
+    """The usual seconds between two bursts of inserts or samples; 0: unknown."""
     return activity.arrivals.interval(buffer.versions.interval)
 
 
 def clients(buffer: ReplayBuffer, known: Clients) -> list[pb.ClientInfo]:
+    """The named clients. The client seen last comes first."""
     now = buffer.clock()
     return [
         pb.ClientInfo(
@@ -173,9 +181,9 @@ def clients(buffer: ReplayBuffer, known: Clients) -> list[pb.ClientInfo]:
 
 
 def effective_priorities(table: Table, slots: IntArray) -> FloatArray:
-    """priority ** exponent * 2 ** (-staleness / half_life) of each of `slots` (n,), as the sampler weighs them.
+    """The weight of each of `slots` (n,) in the sampler: priority ** exponent * 2 ** (-staleness / half_life).
 
-    It is 0 if the priority is 0.
+    The weight is 0 if the priority is 0. Without a half_life, the second factor is 1.
     """
     columns = table.columns
     sampler = table.config.sampler
@@ -195,9 +203,10 @@ _rng = np.random.default_rng()
 def quantiles_of(values: FloatArray | IntArray) -> pb.Quantiles | None:
     """The quantiles of values (n,). None if there are no values: then the message and its metrics are absent.
 
-    If there are more than MANY values, p10, p50 and p90 are estimated from MANY values drawn at random: ordering a
-    million values would hold up all clients for 60 ms. The share of values below an estimate is off by
-    sqrt(p (1 - p) / MANY), half a percent at the median. The minimum, the maximum and the mean are always exact.
+    If there are more than MANY values, p10, p50 and p90 are estimated from MANY values drawn at random, because to
+    order a million values would hold up all clients for 60 ms. The share of all values that lie below an estimate has a
+    standard error of sqrt(p (1 - p) / MANY), half a percent at the median. The minimum, the maximum and the mean are
+    always exact.
     """
     if not values.size:
         return None
@@ -215,15 +224,16 @@ def quantiles_of(values: FloatArray | IntArray) -> pb.Quantiles | None:
     )
 
 
-def checkpoint(found: Checkpoint) -> pb.CheckpointInfo:
+def checkpoint(listed: Checkpoint) -> pb.CheckpointInfo:
+    """A checkpoint, as clients get it."""
     return pb.CheckpointInfo(
-        name=found.name,
-        created=found.created,
-        items=found.items,
-        bytes=found.bytes,
-        intact=not found.problem,
-        policy_version=found.policy_version,
-        problem=found.problem,
+        name=listed.name,
+        created=listed.created,
+        items=listed.items,
+        bytes=listed.bytes,
+        intact=not listed.problem,
+        policy_version=listed.policy_version,
+        problem=listed.problem,
     )
 
 
@@ -232,15 +242,15 @@ def checkpoint(found: Checkpoint) -> pb.CheckpointInfo:
 LONG_WAIT = 20.0
 """Seconds. No shorter wait or silence is reported."""
 FIRST_STEPS = 120.0
-"""Seconds after which a wait is long while both roles are connected and their arrival times are not known yet."""
+"""Seconds after which a wait is long, as long as no usual interval is known and both roles are expected to go on."""
 PATIENCE = 3.0
-"""Usual intervals after which a wait or silence is long."""
+"""The number of usual intervals after which a wait or silence is long."""
 _MOST_NAMES = 3
 """Names of clients in one reason."""
 
 
 def long_wait(buffer: ReplayBuffer, clients: Clients) -> float:
-    """The least number of seconds that is a long wait."""
+    """The number of seconds from which on a wait is long."""
     step = _usual_step(buffer)
     if step:
         return _longest_silence(step)
@@ -251,16 +261,19 @@ def long_wait(buffer: ReplayBuffer, clients: Clients) -> float:
 
 def overdue_clients(buffer: ReplayBuffer, clients: Clients) -> Iterator[pb.OverdueClient]:
     """Yields an entry if the trainer is overdue, and one for each table that overdue generators should fill."""
-    # Not tables of prompts: generators insert and draw many prompts at once, and then none for long.
+    # Tables of prompts say nothing about either role: generators insert and draw many prompts at once, and then none
+    # for long.
     tables = [table for table in buffer.trained if table.name not in clients.prompt_tables]
     now = buffer.clock()
     lines = [buffer.lines[table.name] for table in tables]
 
+    # A role whose request waits here is connected, and is not overdue.
     trainers = clients.missed(ClientRole.TRAINER)
     if trainers and not _any_waits(table_lines.samples for table_lines in lines):
         overdue = list(_overdue_trainer(buffer, tables, now, trainers))
         yield from overdue or _vanished(ClientRole.TRAINER, now, trainers)
 
+    # Generators wait to insert, or in the line of an extension, such as the line for permits.
     lines_of_generators: list[Line[Any]] = [table_lines.inserts for table_lines in lines]
     for extension in buffer.extensions:
         lines_of_generators += extension.lines.values()
@@ -273,6 +286,7 @@ def overdue_clients(buffer: ReplayBuffer, clients: Clients) -> Iterator[pb.Overd
 def _overdue_trainer(
     buffer: ReplayBuffer, tables: Sequence[Table], now: float, trainers: Sequence[Client]
 ) -> Iterator[pb.OverdueClient]:
+    """Yields an entry if the trainer has published no version for long or, if it publishes none, has not sampled."""
     policy = buffer.policy
     usual = buffer.versions.interval
     if usual:
@@ -284,7 +298,7 @@ def _overdue_trainer(
     # Generators, and not the trainer, sample partial groups.
     permit_tables = _permit_tables(buffer)
     sampled = [table for table in tables if _usual_interval(buffer, table.sampled) and table.name not in permit_tables]
-    if not sampled:
+    if not sampled:  # nothing tells how often the trainer usually does something
         return
     # A pool may be sampled seldom, so the trainer is overdue only if it samples no table any more.
     for table in sampled:
@@ -301,8 +315,9 @@ def _overdue_trainer(
 def _overdue_generators(
     buffer: ReplayBuffer, tables: Sequence[Table], now: float, generators: Sequence[Client]
 ) -> Iterator[pb.OverdueClient]:
-    # The target of forward_to is filled when the trainer samples the other table, and not by generators.
-    # Nor do tables of partial groups count here: their own waits show it if nobody works at their groups.
+    """Yields an entry for each table into which generators usually insert, and have inserted nothing for long."""
+    # A table that forward_to names is filled when the trainer samples the other table, and not by generators. Permit
+    # tables are left out, because requests that wait for their items show if nobody fills them.
     not_filled_by_generators = {table.config.forward_to for table in tables}.union(_permit_tables(buffer))
     for table in tables:
         if table.name in not_filled_by_generators:
@@ -318,13 +333,16 @@ def _overdue_generators(
 
 
 def _permit_tables(buffer: ReplayBuffer) -> Collection[str]:
-    """The tables of partial groups."""
+    """The names of the permit tables; empty: there are none."""
     permit_tables = PermitTables.of(buffer)
     return () if permit_tables is None else permit_tables.tables
 
 
 def _vanished(role: ClientRole, now: float, clients: Sequence[Client]) -> Iterator[pb.OverdueClient]:
-    """Yields an entry if the client seen last was connected for LONG_WAIT, and no client was connected since then."""
+    """Yields an entry if the client seen last was connected for LONG_WAIT, and no client was seen for LONG_WAIT since.
+
+    `clients` are the clients of the role. The client seen last comes first.
+    """
     since = now - LONG_WAIT
     last = clients[0]
     if not last.vanished(since, LONG_WAIT):
@@ -339,7 +357,11 @@ def _vanished(role: ClientRole, now: float, clients: Sequence[Client]) -> Iterat
 def _overdue(
     role: ClientRole, table: str, age: float, usual: float, problem: str, now: float, clients: Sequence[Client]
 ) -> pb.OverdueClient:
-    """The entry of a role that has been silent for `age` s. `usual`: seconds of its usual interval; 0: unknown."""
+    """The entry of a role that has been silent for `age` seconds, with the reason in words.
+
+    `table`: the table that the role has not used; "": it is about no table. `usual`: seconds of the role's usual
+    interval; 0: unknown. `problem`: the first clause of the reason.
+    """
     reason = problem
     if usual:
         reason += f" (usually every {_seconds(usual)})"
@@ -351,6 +373,7 @@ def _overdue(
 
 
 def _any_waits(lines: Iterable[Line[Any]]) -> bool:
+    """True if a request waits in one of the lines, or a client whose wait has just ended may ask again."""
     return any(len(line) or line.still_since is not None for line in lines)
 
 

@@ -1,7 +1,8 @@
 """Inserting: the methods Insert and InsertStream. They add new items, and append segments to items of the server.
 
-    Inserts         reads messages, and decides each row       ──▶  the client
-    acknowledged    waits for the commit of the decided rows   ──▶  the client, in durable mode
+    Inserts                  reads messages, and decides each row, which means to insert or to refuse it
+    acknowledged             in durable mode, waits until the decided rows are written
+    the client               receives the answers
 
 * A message is decided when its last payload byte has come. If its stream ends before that, the message has no effect.
 * A message that breaks a convention of replay.proto ends its stream. The messages before it keep their effect.
@@ -11,9 +12,9 @@
 * A row that is refused changes nothing, and does not affect the rows after it.
 * A server that drains still accepts segments, and items that close batches, because these belong to items that it has.
 
-A segment is not appended if the item already has one of its columns. So if two processes bring the same column, the
-first wins. But a retry would find the columns of its first attempt in the item. Each segment therefore has a number of
-its own, under which its first answer is remembered.
+A segment is not appended if the item already has one of its columns. If two processes send the same column, the first
+column is kept. But a retry would find the columns of its first attempt in the item. Each segment therefore has a number
+of its own, under which its first answer is remembered.
 """
 
 from __future__ import annotations
@@ -45,22 +46,25 @@ from replay_server.tables.table import InsertBatch, Payload
 from replay_server.tables.waiting import deadline_at, result_of
 
 ROWS_PER_YIELD = 256
-"""Rows that are inserted before other requests may run. If all rows have to be inserted singly, it can take seconds."""
+"""Rows that are inserted before other requests may run. To insert all rows of a message singly can take seconds."""
 MAX_UNWRITTEN_BYTES = 64 << 20
 """Unwritten payload bytes of the whole server above which a stream waits before it inserts more."""
 MAX_UNANSWERED = 1024
-"""Responses of one stream that wait for a commit, or for a client that does not read."""
+"""Responses of one stream that wait for a commit, or for a client that does not read. At this number the stream decides
+no further rows."""
 
 Request = Frame[pb.InsertRequest]
 
 
 class InsertMethods:
+    """The gRPC methods Insert and InsertStream."""
+
     def __init__(self, backend: Backend, journal: Journal | None) -> None:
         self._backend = backend
         self._journal = journal
 
     async def Insert(self, request: Request, call: Call) -> pb.InsertResponse:
-        """Inserts as a stream of one message does, and gathers all its answers into one response."""
+        """Does the same as a stream of one message, and joins all its answers into one response."""
         all_rows = Decided()
         unread = [request]
 
@@ -76,11 +80,13 @@ class InsertMethods:
                 ticket = self._journal.ticket()
                 await asyncio.wait([ticket])
                 refuse_unwritten(all_rows, self._journal, ticket)
-        if len(all_rows) < len(request.head.keys):
+        if len(all_rows) < len(request.head.keys):  # a stream could bring the rest later, but this is a single message
             raise invalid("the payload is shorter than payload_sizes says")
         return all_rows.message()
 
     async def InsertStream(self, call: Call) -> None:
+        """Inserts the rows of a stream, and answers them on the stream."""
+
         async def answer(decided: Decided) -> None:
             await call.write(decided.message())
 
@@ -93,7 +99,7 @@ class InsertMethods:
 
 
 class Decided:
-    """Rows of one stream that are inserted, appended or refused, in order."""
+    """Rows of one stream that are inserted, appended or refused, in order, and the response that tells the client."""
 
     __slots__ = ("_response", "keys", "missing")
 
@@ -132,11 +138,13 @@ class Decided:
             self._response.unchanged.append(unchanged)
 
     def extend(self, later: Decided) -> None:
+        """Adds rows that were decided after these."""
         self.keys.extend(later.keys)
         self.missing += later.missing
         self._response.MergeFrom(later._response)
 
     def message(self) -> pb.InsertResponse:
+        """The response about all these rows."""
         self._response.decided = len(self)
         return self._response
 
@@ -152,7 +160,10 @@ class Inserts:
         answer: Callable[[Decided], Awaitable[None]],
         on_message: OnMessage,
     ) -> None:
-        """`client` is the name of the connection. `answer` gets the decided rows. `on_message` notes each message."""
+        """`read` returns the next message of the client; None: there is no more. `answer` sends the decided rows.
+
+        `client` is gRPC's name of the connection. `on_message` notes each message, and the role that it shows.
+        """
         self._backend = backend
         self._buffer = backend.buffer
         self._client = client
@@ -161,8 +172,9 @@ class Inserts:
         self._on_message = on_message
         # All attributes below belong to the message whose rows are being decided.
         self._decided = Decided()
+        """The rows that are decided and not answered yet."""
         self._nbytes = 0
-        """Payload bytes that are kept."""
+        """Bytes of the payloads; 0 if they are refused, and therefore not kept in memory."""
         self._timeout: float | None = None
         """Seconds that each row may wait for its tables; None: for ever."""
         self._refusal: Refused | None = None
@@ -184,7 +196,7 @@ class Inserts:
             payloads: list[Payload] = [()] * rows
             if self._refusal is None:
                 payloads = payloads_of_rows(chunks, sizes)
-            else:
+            else:  # the payloads were not kept, and each row will be refused
                 sizes = [0] * rows
             self._decided = Decided()
             if request.extend:
@@ -198,9 +210,9 @@ class Inserts:
             await self.answer(self._decided)
 
     async def _chunks(self, frame: Request, total: int) -> Sequence[bytes | memoryview]:
-        """All payload bytes of a message, unless they are refused.
+        """Reads the payload bytes of a message, `total` bytes, and returns them unless they are refused.
 
-        Raises Refused if the bytes of the message are not `total` bytes.
+        Sets `_timeout`, `_refusal` and `_nbytes` for the message. Raises Refused if it has fewer or more bytes.
         """
         request = frame.head
         chunks = frame.payloads
@@ -212,9 +224,9 @@ class Inserts:
                 f"{total} bytes in one message; this server takes at most {limit} (max_payload_bytes)"
             )
         missing = total - sum(map(len, chunks))
-        if missing > 0:
+        if missing > 0:  # the rest comes in later messages of the stream
             chunks = list(chunks)
-            with ExitStack() as share:
+            with ExitStack() as share:  # of `max_unfinished_bytes`, until the message is complete
                 if self._refusal is None:
                     try:
                         await self._backend.unfinished.take_in_turn(self._client, total, self._timeout)
@@ -250,7 +262,7 @@ class Inserts:
                 ) from None
             if more is None:
                 break
-            if more.head.keys or not more.payloads:
+            if more.head.keys or not more.payloads:  # a new message, or one with neither rows nor bytes
                 raise invalid(f"{missing} of {total} payload bytes are missing")
             missing -= sum(map(len, more.payloads))
             if self._refusal is None:
@@ -262,7 +274,7 @@ class Inserts:
     async def _insert(self, batch: InsertBatch, first: bool) -> None:
         """Inserts or refuses each row, and waits for the row's tables if that is necessary.
 
-        Other requests may run before each ROWS_PER_YIELD rows, but not before the `first` batch of a message.
+        Other requests may run after each ROWS_PER_YIELD rows. `first`: the batch is the first one of its message.
         """
         row = 0
         rows = len(batch)
@@ -274,7 +286,7 @@ class Inserts:
             self._decided.keys.extend(batch.keys[row : row + inserted])
             self._decided.evict(batch)
             row += inserted
-            if outcome is None:
+            if outcome is None:  # `_admit` has inserted as many rows as it could at once
                 continue
             if isinstance(outcome, PendingInsert):
                 refusal = await self._wait(outcome)
@@ -297,13 +309,14 @@ class Inserts:
         buffer = self._buffer
         full = self._backend.memory.why_full(self._nbytes)
         if full or (self._backend.draining and not batch.closes):
+            # New items are refused. A retry of an item that the server has is confirmed all the same.
             key = batch.keys[0]
             is_retry = key in buffer.items or key in buffer.known_keys
             if not is_retry and full:
                 return 0, busy(full)
             if not is_retry:
                 return 0, draining(key)
-            batch = batch[:1]
+            batch = batch[:1]  # the rows after this one may be new items
         try:
             return buffer.insert(batch, deadline_at(buffer.clock(), self._timeout))
         except Refused as refusal:
@@ -331,7 +344,7 @@ class Inserts:
     # ------------------------------------------------------------------------------------------- segments
 
     async def _extend(self, request: pb.InsertRequest, payloads: Sequence[Payload]) -> None:
-        """Appends or refuses each segment."""
+        """Appends or refuses each segment of a message."""
         # A client that extends partial groups is a generator. A client that extends other items is a teacher.
         permit_tables = PermitTables.of(self._buffer)
         is_partial = permit_tables is not None and request.keys[0] in permit_tables.marked
@@ -361,7 +374,8 @@ class Inserts:
         buffer = self._buffer
         nbytes = sum(map(len, payload))
         digest = b""
-        if number:  # two segments with the same digest are the same request
+        if number:
+            # Two requests of one number are the same request if their digests are equal.
             identity = repr((key, sorted(names), nbytes)).encode()
             digest = hashlib.blake2b(identity, digest_size=8).digest() + b"segment"
             answer = first_answer(buffer, number, digest)
@@ -370,7 +384,7 @@ class Inserts:
         full = self._backend.memory.why_full(nbytes)
         if full:
             raise busy(full)
-        if key in buffer.items:
+        if key in buffer.items:  # otherwise the answer is that the item is missing, whatever became of the batches
             refusal = buffer.outstanding.why_not_closed(held)
             if refusal is not None:
                 raise refusal
@@ -420,7 +434,7 @@ def labels_in(request: pb.InsertRequest) -> list[Labels] | None:
 
 
 def payloads_of_rows(chunks: Sequence[bytes | memoryview], sizes: list[int]) -> list[Payload]:
-    """Divides the payload bytes of a message among its rows.
+    """The payload of each row of a message, from the message's chunks and the bytes of each row.
 
     If there is a single row, or exactly one whole chunk for each row, the chunks stay as they came. Otherwise the bytes
     are copied, because a view of a small item would keep the whole message in memory.
@@ -435,10 +449,15 @@ def payloads_of_rows(chunks: Sequence[bytes | memoryview], sizes: list[int]) -> 
 
 
 def batches_of(request: pb.InsertRequest, sizes: list[int], payloads: list[Payload]) -> Iterator[InsertBatch]:
-    """The new items of a message, in order. Consecutive rows that go to the same tables are one batch."""
+    """Yields the new items of a message, in order. Consecutive rows for the same tables are one batch.
+
+    Raises Refused for targets or labels that no item can have.
+    """
     rows = len(sizes)
     priorities: dict[str, FloatArray] = {}
+    """By table: the priority (rows,) of each row."""
     rows_of_tables: dict[str, list[int]] = {}
+    """By table: the rows that are inserted into the table. An empty list stands for all rows."""
     for target in request.targets[:]:
         if target.table in priorities:
             raise invalid(f"table {target.table[:100]!r} is a target twice")
@@ -459,7 +478,7 @@ def batches_of(request: pb.InsertRequest, sizes: list[int], payloads: list[Paylo
     )
     if any(rows_of_tables.values()):
         yield from _divided_by_tables(batch, rows_of_tables)
-    else:
+    else:  # all rows go to all tables
         yield batch
 
 
@@ -487,7 +506,7 @@ def _priorities_in(target: pb.InsertTarget, rows: int) -> FloatArray:
 
 
 def _divided_by_tables(batch: InsertBatch, rows_of_tables: dict[str, list[int]]) -> Iterator[InsertBatch]:
-    """Divides a batch, so that all rows of a part go to the same tables.
+    """Yields the batch in consecutive parts. All rows of a part go to the same tables.
 
     `rows_of_tables` has the rows that go to each table; an empty list stands for all rows.
     """
@@ -495,8 +514,8 @@ def _divided_by_tables(batch: InsertBatch, rows_of_tables: dict[str, list[int]])
     goes_TR = np.zeros((len(rows_of_tables), len(batch)), dtype=np.bool_)
     for goes_R, rows in zip(goes_TR, rows_of_tables.values(), strict=True):
         goes_R[rows or slice(None)] = True
-    differs_from_next = (goes_TR[:, 1:] != goes_TR[:, :-1]).any(axis=0)
-    cuts = (np.flatnonzero(differs_from_next) + 1).tolist()
+    differs_from_next = (goes_TR[:, 1:] != goes_TR[:, :-1]).any(axis=0)  # (R - 1,)
+    cuts = (np.flatnonzero(differs_from_next) + 1).tolist()  # the first rows of all parts but the first
     for start, stop in pairwise([0, *cuts, len(batch)]):
         part = batch[start:stop]
         tables = [table for table, goes in zip(rows_of_tables, goes_TR[:, start], strict=True) if goes]
@@ -507,11 +526,13 @@ def _divided_by_tables(batch: InsertBatch, rows_of_tables: dict[str, list[int]])
 async def acknowledged(journal: Journal, inserts: Inserts) -> None:
     """Runs `inserts`, and answers rows once they are written. Answers that one commit covers are joined."""
     unanswered: deque[tuple[asyncio.Future[None], Decided]] = deque()
+    """Decided rows, each with the ticket that is done when they are written."""
     decided_more = asyncio.Event()
     answered = asyncio.Event()
     answer_client = inserts.answer
 
     async def answer(decided: Decided) -> None:
+        """Called by `inserts` in the place of `answer_client`. Returns before the rows are written."""
         ticket = journal.ticket()
         unanswered.append((ticket, decided))
         decided_more.set()
@@ -547,9 +568,9 @@ async def acknowledged(journal: Journal, inserts: Inserts) -> None:
 def refuse_unwritten(decided: Decided, journal: Journal, ticket: asyncio.Future[None]) -> None:
     """Refuses the rows that could not be written and were rolled back. The ticket must be done.
 
-    A response can wait for a later commit than the one that failed with its insert. The journal therefore remembers
-    the keys of inserts that it rolled back. Raises Refused if the commit of the ticket failed, and some rows are not
-    refused: they are still in the buffer, and the client may send all rows again, with the same keys.
+    The commit that failed may be an earlier one than that of the ticket, so this asks the journal, which remembers the
+    keys of inserts that it rolled back. Raises Refused if the commit of the ticket failed, and some rows are not
+    refused. These rows are still in the buffer, and the client may send all rows again, with the same keys.
     """
     unwritten = journal.rolled_back(decided.keys) - set(decided.refused)
     if unwritten:
@@ -558,4 +579,4 @@ def refuse_unwritten(decided: Decided, journal: Journal, ticket: asyncio.Future[
                 why = f"item {key} could not be written: the disk of data_dir is full or fails"
                 decided.refuse(key, storage_failed(why))
     if len(decided.refused) < len(decided.keys):
-        ticket.result()
+        ticket.result()  # raises Refused if the commit failed

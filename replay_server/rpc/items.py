@@ -23,16 +23,20 @@ from replay_server.tables.items import DamagedPayloads
 from replay_server.tables.table import Table
 
 ITEM_ORDERS = ("age", "priority", "policy_version", "times_sampled", "size")
+"""The values of `order_by`. All but "age" are names of columns of a table."""
 ITEMS_PER_LOOK = 4096
-"""Items whose tags are compared before other requests run. They take some 2 ms."""
+"""Items whose tags are compared before other requests run. This number takes some 2 ms."""
 
 
 class ItemMethods:
+    """The gRPC methods that update, delete, get and list items."""
+
     def __init__(self, backend: Backend) -> None:
         self.backend = backend
         self.buffer = backend.buffer
 
     async def UpdatePriorities(self, request: pb.UpdatePrioritiesRequest, call: Call) -> pb.MutationResponse:
+        """Sets the priorities of items in one table. A repetition has the same effect, so this needs no `once`."""
         if len(request.keys) % 8 or len(request.priorities) % 8:
             raise invalid(f"keys and priorities of {len(request.keys)} and {len(request.priorities)} bytes: 8 for each")
         _check_keys(len(request.keys) // 8)
@@ -49,6 +53,7 @@ class ItemMethods:
         return pb.MutationResponse(applied=len(set(request.keys)) - len(missing), missing=missing)
 
     async def Get(self, request: pb.GetRequest, call: Call) -> None:
+        """Sends the facts about items, and then their payloads unless the client wants none."""
         if len(request.keys) > MAX_ROWS:
             raise invalid(f"{len(request.keys)} keys: at most {MAX_ROWS} in one request")
         buffer = self.buffer
@@ -60,27 +65,30 @@ class ItemMethods:
             return
         items = [buffer.items[key] for key in keys]
         sizes = [item.nbytes for item in items]
-        # The server holds in memory only the bytes that it sends now. Meanwhile items of later parts may leave.
-        for part in read_slices(sizes):
-            nbytes = sum(sizes[part])
+        # Payloads are read and sent slice by slice, so that the server does not hold all of them in memory. While a
+        # slice is sent, items of later slices may leave.
+        for rows in read_slices(sizes):
+            nbytes = sum(sizes[rows])
             await reading.take_in_turn(call.client, nbytes, self.backend.limits.stall_timeout)
             try:
-                for key, item in zip(keys[part], items[part], strict=True):
+                for key, item in zip(keys[rows], items[rows], strict=True):
                     if buffer.items.get(key) is not item:
                         raise try_again(f"item {key} left before its bytes were sent: ask again, for fewer at once")
-                for response in split_payloads(first, read_payloads(buffer.storage, keys[part], sizes[part])):
+                for response in split_payloads(first, read_payloads(buffer.storage, keys[rows], sizes[rows])):
                     await call.write(response)
             except DamagedPayloads as damage:
                 raise buffer.refuse_damaged(damage) from None
             finally:
                 reading.release(call.client, nbytes)
-            first = pb.GetResponse()
+            first = pb.GetResponse()  # the facts are sent only once
 
     async def ListItems(self, request: pb.ListItemsRequest, call: Call) -> pb.ListItemsResponse:
+        """One page of the items of a table that match the request, in its order, without payloads."""
         table = self.buffer.table(request.table)
         order_by = request.order_by or "age"
         if order_by not in ITEM_ORDERS:
             raise invalid(f"order_by {order_by[:40]!r}: one of {', '.join(ITEM_ORDERS)}")
+        # A page is the index of its first row, in decimal digits: at most 18, so that it fits into 64 bits.
         is_page = request.page.isascii() and request.page.isdecimal() and len(request.page) < 19
         if request.page and not is_page:
             raise invalid(f"page {request.page[:40]!r} is not one that this server gave out")
@@ -90,7 +98,7 @@ class ItemMethods:
         columns = table.columns
         if request.tags:
             slots = await self._with_tags(table, slots, _tags(request))
-            columns = table.columns
+            columns = table.columns  # a reset, while this waited, replaces the columns
         start = int(request.page or 0)
         limit = min(request.limit or 100, MAX_ROWS)
         chosen = slots[start : start + limit]
@@ -129,22 +137,23 @@ class ItemMethods:
             return slots
         # Tags without an index have no column, so this looks at each item. Other requests run in between.
         keys = columns.key[slots]
-        found: list[int] = []
+        matching: list[int] = []
         for start in range(0, slots.size, ITEMS_PER_LOOK):
             for key in keys[start : start + ITEMS_PER_LOOK].tolist():
                 item = self.buffer.items.get(key)
                 if item is not None and all(item.labels.text(tag) == text for tag, text in not_indexed):
-                    found.append(key)
+                    matching.append(key)
             await asyncio.sleep(0)
-        found_slots = table.columns.find(np.array(found, dtype=np.uint64))
-        return found_slots[found_slots >= 0]
+        # The other requests may have moved or removed rows, so the slots are looked up again; -1: not in the table.
+        matching_slots = table.columns.find(np.array(matching, dtype=np.uint64))
+        return matching_slots[matching_slots >= 0]
 
 
 def _within_bounds(table: Table, current_version: int, request: pb.ListItemsRequest) -> IntArray:
     """The slots of the items whose priority and staleness are within the bounds of the request."""
     columns = table.columns
     slots = columns.used()
-    set_fields = {field.name: value for field, value in request.ListFields()}
+    set_fields = {field.name: value for field, value in request.ListFields()}  # fields that are absent set no bound
     for lower_bound, upper_bound, values in (
         ("min_priority", "max_priority", columns.priority),
         ("min_staleness", "max_staleness", current_version - columns.policy_version),
@@ -167,7 +176,7 @@ def _ordered(table: Table, slots: IntArray, order_by: str, *, descending: bool) 
 
 
 def _tags(request: pb.ListItemsRequest) -> dict[str, str]:
-    """The tags that items must have. Raises Refused."""
+    """The tags that items must have: value by name. Raises Refused for a tag that comes twice, or too many tags."""
     wanted = {tag.name: tag.value for tag in request.tags}
     if len(wanted) < len(request.tags) or len(wanted) > MOST_TAGS:
         raise invalid(f"{len(request.tags)} tags to look for: name each once, and at most {MOST_TAGS}")
@@ -180,7 +189,7 @@ def _check_keys(n: int) -> None:
 
 
 def _columns(buffer: ReplayBuffer, keys: Sequence[int], request: pb.GetRequest) -> pb.GetResponse:
-    """All facts about the items of `keys` except their payloads."""
+    """The response about the items of `keys`, in columns, without their payloads. `keys` are those that still exist."""
     known = set(keys)
     now = buffer.clock()
     items = [buffer.items[key] for key in keys]
@@ -197,10 +206,10 @@ def _columns(buffer: ReplayBuffer, keys: Sequence[int], request: pb.GetRequest) 
     )
     for table in buffer.tables.values():
         columns = table.columns
-        found = columns.find(np.array(keys, dtype=np.uint64))
-        rows = np.flatnonzero(found >= 0)
+        slots_of_keys = columns.find(np.array(keys, dtype=np.uint64))  # (n,); -1: not in this table
+        rows = np.flatnonzero(slots_of_keys >= 0)
         if rows.size:
-            slots = found[rows]
+            slots = slots_of_keys[rows]
             response.memberships.add(
                 table=table.name,
                 rows=rows.tolist(),

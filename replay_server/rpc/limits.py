@@ -32,13 +32,13 @@ class Backend:
     def __init__(
         self, buffer: ReplayBuffer, limits: LimitsConfig, written: Callable[[], Awaitable[None]] | None
     ) -> None:
-        """`written` is Journal.durable: it returns when all changes until now are written. None: in memory only."""
+        """`written` (Journal.durable) returns when all changes until now are written; None: nothing is written."""
         self.buffer = buffer
         self.limits = limits
         self.is_durable = written is not None
         self._written = written
         self.calls = OpenCalls(limits)
-        # An item of the largest size must fit, or it could never be received or sent.
+        # The budgets for receiving and for sending must hold an item of the largest size.
         unfinished = max(limits.max_unfinished_bytes, buffer.max_payload_bytes)
         reading = max(MAX_BYTES_READ, buffer.max_payload_bytes)
         self.unfinished = Budget(unfinished, "bytes of items that are not complete (max_unfinished_bytes)")
@@ -74,8 +74,8 @@ class PendingShare(Pending[int]):
 class Budget:
     """An amount that clients share. At most `total` is in use.
 
-    * A client that already uses a part may use at most half. A client that uses nothing may take more than half at
-      once: otherwise a large request could never be served.
+    * A client that already uses some of the budget may use at most half of the budget. A client that uses nothing may
+      take more than half at once, because otherwise a request of more than half could never be served.
     * Waiting requests are served first come, first served. A request that waits only for the half of its own client
       does not hold up the requests behind it.
     * The amount in use is the sum of the amounts that clients use.
@@ -87,7 +87,9 @@ class Budget:
         self.used = 0
         self._name = name
         self._used_by: dict[str, int] = {}
+        """The amount that each client uses. Clients that use nothing are left out."""
         self._line: Line[PendingShare] = Line(time.monotonic)
+        """The requests of `take_in_turn` that wait."""
 
     def why_not(self, client: str, n: int) -> str | None:
         """The reason why the client cannot have n more; None if it can."""
@@ -136,22 +138,25 @@ class Budget:
         await result_of(pending, now, self._time_out, self._abandon)
 
     def _time_out(self, pending: PendingShare) -> None:
+        """Refuses a request whose deadline has passed, and serves those that it held up."""
         if not pending.done:
             why = self.why_not(pending.client, pending.n) or f"others came first for the {self.total} {self._name}"
             pending.fail(deadline(why))
             self._serve()
 
     def _abandon(self, pending: PendingShare) -> None:
+        """Ends a request whose client went away, and serves those that it held up."""
         if not pending.done:
             pending.abandon()
             self._serve()
-        elif pending.value is not None:  # it was served just before its client went away
+        elif pending.value is not None:  # the request was served just before its client went away
             self.release(pending.client, pending.n)
 
     def _serve(self) -> None:
+        """Serves all requests in line that can be served now."""
         for pending in self._line:
             if self.used + pending.n > self.total:
-                break
+                break  # first come, first served: smaller requests behind this one wait, too
             if self.why_not(pending.client, pending.n) is None:
                 self._acquire(pending.client, pending.n)
                 pending.finish(pending.n)
@@ -175,7 +180,7 @@ class Budget:
 
 
 class OpenCalls:
-    """The calls that are open."""
+    """Counts the calls that are open, refuses calls beyond `max_calls`, and ends endless streams at the stop."""
 
     def __init__(self, limits: LimitsConfig) -> None:
         self._limits = limits
@@ -184,6 +189,7 @@ class OpenCalls:
         self._endless: set[asyncio.Task[Any]] = set()
         """The tasks of streams that last until their clients end them."""
         self._closing = False
+        """True: the server stops, and cancels endless streams."""
 
     def close(self) -> None:
         """Ends the streams that would not end by themselves."""
@@ -193,10 +199,10 @@ class OpenCalls:
 
     @contextmanager
     def counted(self, method: str, endless: bool) -> Iterator[None]:
-        """Counts the current task as one more open call.
+        """Counts a call of the method as open, until the block ends. The current task runs the call.
 
-        Raises Refused if `max_calls` are open. Also raises Refused in the place of CancelledError if the server ends
-        the call, so that the client gets the reason.
+        Raises Refused if `max_calls` are open. If the server itself cancels the call, because its token was revoked or
+        the server stops, raises Refused in the place of CancelledError, so that the client gets the reason.
         """
         count = self.open.total()
         if count >= self._limits.max_calls:
@@ -212,8 +218,8 @@ class OpenCalls:
             if error.args == (REVOKED,):
                 raise Refused(Code.UNAUTHENTICATED, REVOKED) from None
             if endless and self._closing:
-                # UNAVAILABLE lets clients try again until a server is back. A call without a timeout would
-                # try for ever, so clients end it because of the reason CLOSING.
+                # After UNAVAILABLE, clients try again until a server is back. A call without a timeout would try for
+                # ever. The reason CLOSING tells clients to end such a call.
                 raise Refused(Code.UNAVAILABLE, "the server is shutting down", Reason.CLOSING) from None
             raise
         finally:

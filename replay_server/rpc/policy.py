@@ -17,6 +17,8 @@ from replay_server.tables.waiting import deadline_at, result_of
 
 
 class PolicyMethods:
+    """The gRPC methods for the policy version, for permits, and for what clients say of themselves."""
+
     def __init__(self, backend: Backend) -> None:
         self.backend = backend
         self.buffer = backend.buffer
@@ -27,6 +29,7 @@ class PolicyMethods:
 
     @once(pb.SetPolicyVersionResponse)
     async def SetPolicyVersion(self, request: pb.SetPolicyVersionRequest, call: Call) -> pb.SetPolicyVersionResponse:
+        """Sets the policy version and the location of its weights, or goes back to an older version."""
         _check_text("weights", request.weights, MAX_WEIGHTS)
         _check_text("state", request.state, MAX_STATE)
         shard_index = _shard_index_in(request)
@@ -41,6 +44,7 @@ class PolicyMethods:
         return pb.SetPolicyVersionResponse(policy=info.policy(self.buffer), draining=self.backend.draining)
 
     async def Describe(self, request: pb.DescribeRequest, call: Call) -> pb.DescribeResponse:
+        """Remembers the settings of the client, which people and `replay doctor` read."""
         for name, value in request.settings.items():
             _check_text("setting", name, MAX_DESCRIPTION)
             _check_text(f"setting {name!r}", value, MAX_DESCRIPTION)
@@ -55,6 +59,10 @@ class PolicyMethods:
         return info.policy(self.buffer)
 
     async def WatchPolicy(self, request: pb.GetPolicyRequest, call: Call) -> None:
+        """Sends the policy now and after each change, until the client ends the call.
+
+        Of several changes while a response is written, only the last one is sent.
+        """
         changed = asyncio.Event()
         self.buffer.on_policy.add(changed.set)
         try:
@@ -66,6 +74,7 @@ class PolicyMethods:
             self.buffer.on_policy.discard(changed.set)
 
     async def AcquirePermits(self, request: pb.AcquirePermitsRequest, call: Call) -> pb.Permits:
+        """Waits until the permits can be granted, and grants them. The id of the request becomes that of the grant."""
         admission = self._admission()
         self.buffer.check_open()
         if request.count > MAX_ROWS:
@@ -77,7 +86,7 @@ class PolicyMethods:
             with self.backend.clients.calling(call.context, ClientRole.GENERATOR):
                 grant = await result_of(pending, self.buffer.clock(), admission.time_out, admission.abandon)
                 await self.backend.durable()
-        except BaseException:
+        except BaseException:  # the client does not hear of the grant, so its permits are released
             admission.abandon(pending)
             raise
         self._expire_permits_at(grant.expires)
@@ -85,6 +94,7 @@ class PolicyMethods:
 
     @once(pb.ReleasePermitsResponse)
     async def ReleasePermits(self, request: pb.ReleasePermitsRequest, call: Call) -> pb.ReleasePermitsResponse:
+        """Releases permits of a grant that the client does not use."""
         released = self._admission().release(request.grant, request.count, request.moved)
         return pb.ReleasePermitsResponse(released=released)
 
@@ -96,7 +106,9 @@ class PolicyMethods:
         return admission
 
     def _expire_permits_at(self, when: float) -> None:
-        # A millisecond late: the clocks of loop and buffer round differently, and an early call would expire nothing.
+        """Makes the event loop call `Admission.expire` at this time of the buffer's clock."""
+        # A millisecond later, because the clocks of loop and buffer round differently. An early call would expire
+        # nothing.
         seconds = when - self.buffer.clock() + 0.001
         asyncio.get_running_loop().call_later(seconds, self._admission().expire)
 
@@ -113,6 +125,6 @@ def _shard_index_in(request: pb.SetPolicyVersionRequest | pb.AcquirePermitsReque
 
 
 def _check_text(what: str, text: str, most: int) -> None:
-    """Raises Refused if the text has more than `most` characters, or some that cannot be printed."""
+    """Raises Refused if the text has more than `most` characters, or characters that cannot be printed."""
     if len(text) > most or not text.isprintable():
         raise invalid(f"{what} {text[:100]!r}: at most {most} characters, all of them printable")

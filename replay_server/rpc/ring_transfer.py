@@ -1,7 +1,7 @@
 """Ring transfer: passes the payloads of a call through rings, if the client has opened rings.
 
-A ring is a piece of memory that a client and the server share. Without a ring, payloads travel in the messages. The
-rest of the server does not notice the difference.
+A ring is a piece of memory that a client and the server share. Without a ring, payloads travel in the messages. No
+other module of the server has to know whether a payload came through a ring.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from replay_protos.shared_memory import FrameWriter, RingReader, Segment, take_f
 from replay_server.errors import invalid, try_again
 
 Ring = Segment | FrameWriter | RingReader
+"""A ring: as a Segment until its first use, then as the writer or reader that this use has made of it."""
 
 
 class Rings:
@@ -54,12 +55,14 @@ class Carrier:
         self._rings = rings
         self._client = client
         self._reader: RingReader | None = None
+        """The ring from which the last request was read; None: no request came through a ring."""
         self._writer: FrameWriter | None = None
+        """The ring for the responses; None: they travel in the messages."""
 
     def bring(self, request: Any) -> Any:
         """The request, with the payloads that lie in a ring. Raises Refused.
 
-        A request without payloads may name the ring for the responses.
+        A request of a kind without payloads may name the ring for the responses, which the call uses from then on.
         """
         if isinstance(request, Frame):
             try:
@@ -86,19 +89,20 @@ class Carrier:
         return await self._writer.place(gathered)
 
     def close(self, *, reuse_writer: bool) -> None:
-        """Ends the call. The client's next call can use the reader and, with `reuse_writer`, the writer.
+        """Ends the use of the rings. The client's next call can use the reader and, with `reuse_writer`, the writer.
 
-        A writer can be reused only if nothing was left in its ring.
+        A writer can be reused only if the client has read everything in its ring.
         """
         if self._reader is not None:
             self._rings.put_down(self._client, self._reader.ring_id, self._reader)
         if self._writer is not None and reuse_writer:
             self._rings.put_down(self._client, self._writer.segment.ring_id, self._writer)
-        # So the memory of reader and writer can be freed, even if something still refers to the call.
+        # Without these references, the rings' memory can be freed even if something still refers to the call.
         self._reader = None
         self._writer = None
 
     def _reader_of(self, ring_id: int) -> RingReader | None:
+        """The ring with this id, for reading; None: it has ended, another call uses it, or it is one for writing."""
         if self._reader is not None and self._reader.ring_id == ring_id:
             return self._reader
         ring = self._rings.lend(self._client, ring_id)

@@ -5,11 +5,11 @@ any number of draws at once, and the ids of the batches that the reader acknowle
 
     reader ──draw 1, draw 2─────────▶ server    each draw waits in the line of its table
     reader ◀──rows of 2, rows of 1─── server    both batches are outstanding, until exactly one call ends each
-    reader ──acknowledge 2, draw 3──▶ server    all bytes of batch 2 have arrived, and the reader uses it
+    reader ──acknowledge 2, draw 3──▶ server    all bytes of batch 2 have arrived, and the reader uses the batch
     reader ◀──done: 2─────────────── server    batch 2 counts as sampled; or "missing": an item in it became stale
 
-The ids make it safe to repeat messages. A reader whose stream broke does not know which messages the server received.
-It sends the same ids on its next stream. A repeated draw requeues the batch that its first attempt has drawn. For this
+The ids make it safe to repeat messages. A reader whose stream broke does not know which messages the server received,
+and sends the same ids on its next stream. A repeated draw requeues the batch that its first attempt has drawn. For this
 purpose `OpenDraws` knows the draws of all streams. If a reader acknowledges or requeues a batch again that it has ended
 already, the server recognises the id (`Remembered`), also after a restart.
 
@@ -60,11 +60,17 @@ MAX_UNANSWERED = 1024
 
 
 class SampleMethods:
+    """The gRPC methods by which readers draw batches, and consume items."""
+
     def __init__(self, backend: Backend) -> None:
         self.backend = backend
         self.draws = OpenDraws(backend)
 
     async def Sample(self, request: pb.SampleRequest, call: Call) -> None:
+        """Draws one batch, sends it, and acknowledges it, or leases it if the request asks for a lease.
+
+        If the call ends before that, the batch is requeued.
+        """
         backend = self.backend
         draws = self.draws
         ready = asyncio.Event()
@@ -75,14 +81,15 @@ class SampleMethods:
                 while (responses := draws.responses(draw)) is None:
                     await ready.wait()
                     ready.clear()
+                # The last message is held back, until the batch is acknowledged.
                 last = next(responses)
                 for response in responses:
                     await call.write(last)
                     last = response
                 # A reader that has the last message may rely on the batch, even if the server is killed then. In
-                # durable mode the batch is therefore acknowledged before that message.
+                # durable mode the acknowledgement is therefore written before that message is sent.
                 if not request.lease and backend.is_durable:
-                    await backend.durable()  # nothing is acknowledged while the disk fails
+                    await backend.durable()  # raises Refused if the disk fails, before anything is acknowledged
                     draws.acknowledge(draw)
                     await backend.durable()
                 await call.write(last)
@@ -90,17 +97,19 @@ class SampleMethods:
                     is_leased = True
                     draws.lease(draw, request.lease)
                 else:
-                    draws.acknowledge(draw)
+                    draws.acknowledge(draw)  # has no effect in durable mode, in which it is done
             finally:
                 if not is_leased:
                     draws.drop(draw)
 
     async def Draw(self, call: Call) -> None:
+        """Serves a stream of draws."""
         with self.backend.clients.calling(call.context, None) as on_message:
             await DrawResponder(self.backend, self.draws, call, on_message).run()
 
     @once(pb.MutationResponse)
     async def ConsumeItems(self, request: pb.ConsumeItemsRequest, call: Call) -> pb.MutationResponse:
+        """Counts items as drawn and used, by a reader whose lease of them has ended meanwhile."""
         if len(request.keys) > MAX_KEYS:
             raise invalid(f"{len(request.keys)} keys: at most {MAX_KEYS} in one request")
         buffer = self.backend.buffer
@@ -131,6 +140,7 @@ def _role(backend: Backend, table: str) -> ClientRole:
 
 
 def _check_lease(seconds: float) -> None:
+    """Raises Refused if a lease cannot last `seconds`."""
     if not 0 <= seconds <= MAX_LEASE:
         raise invalid(f"lease must be a number of seconds from 0 to {MAX_LEASE:g}, not {seconds}")
 
@@ -166,19 +176,22 @@ class OpenDraw:
 
     request: pb.SampleRequest
     wanted: SampleRequest
+    """The batch that `request` asks for, as tables need it. Has the id of the draw."""
     client: str
+    """The connection of the reader."""
     deadline: float
     """The end of its wait, by the clock of the buffer."""
     on_ready: Callable[[OpenDraw], None]
-    """Called when the batch is drawn, or cannot be drawn. The function may only note this, and change nothing yet."""
+    """Called when the batch is drawn, or cannot be drawn. The call comes in the middle of a change of the buffer, so
+    the function may only note it."""
     stream: DrawResponder | None
-    """The stream with which the draw ends; None: the draw is leased, or has a call of its own."""
+    """The stream whose end also ends the draw; None: the draw is leased, or has a call of its own."""
     pending: PendingSample | None = None
     """The request in the line of its table, and then its batch; None: the draw is leased since before a restart."""
     share: ExitStack = field(default_factory=ExitStack)
     """Holds the share of this draw in the samples that clients may have outstanding."""
     timer: asyncio.TimerHandle | None = None
-    """Ends the wait at its deadline and, later, the lease."""
+    """Ends the wait at its deadline. After the batch is sent, ends the lease."""
     ended: bool = False
 
     @property
@@ -196,7 +209,7 @@ class OpenDraws:
         self.by_id: dict[int, OpenDraw] = {}
         self._buffer.outstanding.on_closed = self._closed
         for batch_id, seconds in self._buffer.outstanding.leased.items():  # from before a restart
-            wanted = SampleRequest(1, 1, id=batch_id)
+            wanted = SampleRequest(1, 1, id=batch_id)  # only the id is used: nothing is drawn any more
             draw = OpenDraw(pb.SampleRequest(), wanted, "", 0.0, lambda _: None, None)
             self.by_id[batch_id] = draw
             self.lease(draw, seconds)
@@ -235,8 +248,8 @@ class OpenDraws:
     def responses(self, draw: OpenDraw) -> Iterator[Response] | None:
         """The messages of the batch. None: the draw waits, or waits again because an item was damaged.
 
-        Raises Refused, and ends the draw, if there will be no batch. Iterating over the messages also does this, if an
-        item is found to be damaged.
+        Raises Refused, and ends the draw, if there will be no batch. The iterator also does so if it reads an item that
+        is damaged.
         """
         if draw.ended:
             raise try_again("the same draw was asked for again, and the new request gets the batch")
@@ -251,14 +264,18 @@ class OpenDraws:
             raise
 
     def set_ahead(self, draw: OpenDraw, ahead: bool) -> None:
-        """Notes whether the draw is made ahead, so that nobody waits for it yet."""
+        """Notes whether the draw is made ahead, before somebody waits for its batch. No wait is counted then."""
         if draw.pending is not None:
             for line in draw.pending.lines:
                 line.set_ahead(draw.pending, ahead)
 
     def _read(self, draw: OpenDraw, batch: SampleBatch) -> Iterator[Response] | None:
-        """The messages of a batch; None: an item was damaged, so the draw waits again."""
-        if draw.stream is not None or draw.request.lease:
+        """The messages of a batch; None: an item was damaged, so the draw waits again.
+
+        Raises Refused if the client has too many samples outstanding.
+        """
+        outlives_sending = draw.stream is not None or draw.request.lease
+        if outlives_sending:  # a batch of `Sample` without a lease is outstanding only while it is sent
             share = self._backend.outstanding.held(draw.client, len(batch))
             draw.share.enter_context(share)
         keys: list[int] = batch.keys.tolist()
@@ -274,7 +291,7 @@ class OpenDraws:
         return self._messages(draw, batch, keys, payloads)
 
     def _wait(self, draw: OpenDraw) -> None:
-        """Puts the draw into the line of its table. Raises Refused."""
+        """Puts the draw into the line of its table. Its wait ends at its deadline. Raises Refused."""
         buffer = self._buffer
         pending = buffer.sample(draw.request.table, draw.wanted, draw.deadline)
         draw.pending = pending
@@ -283,7 +300,7 @@ class OpenDraws:
         left = draw.deadline - buffer.clock()
         if left <= 0:
             buffer.time_out(pending)
-        if pending.done:
+        if pending.done:  # the batch was drawn at once, or the deadline has passed
             draw.on_ready(draw)
             return
         pending.on_done = lambda: draw.on_ready(draw)
@@ -300,6 +317,10 @@ class OpenDraws:
     def _messages(
         self, draw: OpenDraw, batch: SampleBatch, keys: list[int], payloads: Iterator[Payload]
     ) -> Iterator[Response]:
+        """Yields the messages of a batch, and reads the payloads on the way.
+
+        Ends the draw, and raises Refused, if a payload is damaged.
+        """
         first = pb.SampleResponse(
             batch=draw.wanted.id,
             keys=keys,
@@ -315,7 +336,8 @@ class OpenDraws:
         if self._buffer.items.tagged:
             first.tags.extend(tags_message(self._buffer.items.labels(keys) or ()))
         self.tell_weight(draw.request, first)
-        # A batch of several messages is read while it is sent. The batch may end meanwhile, so its items are held.
+        # The payloads of a batch of several messages are read while it is sent. The batch may end meanwhile, so this
+        # holds its items in the storage.
         held = keys if batch.sizes.sum() > BYTES_PER_MESSAGE else []
         self._buffer.items.hold(held)
         try:
@@ -329,6 +351,7 @@ class OpenDraws:
     def tell_weight(self, request: pb.SampleRequest, response: pb.SampleResponse) -> None:
         """Adds the weight of the table, if the draw asks for it. Raises Refused."""
         if request.weigh:
+            # The weight counts the items that a draw of one sample could return.
             wanted = SampleRequest(1, 1, scope=request.scope, exclude=frozenset(request.exclude))
             weight = self._buffer.table(request.table).weigh(wanted)
             response.weight.CopyFrom(pb.Weight(**weight))
@@ -336,24 +359,24 @@ class OpenDraws:
     # ------------------------------------------------------------------------------------------ how a draw ends
 
     def end(self, draw_id: int, *, requeue: bool) -> bool:
-        """Ends a draw: its reader acknowledges the batch, or requeues it. A draw that still waits can only be requeued.
+        """Ends a draw as its reader asks: acknowledges the batch, or requeues it.
 
-        Returns True, and True again if the reader repeats the call. Returns False if the draw has ended in another way.
-        An acknowledgement also returns False if the draw has no batch, or if an item became too stale before the reader
-        used the batch: then the batch is requeued.
+        Returns True if the draw has ended in this way, now or at an earlier call. Returns False if it has ended in
+        another way. An acknowledgement also returns False if the draw still waits, or if an item became too stale
+        before the reader used the batch, which is then requeued.
         """
         draw = self.by_id.get(draw_id)
         if draw is None:
             outstanding = self._buffer.outstanding
-            ended_so = outstanding.requeued if requeue else outstanding.acknowledged
-            return draw_id in ended_so
+            ended_in_this_way = outstanding.requeued if requeue else outstanding.acknowledged
+            return draw_id in ended_in_this_way
         if not requeue:
             return self.acknowledge(draw)
         if self._is_drawn(draw):
             self._remove(draw)
             self._buffer.requeue(draw_id, by_reader=True)  # `by_reader`: remembered, because the reader may ask again
         else:
-            self.drop(draw)  # it still waits
+            self.drop(draw)  # the draw still waits, so its wait ends
         return True
 
     def acknowledge(self, draw: OpenDraw) -> bool:
@@ -364,7 +387,11 @@ class OpenDraws:
         return self._buffer.acknowledge(draw.wanted.id, sent=draw.in_use)
 
     def renew(self, draw_id: int, seconds: float) -> bool:
-        """Leases a batch, which is in use from now on, for `seconds`. Returns True or False as `end` does."""
+        """Leases a batch for `seconds` from now on. Its reader uses the batch, which therefore stays valid.
+
+        Returns True also if the reader has acknowledged the batch. Returns False if the draw has no batch, or if an
+        item became too stale before the reader used the batch, which is then requeued.
+        """
         draw = self.by_id.get(draw_id)
         if draw is None:
             return draw_id in self._buffer.outstanding.acknowledged
@@ -386,7 +413,7 @@ class OpenDraws:
             draw.stream = None
 
     def drop(self, draw: OpenDraw) -> None:
-        """Ends a draw for which nobody waits any more. Its batch is requeued, as if it was never drawn."""
+        """Ends a draw whose batch nobody wants any more: requeues its batch, or ends its wait."""
         if draw.ended:
             return
         self._remove(draw)
@@ -394,10 +421,10 @@ class OpenDraws:
             self._buffer.requeue(draw.wanted.id)
         elif draw.pending is not None and not draw.pending.done:
             self._buffer.abandon(draw.pending)
-            draw.on_ready(draw)
+            draw.on_ready(draw)  # a call of `Sample` that waits for the draw learns that the draw has ended
 
     def check(self) -> None:
-        """Asserts that each outstanding batch has a draw that has not ended, and that leased draws have no stream."""
+        """Asserts that each outstanding batch has a draw that has not ended, and that no stream ends leased draws."""
         outstanding = self._buffer.outstanding
         assert outstanding.by_id.keys() <= self.by_id.keys(), outstanding.by_id.keys() - self.by_id.keys()
         for draw_id, draw in self.by_id.items():
@@ -418,6 +445,7 @@ class OpenDraws:
         return draw.wanted.id in self._buffer.outstanding.by_id
 
     def _remove(self, draw: OpenDraw) -> None:
+        """Marks a draw as ended, and forgets it. The caller ends its batch or its wait."""
         draw.ended = True
         self.by_id.pop(draw.wanted.id, None)
         if draw.timer is not None:
@@ -444,6 +472,7 @@ class DrawResponder:
         self._ready: OrderedDict[int, OpenDraw] = OrderedDict()
         """Draws that have a batch or an error. Only the draw that is being sent has payloads in memory."""
         self._answers: deque[pb.SampleResponse] = deque()
+        """Messages without a batch that are to be sent: answers to acknowledgements, errors and weights."""
         self._answered = asyncio.Event()
         """Set when an answer was sent."""
         self._work = asyncio.Event()
@@ -458,7 +487,7 @@ class DrawResponder:
                 await self._work.wait()
                 self._work.clear()
                 while self._answers or self._ready:
-                    while self._answers:
+                    while self._answers:  # short, so they come before the next batch
                         answer = self._answers.popleft()
                         await self._call.write(Frame(answer, ()))
                         self._answered.set()
@@ -467,7 +496,7 @@ class DrawResponder:
                         for response in self._responses_of(draw):
                             await self._call.write(response)
                 if reading.done():
-                    reading.result()
+                    reading.result()  # raises the error that ended the reading
                     return
         finally:
             reading.cancel()
@@ -481,10 +510,11 @@ class DrawResponder:
         self._own_draws.pop(draw.wanted.id, None)
 
     async def _read(self) -> None:
+        """Reads the requests of the stream, and does what they ask for. Batches and answers are sent by `run`."""
         while (request := await self._call.read()) is not None:
             role = _role(self._backend, request.draw.table) if request.HasField("draw") else None
             self._on_message(role)
-            while len(self._answers) >= MAX_UNANSWERED:
+            while len(self._answers) >= MAX_UNANSWERED:  # the reader is slow: wait until it has read answers
                 self._answered.clear()
                 await self._answered.wait()
             if request.HasField("awaited"):
@@ -502,11 +532,13 @@ class DrawResponder:
                 self._answer(answer)
 
     def _set_awaited(self, awaited: bool) -> None:
+        """Notes whether somebody waits for the draws of this stream, those under way included."""
         self.awaited = awaited
         for draw in self._own_draws.values():
             self._draws.set_ahead(draw, ahead=not awaited)
 
     def _begin(self, request: pb.SampleRequest) -> None:
+        """Begins a draw. A draw that is refused is answered with its error, and the stream goes on."""
         try:
             if not request.id:
                 raise invalid("a draw on a stream has an id, by which its batch is acknowledged: choose 63 random bits")
@@ -537,15 +569,15 @@ class DrawResponder:
         self._work.set()
 
     def _responses_of(self, draw: OpenDraw) -> Iterator[Response]:
-        """The messages of a draw that is ready, or one message with its error. A lease begins after them."""
-        if draw.ended:
+        """Yields the messages of a draw that is ready, or one message with its error. Then its lease begins, if any."""
+        if draw.ended:  # since it became ready
             return
         try:
             responses = self._draws.responses(draw)
         except Refused as refusal:
             yield Frame(_refused(refusal, draw.request.id), ())
             return
-        if responses is None:
+        if responses is None:  # the draw waits again, and becomes ready once more
             return
         yield from responses
         if draw.request.lease:
@@ -571,7 +603,7 @@ class DrawResponder:
 
 
 def _check_end(request: pb.DrawRequest) -> None:
-    """Raises Refused if the request ends or renews draws in a way that it may not."""
+    """Raises Refused if the request ends or renews too many draws, or renews with a wrong number of seconds."""
     count = len(request.acknowledge) + len(request.requeue) + len(request.renew)
     if count > MAX_ROWS:
         raise invalid(f"{count} batches: at most {MAX_ROWS} in one request")
@@ -581,5 +613,6 @@ def _check_end(request: pb.DrawRequest) -> None:
 
 
 def _refused(refusal: Refused, batch: int = 0) -> pb.SampleResponse:
+    """The message that says why a draw was refused or, with `batch` 0, a request to end draws."""
     error = pb.RowError(code=refusal.code, message=refusal.message, reason=refusal.reason)
     return pb.SampleResponse(batch=batch, error=error)

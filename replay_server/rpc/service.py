@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from replay_server.telemetry.prometheus import Latencies
 
 log = logging.getLogger("replay_server")
-# gRPC logs this, with a traceback, when a client leaves while a response is written to it.
+# gRPC logs this message, with a traceback, when a client leaves while a response is written to the client.
 logging.getLogger("grpc._cython.cygrpc").addFilter(lambda record: "ExecuteBatchError raised" not in str(record.msg))
 
 _OWN_FILES = 64
@@ -45,6 +45,8 @@ _OWN_FILES = 64
 
 
 class ReplayService:
+    """All gRPC methods of replay.proto, over one buffer."""
+
     def __init__(
         self,
         buffer: ReplayBuffer,
@@ -55,9 +57,9 @@ class ReplayService:
         shared_folder: Path | None = None,
         latencies: Latencies | None = None,
     ) -> None:
-        """With a journal no client is told of a change before the change is written. With `latencies` calls are timed.
+        """With `journal`, a client hears of a change only after it is written. With `latencies`, calls are timed.
 
-        `shared_folder` is the folder for SharedMemoryMethods.
+        `shared_folder` is the folder in which clients make sockets for shared memory; None: no shared memory.
         """
         self.backend = Backend(buffer, limits, None if journal is None else journal.durable)
         self.sampling = SampleMethods(self.backend)
@@ -105,7 +107,7 @@ class Listener:
         self._server.add_generic_rpc_handlers((service.handlers(),))
         reflection.enable_server_reflection((SERVICE, reflection.SERVICE_NAME), self._server)  # for grpcurl
         try:
-            _try(address)
+            _check_free(address)
             credentials = certificates.credentials()
             if credentials is None:
                 port = self._server.add_insecure_port(address)
@@ -116,19 +118,20 @@ class Listener:
         self.address = f"{address.rpartition(':')[0]}:{port}"
 
     async def start(self) -> None:
+        """Accepts connections from now on."""
         await self._server.start()
 
     async def stop(self, grace: float | None) -> None:
-        """Ends endless calls, gives all other calls `grace` seconds to end, and closes all connections."""
+        """Ends endless calls, gives all other calls `grace` seconds to end (None: none), and closes all connections."""
         self._service.backend.calls.close()
         await self._server.stop(grace)
 
 
-def _try(address: str) -> None:
+def _check_free(address: str) -> None:
     """Raises OSError if the address is in use, or belongs to another machine.
 
-    If gRPC itself found these two problems, it would also write a line to stderr. gRPC reports all other problems, such
-    as an unknown name, or a family of addresses that this machine lacks.
+    If gRPC itself found these two problems, it would also write a line to stderr. All other problems, such as an
+    unknown name, or a family of addresses that this machine lacks, are left to gRPC.
     """
     host, _, port = address.rpartition(":")
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -142,20 +145,22 @@ def _try(address: str) -> None:
 
 
 def _options(limits: LimitsConfig) -> list[tuple[str, int]]:
+    """The settings of gRPC's server, by gRPC's names."""
     return [
         ("grpc.so_reuseport", 0),  # otherwise two servers could listen on one port, and share its connections
         ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
-        ("grpc.max_send_message_length", -1),
+        ("grpc.max_send_message_length", -1),  # no bound
         ("grpc.max_metadata_size", MAX_METADATA_BYTES),
         ("grpc.absolute_max_metadata_size", MAX_METADATA_BYTES),
         ("grpc.max_allowed_incoming_connections", _connections(limits)),
         ("grpc.max_concurrent_streams", limits.max_calls_per_connection),
-        ("grpc.server_handshake_timeout_ms", 20_000),  # of TLS and HTTP/2: a connection that sends nothing is closed
+        # For TLS and HTTP/2 together. A new connection that sends nothing for so long is closed.
+        ("grpc.server_handshake_timeout_ms", 20_000),
         # If a client vanishes without closing its connection (a lost machine, a cut cable), the server notices this
         # within 40 s.
         ("grpc.keepalive_time_ms", 20_000),
         ("grpc.keepalive_timeout_ms", 20_000),
-        ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
+        ("grpc.http2.min_ping_interval_without_data_ms", 5_000),  # clients that ping more often are disconnected
         ("grpc.keepalive_permit_without_calls", 1),
     ]
 

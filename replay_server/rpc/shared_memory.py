@@ -24,10 +24,12 @@ from replay_server.rpc.ring_transfer import Rings
 log = logging.getLogger("replay_server")
 
 _LEAST_COST = 1 << 20
-"""The least number of bytes that a ring counts for. A small ring also costs a file descriptor."""
+"""Bytes that a smaller ring counts for in the budget, because each ring also costs a file descriptor."""
 
 
 class SharedMemoryMethods:
+    """The gRPC method ShareMemory."""
+
     def __init__(self, backend: Backend, rings: Rings, folder: Path | None) -> None:
         """Clients on this host make their sockets in `folder`, which they see too; None: no client gets a ring."""
         self._rings = rings
@@ -42,8 +44,10 @@ class SharedMemoryMethods:
         """True if the last ring was refused for lack of room."""
 
     async def ShareMemory(self, call: Call) -> None:
+        """Opens, sends and closes rings, as the requests of the stream ask for. All rings end with the stream."""
         client = call.client
         opened: dict[int, Segment] = {}
+        """The segments of the rings that this call has opened, by the ring's id."""
         try:
             while (request := await call.read()) is not None:
                 if request.HasField("open"):
@@ -60,6 +64,10 @@ class SharedMemoryMethods:
                 self._end(client, segment)
 
     async def _make(self, client: str, capacity: int, opened: dict[int, Segment]) -> pb.ShareMemoryResponse:
+        """Makes a ring, and adds it to `opened`. The response says where to make the socket, or why there is no ring.
+
+        With `capacity` 0 the client only finds out if rings work.
+        """
         if self._folder is None:
             return pb.ShareMemoryResponse(refusal="the server does not share memory ([server] shared_memory)")
         if capacity % 4096 or capacity > MAX_CAPACITY:
@@ -72,14 +80,14 @@ class SharedMemoryMethods:
         except Refused as refusal:
             return pb.ShareMemoryResponse(refusal=refusal.message)
         try:
-            # On a thread: the system zeroes all of the memory now.
+            # On a thread, because this takes long: the system zeroes all of the memory.
             segment = await asyncio.to_thread(Segment.create, self._folder, capacity)
         except BaseException as error:
             self._budget.release(client, cost)
             if not isinstance(error, OSError):
                 raise
             return self._no_room(f"the system gives no memory for rings: {error.strerror}")
-        # Releases the share when the segment is freed: a stream may use the memory for longer than this call lasts.
+        # The share is released when the segment is freed, because a stream may use it for longer than this call lasts.
         share = weakref.finalize(segment, self._budget.release, client, cost)
         share.atexit = False
         self._shares[segment] = share
@@ -88,12 +96,14 @@ class SharedMemoryMethods:
         return pb.ShareMemoryResponse(ring=segment.ring_id, path=str(segment.path))
 
     def _no_room(self, why: str) -> pb.ShareMemoryResponse:
+        """The response that refuses a ring because the server's host has no room for it."""
         if not self._is_short:  # one line until there is room again
             self._is_short = True
             log.warning("%s; payloads travel over gRPC instead", why)
         return pb.ShareMemoryResponse(refusal=why)
 
     async def _send(self, client: str, ring_id: int, opened: dict[int, Segment]) -> pb.ShareMemoryResponse:
+        """Sends the memory of a ring of `opened` to the client's socket. From then on, the ring can carry payloads."""
         segment = opened.get(ring_id)
         if segment is None or segment.handed_over:
             raise invalid(f"ring {ring_id} is not one of this stream's, or was sent before")
@@ -102,8 +112,8 @@ class SharedMemoryMethods:
             # client's socket.
             await asyncio.to_thread(segment.hand_over)
         except OSError as error:
-            # The share is given back here, and not when the segment is freed: the error, its traceback and the frame of
-            # `hand_over` hold the segment until the garbage collector runs.
+            # The share is released here and not when the segment is freed, because that may be late. The error refers
+            # to the segment, by its traceback and the frame of `hand_over`, until the garbage collector runs.
             share = self._shares.pop(segment)
             segment.close()
             share()
@@ -115,6 +125,7 @@ class SharedMemoryMethods:
         return pb.ShareMemoryResponse(ring=ring_id)
 
     def _end(self, client: str, segment: Segment) -> None:
+        """Ends a ring, and removes the socket of a client that was killed."""
         with suppress(OSError):  # the client has removed its socket, unless it was killed
             segment.path.unlink()
         self._rings.end(client, segment.ring_id)

@@ -1,9 +1,10 @@
 """Checkpointer: writes checkpoints while the server goes on. `restore_into_memory` reads a checkpoint.
 
-* A durable server copies the file of its journal, as of one commit.
-* A server in memory writes a new file of the same kind. At first a ChangeCollector collects all items, some at a time,
-  and other requests run in between. The changes made meanwhile are written next, in rounds, until few changes are left.
-  The last round is collected at one moment. The checkpoint describes the server at that moment.
+* A durable server copies the file of its data directory, as of one commit.
+* A server in memory writes a new file of the same kind. In the first round a ChangeCollector collects all items, some
+  at a time, and other requests run in between. Each further round writes the changes made during the round before,
+  until few changes are left. The last round is collected at one moment. The checkpoint describes the server at that
+  moment.
 """
 
 from __future__ import annotations
@@ -36,14 +37,16 @@ T = TypeVar("T")
 log = logging.getLogger("replay_server")
 
 _KEYS_PER_YIELD = 1 << 14
+"""Known keys of inserts that are written before other requests run."""
 _LAST_ITEMS = 512
-"""If no more items than this have changed, the next round is the last."""
+"""If at most so many items have changed, they are collected at one moment, and the round is the last."""
 _MOST_ROUNDS = 20
+"""The round after these is the last, however many items have changed: clients may change items without end."""
 _SYNC = 32 << 20
-"""Bytes between two syncs. Without syncs the system would keep a GB and more in memory, and write all of it at the
-end."""
+"""Payload bytes that are written between two syncs. Without syncs the system would keep a GB and more in memory, and
+write all of it at the end."""
 _APART = 0.002
-"""The least number of seconds between two checkpoints: their names have milliseconds."""
+"""Seconds between the times of two checkpoints, at least. Their names, which have milliseconds, then differ."""
 
 
 class Checkpointer:
@@ -56,19 +59,23 @@ class Checkpointer:
         keep: int,
         copy: Callable[[Path], Awaitable[None]] | None = None,
     ) -> None:
-        """`keep` is how many to keep of the checkpoints whose names the server chose.
+        """`keep` is the number of checkpoints to keep, among those whose names the server chose.
 
-        `copy` makes a file with everything that a durable server holds. It is None for a server in memory.
+        `copy` makes a file with everything that a durable server holds; None: the server is in memory.
         """
         self._buffer = buffer
         self.directory = directory
         self._keep = keep
         self._copy = copy
         self._unsynced = 0
+        """Payload bytes of the present checkpoint that were written since the last sync."""
         self._turn = asyncio.Lock()
+        """Held while a checkpoint is being written."""
         self._task: asyncio.Task[Checkpoint] | None = None
+        """The task that writes a checkpoint. This reference keeps asyncio from dropping the task."""
         self._thread = ThreadPoolExecutor(1, "replay-checkpoint")
         self._verifying = asyncio.Lock()
+        """Held while files are verified."""
 
     async def run(self, every: float) -> None:
         """Writes a checkpoint each `every` seconds, until it is cancelled."""
@@ -99,24 +106,26 @@ class Checkpointer:
     async def write(self, name: str = "") -> Checkpoint:
         """Writes a checkpoint, in the place of any checkpoint of this name. Without a `name` the time is the name.
 
-        A checkpoint that has begun is finished even if its client goes away. If the client goes away earlier, no
-        checkpoint is written. Raises Refused for a bad name, or if the disk cannot hold the checkpoint. Then nothing
-        has changed on the disk.
+        A checkpoint that has begun is finished even if its client goes away. If the client goes away while another
+        checkpoint is being written, this one never begins. Raises Refused for a bad name, or if the disk cannot hold
+        the checkpoint. Then nothing has changed on the disk.
         """
         if name:
-            self.directory.file(name)
+            self.directory.file(name)  # raises Refused for a bad name
         await self._turn.acquire()
         self._task = asyncio.create_task(self._make(name))
         self._task.add_done_callback(lambda _: self._turn.release())
         return await asyncio.shield(self._task)
 
     async def _make(self, name: str) -> Checkpoint:
+        """Writes a checkpoint in a folder beside its path, then seals it and moves it there. Raises Refused."""
         began = time.monotonic()
         try:
             created = await asyncio.to_thread(self._time)
             name = name or own_name(created)
             path = self.directory.file(name)
             folder = path.with_name(path.name + PARTIAL)
+            # A server that was killed may have left a part of a checkpoint there.
             await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
             folder.mkdir(parents=True)
             try:
@@ -140,26 +149,27 @@ class Checkpointer:
     def _time(self) -> float:
         """The time of a new checkpoint: now, or a moment after the newest checkpoint if that is later.
 
-        Otherwise, after the clock was set back, the new checkpoint would count as old: it would be removed first, and
-        would not be `latest`.
+        If the wall clock was set back, a checkpoint with the time of now would count as old. It would be removed first,
+        and would not be `latest`.
         """
         latest = max((entry.created for entry in self.directory.list() if not entry.problem), default=0.0)
         return max(time.time(), latest + _APART)
 
     async def _copy_memory(self, folder: Path) -> None:
-        """Writes a data directory with everything that the buffer holds at one moment."""
+        """Writes a data directory in `folder`, with everything that the buffer holds at the end of the call."""
         buffer = self._buffer
         copy = await self._in_thread(LmdbStorage, folder)
         collector = ChangeCollector(buffer)
         buffer.watchers.append(collector)
         try:
+            # The collector notes only changes from now on. The keys known before, and all items, are told to it here.
             known = list(buffer.known_keys)
             for start in range(0, len(known), _KEYS_PER_YIELD):
                 some_keys = known[start : start + _KEYS_PER_YIELD]
                 entry = collector.remembered_ids(buffer.known_keys.kind, some_keys)
                 await self._commit(copy, Delta(remembered=[entry]))
             keys = np.fromiter(buffer.items, np.uint64, len(buffer.items))
-            await self._in_thread(keys.sort)  # LMDB fills its pages in order
+            await self._in_thread(keys.sort)  # LMDB fills its pages if keys come in ascending order
             collector.changed(keys)
             for rounds in count(1):
                 for delta in collector.slices():
@@ -175,7 +185,7 @@ class Checkpointer:
             await self._in_thread(copy.close)
 
     async def _commit(self, copy: LmdbStorage, delta: Delta) -> None:
-        """Writes a delta as of now, with the payloads that the copy lacks or that have grown."""
+        """Writes a delta that was collected just now, with the payloads that the copy lacks or that have grown."""
         keys: list[int] = delta.items.items["key"].tolist()
         sizes: list[int] = delta.items.items["nbytes"].tolist()
         payloads = self._buffer.storage.get(keys, sizes)
@@ -192,6 +202,7 @@ class Checkpointer:
 def _write(
     copy: LmdbStorage, delta: Delta, keys: Sequence[int], sizes: Sequence[int], payloads: Sequence[Payload]
 ) -> None:
+    """Writes a delta, and those payloads that the copy does not have in this size yet. Runs on a thread."""
     copy.delete(delta.removed)
     written_sizes = copy.sizes(keys)
     missing: Sequence[int] = range(len(keys))
@@ -203,16 +214,17 @@ def _write(
 
 
 def restore_into_memory(buffer: ReplayBuffer, checkpoint: Checkpoint) -> None:
-    """Fills a new buffer, whose storage keeps payloads in memory."""
+    """Fills a new buffer, whose storage holds payloads in memory, from a checkpoint."""
     file = LmdbFile(checkpoint.path, subdir=False, readonly=True, lock=False)
     state = file.load()
     keys = state.items.items["key"].tolist()
     sizes = state.items.items["nbytes"].tolist()
     damaged: list[int] = []
-    for part in read_slices(sizes):
-        payloads = file.read(keys[part], sizes[part])
-        damaged += [key for key, payload in zip(keys[part], payloads, strict=True) if payload is None]
-        buffer.storage.put(keys[part], [payload or () for payload in payloads])
+    for rows in read_slices(sizes):
+        payloads = file.read(keys[rows], sizes[rows])
+        damaged += [key for key, payload in zip(keys[rows], payloads, strict=True) if payload is None]
+        # `restore` needs a payload for each item. Damaged items are discarded after that.
+        buffer.storage.put(keys[rows], [payload or () for payload in payloads])
     file.close()
     restore(buffer, state)
     buffer.discard([key for key in damaged if key in buffer.items])

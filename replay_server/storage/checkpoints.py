@@ -2,12 +2,12 @@
 
 A checkpoint is the LMDB file of a server (lmdb.py) with a seal behind its pages:
 
-    pages       of LMDB, which reads as many as their roots say
+    pages       LMDB reads as many as its roots say, and ignores the bytes behind them
     seal        format, checksum of all pages, and a summary; with a checksum of its own
-    end         bytes of the seal, MARK
+    end         the number of bytes of the seal, and _MARK
 
-`list` reads only the seals. Before LMDB opens a file, the checksum shows that all bytes of the pages are as they were
-written. So LMDB, which may crash on a damaged page, never meets one.
+`list` reads only the seals. LMDB may crash on a damaged page. Therefore LMDB opens a file only after the checksum has
+shown that all bytes of the pages are as they were written.
 """
 
 from __future__ import annotations
@@ -34,13 +34,17 @@ log = logging.getLogger("replay_server")
 
 SUFFIX = ".checkpoint"
 PARTIAL = ".partial"
+"""The suffix of the folder in which a checkpoint is made, after SUFFIX."""
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]{0,99}\Z")
 _OWN_NAME = re.compile(r"auto-\d{8}T\d{6}\.\d{3}Z\Z")
+"""The names that the server chooses itself (`own_name`)."""
 _END = struct.Struct("<Q8s")
+"""The layout of the end of a file: the number of bytes of the seal, and a mark."""
 _MARK = b"sealed\0\0"
 _OLD_MARK = b"complete"
 """The mark of versions whose checkpoints were no LMDB files."""
 _BLOCK = 1 << 20
+"""Bytes that are read at once."""
 
 
 @dataclass(frozen=True)
@@ -67,6 +71,8 @@ class Checkpoint:
 
 
 class CheckpointDirectory:
+    """The folder with the checkpoints of a server."""
+
     def __init__(self, path: Path) -> None:
         self.path = path
 
@@ -80,8 +86,11 @@ class CheckpointDirectory:
         return self.path / (name + SUFFIX)
 
     def check_writable(self) -> None:
-        """Makes the folder. Raises ValueError if nothing can be written there, so that a server fails at its start."""
-        # Writes no file as a test: on a full disk a server must start all the same, although its checkpoints then fail.
+        """Makes the folder. Raises ValueError if nothing can be written there, so that a server fails at its start.
+
+        Looks only at permissions, and writes no file as a test. On a full disk a server must be able to start, although
+        its checkpoints then fail.
+        """
         try:
             self.path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -91,9 +100,9 @@ class CheckpointDirectory:
 
     def list(self) -> list[Checkpoint]:
         """All checkpoints, the newest first. Reads only their last bytes."""
-        found = [_look(path, sealed) for path in self.path.glob(f"*{SUFFIX}")]
-        entries = [entry for entry in found if entry is not None]
-        return sorted(entries, key=lambda entry: entry.created, reverse=True)
+        summaries = [_look(path, sealed) for path in self.path.glob(f"*{SUFFIX}")]
+        checkpoints = [summary for summary in summaries if summary is not None]
+        return sorted(checkpoints, key=lambda checkpoint: checkpoint.created, reverse=True)
 
     def verify(self, name: str) -> Checkpoint | None:
         """Reads every byte of a checkpoint. Returns None if it is gone."""
@@ -105,7 +114,7 @@ class CheckpointDirectory:
         If that checkpoint is damaged: the newest whole checkpoint. Raises ValueError if there is none, or if there is
         no checkpoint `name`.
         """
-        candidates = [entry.name for entry in self.list()]
+        candidates = [entry.name for entry in self.list()]  # in the order in which to try them
         if name != "latest":
             if name not in candidates:
                 known = ", ".join(candidates) or "none"
@@ -115,7 +124,7 @@ class CheckpointDirectory:
         first_problem = ""
         for candidate in candidates:
             checkpoint = self.verify(candidate)
-            if checkpoint is None:
+            if checkpoint is None:  # removed meanwhile
                 continue
             if not checkpoint.problem:
                 if candidate != candidates[0]:
@@ -127,7 +136,10 @@ class CheckpointDirectory:
         raise ValueError(f"no checkpoint that can be restored in {self.path}{first_problem}")
 
     def prune(self, keep: int) -> None:
-        """Removes all but the newest `keep` of the checkpoints that a server named, and their unfinished files."""
+        """Removes all but the newest `keep` of the whole checkpoints that the server named, and what is left of others.
+
+        The latter are folders of checkpoints that were never finished. Damaged checkpoints stay.
+        """
         for partial in self.path.glob(f"auto-*{SUFFIX}{PARTIAL}"):
             if _OWN_NAME.match(partial.name.removesuffix(SUFFIX + PARTIAL)):
                 shutil.rmtree(partial, ignore_errors=True)
@@ -153,13 +165,13 @@ class DamagedCheckpoint(ValueError):
 
 
 def seal(partial: Path, path: Path, created: float) -> Checkpoint:
-    """Adds the seal to a file that this process wrote, syncs the file to the disk, and renames it to `path`."""
+    """Adds the seal to a new LMDB file, `partial`, syncs the file to the disk, and renames it to `path`."""
     file = LmdbFile(partial, subdir=False, readonly=True, lock=False)
     totals = file.totals()
     file.close()
     size = partial.stat().st_size
     checksum = _checksum(partial, size)
-    record = pack([FORMAT, size, checksum, created, *totals])
+    record = pack([FORMAT, size, checksum, created, *totals])  # the seal
     with partial.open("ab") as end:
         end.write(record + _END.pack(len(record), _MARK))
         end.flush()
@@ -178,9 +190,10 @@ def sealed(path: Path) -> Checkpoint:
 
 
 def sealed_by(end: bytes, size: int, path: Path) -> Checkpoint:
-    """The summary of a checkpoint of `size` bytes. `end` is its last SEAL_BYTES, or the whole of a smaller file.
+    """The summary in the seal of a checkpoint of `size` bytes.
 
-    `path` is the present or future path of the file. Raises DamagedCheckpoint.
+    `end` has the last SEAL_BYTES of the file, or all bytes of a smaller file. The file need not exist yet: `path` only
+    goes into the summary. Raises DamagedCheckpoint.
     """
     if len(end) < _END.size:
         raise DamagedCheckpoint("its end is missing")
@@ -213,9 +226,9 @@ def verified(path: Path) -> Checkpoint:
 
 
 def _look(path: Path, read: Callable[[Path], Checkpoint]) -> Checkpoint | None:
-    """The summary of the checkpoint at `path`, with its problem if it is damaged.
+    """The summary of the checkpoint at `path`, which `read` reads, or a summary with the problem if it is damaged.
 
-    None if the checkpoint is gone, or if this is not a file of ours.
+    None if the checkpoint is gone, or if `path` is no regular file with the name of a checkpoint.
     """
     try:
         status = path.stat()

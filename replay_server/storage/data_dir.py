@@ -26,8 +26,11 @@ from replay_server.storage.records import FORMAT, Damaged, of_another_version, u
 log = logging.getLogger("replay_server")
 
 KEY = struct.Struct(">Q")
+"""The layout of the key of an item. Big-endian, so that LMDB orders the keys as numbers."""
 CHUNK_KEY = struct.Struct(">QQ")
+"""The layout of the name of a chunk: the key of its item, and the position of its first byte."""
 COMMIT = b"commit"
+"""The name of the record of the last commit."""
 COMMIT_RECORD = struct.Struct("<QQ")
 """The layout of the record of a commit: FORMAT, and the number of the transaction."""
 
@@ -70,7 +73,10 @@ def put_aside(directory: Path) -> None:
 
 
 def why_not_openable(path: Path) -> str:
-    """The reason why LMDB could crash on the file, or open an older commit than the last; "" if it would do neither."""
+    """The reason why LMDB could crash on the file, or open an older commit than the last one; "": no reason.
+
+    Raises UnusableDirectory if another version wrote the file.
+    """
     with path.open("rb") as file:
         check = LmdbCheck(file, path.stat().st_size)
         try:
@@ -104,6 +110,7 @@ _BIG = 1
 _OVERFLOW = 4
 """The flag of an overflow page."""
 _PAGES_AT_ONCE = 4096
+"""Leaf pages that are checked at once."""
 _KEY_SIZES = {"main/items": KEY.size, "main/payloads": CHUNK_KEY.size}
 """The large databases, with the number of bytes of their keys. LMDB orders these keys by their bytes."""
 
@@ -117,6 +124,8 @@ class LmdbCheck(_Verifier):  # type: ignore[misc]  # the type of the base class 
         """The next leaf pages to check, by their numbers, in the order in which the walk found them."""
         self._last = np.empty(0, np.bytes_)
         """The last key on the pages checked so far; empty: no page was checked yet."""
+
+    # Methods of py-lmdb's verifier, which its `verify` calls.
 
     def err(self, msg: str) -> None:
         raise lmdb_verify.VerifyError(msg)  # one problem is enough to refuse a file
@@ -132,6 +141,7 @@ class LmdbCheck(_Verifier):  # type: ignore[misc]  # the type of the base class 
         return super()._verify_tree(name, db, *rest, is_free=is_free)
 
     def _walk_leaf(self, ctx: dict[str, Any], pgno: int, buf: bytes) -> None:
+        """Checks a leaf page, or puts off the check of a page of a large database until there are many."""
         if ctx["name"] not in _KEY_SIZES:
             super()._walk_leaf(ctx, pgno, buf)
             return
@@ -140,16 +150,18 @@ class LmdbCheck(_Verifier):  # type: ignore[misc]  # the type of the base class 
             self._check_leaves(ctx)
 
     def _check_counts(self, name: str, db: Any, ctx: dict[str, Any]) -> None:
+        """Checks the counters of a database, after its last leaf page."""
         if self._unchecked:
             self._check_leaves(ctx)
         self._last = self._last[:0]
         super()._check_counts(name, db, ctx)
 
     def _check_cover(self) -> None:
+        """Checks that each page but the two meta pages is either reachable (1 in `live`) or free (1 in `free`)."""
         live = np.frombuffer(self.live, np.uint8)[2:]
         free = np.frombuffer(self.free, np.uint8)[2:]
         if not (live ^ free == 1).all():
-            super()._check_cover()
+            super()._check_cover()  # finds the page, in a slow loop, and reports it
 
     def check_version(self, directory: Path) -> None:
         """Raises UnusableDirectory if another version wrote the file.
@@ -220,26 +232,29 @@ class LmdbCheck(_Verifier):  # type: ignore[misc]  # the type of the base class 
         page_size = self.psize
 
         def refuse(bad: npt.NDArray[np.bool_], page: Words, what: str) -> None:
+            """Refuses the file if any entry is `bad` (n,). `page` (n,) has the index of each entry's page."""
             if bad.any():
                 self.err(f"{name} DB: {what} on page {numbers[int(page[bad][0])]}")
 
         words_of_pages = np.frombuffer(b"".join(pages.values()), "<u2").reshape(len(numbers), -1)
         page_indexes = np.arange(len(numbers))
+        # The node pointers of a page end at the byte `lower`, and its nodes begin at the byte `upper`.
         lower = words_of_pages[:, 6].astype(np.int64)
         upper = words_of_pages[:, 7].astype(np.int64)
         bad_bounds = (lower < _HEADER) | (lower > upper) | (upper > page_size) | (lower % 2 == 1)
         refuse(bad_bounds, page_indexes, "bad bounds")
 
-        counts = (lower - _HEADER) // 2
-        page = np.repeat(page_indexes, counts)
+        counts = (lower - _HEADER) // 2  # nodes of each page: each has a pointer of 2 bytes
+        page = np.repeat(page_indexes, counts)  # the page of each node
         first_of_page = np.cumsum(counts) - counts
-        position = np.arange(page.size) - np.repeat(first_of_page, counts)
+        position = np.arange(page.size) - np.repeat(first_of_page, counts)  # of each node's pointer in its page
+        # The pointer: the byte of the page at which the node begins.
         node = words_of_pages[page, _HEADER // 2 + position].astype(np.int64)
         outside = (node < upper[page]) | (node + _NODE + key_size > page_size) | (node % 2 == 1)
         refuse(outside, page, "a node out of bounds")
 
         words = words_of_pages.reshape(-1)
-        at = (page * page_size + node) // 2
+        at = (page * page_size + node) // 2  # the index in `words` at which each node begins
         size = words[at] | words[at + 1].astype(np.int64) << 16
         flags = words[at + 2]
         big = flags == _BIG
@@ -248,17 +263,18 @@ class LmdbCheck(_Verifier):  # type: ignore[misc]  # the type of the base class 
         damaged = (flags > _BIG) | (words[at + 3] != key_size) | (end > page_size)
         refuse(damaged, page, "a damaged node")
 
-        order = np.lexsort((node, page))
+        order = np.lexsort((node, page))  # by page, and in a page by the position of the node
         sorted_page = page[order]
         sorted_node = node[order]
         sorted_end = end[order]
         overlapping = (sorted_page[1:] == sorted_page[:-1]) & (sorted_node[1:] < sorted_end[:-1])
         refuse(overlapping, sorted_page[1:], "nodes that overlap")
 
-        key_words = words[(at + _NODE // 2)[:, None] + np.arange(key_size // 2)]
-        found = key_words.view(f"S{key_size}")[:, 0]
-        keys = np.concatenate([self._last.astype(found.dtype), found])
-        refuse(keys[1:] <= keys[:-1], page[found.size + 1 - keys.size :], "keys out of order")
+        key_words = words[(at + _NODE // 2)[:, None] + np.arange(key_size // 2)]  # (nodes, words of a key)
+        new_keys = key_words.view(f"S{key_size}")[:, 0]  # (nodes,)
+        keys = np.concatenate([self._last.astype(new_keys.dtype), new_keys])
+        # Each key is compared with the key before it. Without a last key, the first new key has none before it.
+        refuse(keys[1:] <= keys[:-1], page[new_keys.size + 1 - keys.size :], "keys out of order")
 
         self._last = keys[-1:]
         ctx["entries"] += page.size
@@ -275,19 +291,20 @@ class LmdbCheck(_Verifier):  # type: ignore[misc]  # the type of the base class 
         pages_in_file = self.filesize // self.psize
         low = words[at] | words[at + 1].astype(np.int64) << 16
         high = words[at + 2] | words[at + 3].astype(np.int64) << 16
-        first = low | high << 32
-        pages = (_HEADER - 1 + size) // self.psize + 1
+        first = low | high << 32  # the number of each value's first page
+        pages = (_HEADER - 1 + size) // self.psize + 1  # pages of each value: header and value, rounded up
         if ((first < 2) | (first + pages > min(self.next_pgno, pages_in_file))).any():
             self.err(f"{name} DB: overflow pages out of range")
 
         words_of_file = np.memmap(self.f, dtype="<u2", mode="r", shape=(pages_in_file, self.psize // 2))
-        heads = words_of_file[first, :8]
+        heads = words_of_file[first, :8]  # the headers of the first pages: number, flags, count of pages
         number = heads[:, :4].copy().view("<u8")[:, 0]
         length = heads[:, 6:8].copy().view("<u4")[:, 0]
         bad = (number != first) | (heads[:, 5] != _OVERFLOW) | (length != pages)
         if bad.any():
             self.err(f"{name} DB: overflow page {first[bad][0]} is damaged")
 
+        # The numbers of all pages of all values: first, first + 1, ..., first + pages - 1 of each value.
         run_starts = first - (np.cumsum(pages) - pages)
         page_numbers = np.repeat(run_starts, pages) + np.arange(int(pages.sum()))
         live = np.frombuffer(self.live, np.uint8)

@@ -5,21 +5,22 @@
           └───────── the server goes on ──────────────┘
 
 A request that has changed something asks the journal for a ticket: the future of the next commit. The commit before
-it may still be under way on the journal's thread. When the running commit has ended, the journal collects all changes
-since then, as of one moment of the event loop, and writes them in one transaction. Clients go on meanwhile, and their
-changes belong to the transaction after that. So one sync of the disk serves a thousand clients at the cost of one, and
-a busy server commits more at once instead of more often. A transaction always leads from one state of the server to a
-later state, and never to half of a request. Therefore a killed server finds counters, items and scopes that agree.
+that may still run on the journal's thread. When it has ended, the journal collects all changes that it did not write,
+as of one moment of the event loop, and writes them in one transaction. Clients go on meanwhile, and their changes
+belong to the transaction after that. One sync of the disk therefore serves a thousand clients at the cost of one, and a
+busy server commits more at once instead of more often. A transaction always leads from one state of the server to a
+later state, and never to half of a request. Counters, items and scopes therefore agree when a killed server starts
+again.
 
 If very many items have changed, for example all priorities, their records are collected in slices, and other requests
-run in between. The changes that these requests make are collected again at the end. So the transaction as a whole
-still is the state of one moment: the moment of the last slice.
+run in between. The changes that these requests make are collected again at the end, so the transaction as a whole
+still has the state of one moment: the moment of the last collection.
 
 * No client is told of a change before the change is written.
 * When a commit fails, the journal rolls back the inserts in it that were never drawn, and refuses them. It writes
   everything else again with the next commit. Requests that wait for the failed commit fail with the reason. A request
   that is repeated waits for the next commit.
-* A response can be waiting on a later commit than the one that failed with its insert. The journal therefore remembers
+* A response may wait for a later commit than the commit that failed with its insert. The journal therefore remembers
   the keys of inserts that it has rolled back, and each insert asks for them before it responds.
 """
 
@@ -51,17 +52,21 @@ _RETRY = 0.2
 """Seconds between two attempts of a commit."""
 
 Fsync = Literal["always", "never"]
-"""The end of a commit: "always" waits until it is on the disk, "never" until the operating system has it."""
+"""When a commit ends: with "always", when it is on the disk; with "never", when the operating system has it."""
 
 
 class Journal:
+    """Writes the changes of a buffer to its storage, in group commits, and tells requests when that is done."""
+
     def __init__(self, buffer: ReplayBuffer, storage: LmdbStorage, collector: ChangeCollector) -> None:
         self._buffer = buffer
         self._storage = storage
         self._collector = collector
         self._thread = ThreadPoolExecutor(1, "replay-journal")
         self._wanted = asyncio.Event()
+        """Set when a commit is to begin."""
         self._next: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        """The ticket of the next commit. It has failed already if the journal cannot write any more."""
         self._rolled_back: Remembered[None] = Remembered("rolled back", MAX_KNOWN_KEYS)
         """The keys of the last inserts that could not be written."""
         self._stopping = False
@@ -69,9 +74,9 @@ class Journal:
 
     @classmethod
     def start(cls, buffer: ReplayBuffer, storage: LmdbStorage) -> Journal:
-        """Fills the buffer from its storage, and from then on keeps the storage up to date.
+        """Fills the buffer from its storage, and from then on writes each change of the buffer to the storage.
 
-        Raises UnusableDirectory.
+        Raises UnusableDirectory, or DamagedDirectory.
         """
         began = time.monotonic()
         state = storage.load()
@@ -106,10 +111,10 @@ class Journal:
         return self._storage.unwritten
 
     def ticket(self) -> asyncio.Future[None]:
-        """A future that is done when all changes until now are written or rolled back.
+        """A future that is done when all changes until now are written.
 
-        It fails with Refused if the commit fails. The changes that are not rolled back are then written with a later
-        commit, if there is one.
+        The future fails with Refused if the commit fails. The changes that are not rolled back are then written with a
+        later commit, if there is one.
         """
         self._wanted.set()
         assert not self._next.done() or self._storage.error, "a change would wait for a commit that has ended"
@@ -117,10 +122,10 @@ class Journal:
 
     async def durable(self) -> None:
         """Returns when all changes until now are written. Raises Refused if the commit fails."""
-        await asyncio.shield(self.ticket())
+        await asyncio.shield(self.ticket())  # other requests wait for the same ticket, so it must not be cancelled
 
     async def copy_to(self, path: Path) -> None:
-        """Makes a file with all changes until now, and perhaps later changes. Raises Refused if the commit fails."""
+        """Writes the whole state to a new file, as of now or later. Raises Refused if the commit before that fails."""
         await self.durable()
         await asyncio.to_thread(self._storage.copy_to, path)
 
@@ -139,6 +144,7 @@ class Journal:
         self._thread.shutdown()
 
     async def _run(self) -> None:
+        """Commits when a request waits, and at least each _TICK, until the stop or until nothing can be written."""
         loop = asyncio.get_running_loop()
         while not self._stopping and not self._next.done():
             tick = loop.call_later(_TICK, self._wanted.set)
@@ -146,7 +152,7 @@ class Journal:
             tick.cancel()
             self._wanted.clear()
             await self._commit_and_wake()
-        if not self._next.done():
+        if not self._next.done():  # the last changes before the stop
             await self._commit_and_wake()
 
     async def _commit_and_wake(self) -> None:
@@ -159,7 +165,7 @@ class Journal:
         except Refused as refusal:  # the next commit writes all of it again
             _fail(ticket, refusal)
             await asyncio.sleep(_RETRY)
-        except Exception as error:
+        except Exception as error:  # a bug: what was collected may be lost, so the journal never writes again
             log.exception("what has changed cannot be written any more: restart the server")
             self._storage.error = f"writing failed ({error!r}); restart the server"
             _fail(ticket, broken(self._storage.error))
@@ -173,6 +179,7 @@ class Journal:
         for changes in self._collector.slices():
             slices.append(changes)
             await asyncio.sleep(0)
+        # From here to the start of the thread nothing waits, so `delta` and `payloads` have the same moment.
         delta = self._collector.collect()
         if not delta and not slices and not storage.changed:
             return
@@ -198,6 +205,7 @@ class Journal:
             await asyncio.sleep(0)
 
     def _remember_as_rolled_back(self, keys: Collection[int]) -> None:
+        """Notes that the inserts of these keys were rolled back, as the last ones."""
         assert self._buffer.items.keys().isdisjoint(keys), "an insert is rolled back, and its item is there"
         for key in keys:
             self._rolled_back.forget(key)  # so that `remember` puts the key at the end, as the newest
@@ -205,5 +213,6 @@ class Journal:
 
 
 def _fail(ticket: asyncio.Future[None], error: Exception) -> None:
+    """Ends a ticket with an error."""
     ticket.set_exception(error)
-    ticket.exception()  # otherwise asyncio complains about a failed ticket for which nobody waits
+    ticket.exception()  # marks the error as seen: asyncio would log the error of a ticket for which nobody waits

@@ -12,6 +12,8 @@
   (data_dir.py).
 * Payloads and records have checksums of their own, which are verified when they are read.
 
+The file has four databases of LMDB:
+
     payloads   key (8 bytes, big-endian), position of the chunk's first byte (8 bytes) -> checksum, chunk
     items      key -> record of the item and its rows
     pieces     name -> record of a table, the policy, ...
@@ -88,10 +90,13 @@ MAP_SIZE = 1 << 42
 LOCK_BYTES = 8192
 """Bytes of LMDB's lock file with its default of 126 readers."""
 _RECORDS_AT_ONCE = 1 << 16
+"""Records that are read and unpacked at once."""
 CHUNK_BYTES = 256 * 1024 - 16 - 8
-"""Payload bytes in one value. With LMDB's page header and the checksum a value fills its pages to the last byte.
+"""Payload bytes in one value. With LMDB's page header (16 bytes) and the checksum (8), a value fills its pages to the
+last byte.
 
-Small chunks reuse the space of deleted chunks. Whole values of up to 5 MB would need half as much space again.
+Small chunks reuse the space of deleted chunks. If payloads of up to 5 MB were one value each, the file would be half as
+large again.
 """
 NBYTES = struct.Struct("<q")
 """The layout of the field `nbytes` in the record of an item."""
@@ -107,6 +112,7 @@ class Part(NamedTuple):
     start: int
     """The number of bytes of the payload before this part."""
     pieces: Payload
+    """The bytes of this part, in chunks."""
     is_new: bool
     """True if no part of the payload is written yet. False if the payload was extended."""
 
@@ -116,6 +122,7 @@ class Part(NamedTuple):
 
     @property
     def size(self) -> int:
+        """Bytes of this part."""
         return sum(map(len, self.pieces))
 
 
@@ -164,7 +171,7 @@ class LmdbFile:
     """Reads the state that a server wrote into one LMDB file."""
 
     def __init__(self, path: Path, **options: Any) -> None:
-        """`options` are those of lmdb.open. Raises lmdb.Error."""
+        """Opens the file at `path`. `options` are passed to lmdb.open. Raises lmdb.Error."""
         self._env = lmdb.open(str(path), map_size=MAP_SIZE, max_dbs=8, readahead=False, **options)
         create = not options.get("readonly", False)
         self._payloads = self._env.open_db(b"payloads", create=create)
@@ -172,7 +179,8 @@ class LmdbFile:
         self._pieces = self._env.open_db(b"pieces", create=create)
         self._databases = [self._payloads, self._items, self._pieces]
         self._strays: list[bytes] = []
-        """The names of chunks that no item needs."""
+        """The names of chunks that no item needs, such as those of a commit that was killed between two transactions.
+        The next commit deletes them."""
 
     def load(self) -> State:
         """The committed state, without payloads. A damaged payload is found only when it is read."""
@@ -184,7 +192,7 @@ class LmdbFile:
             while portion := list(islice(entries, _RECORDS_AT_ONCE)):
                 keys = np.frombuffer(b"".join([key for key, _ in portion]), dtype=">u8")
                 part = unpack_items(keys.tolist(), [record for _, record in portion])
-                if len(part) < len(portion):
+                if len(part) < len(portion):  # some records are damaged
                     skipped += np.setdiff1d(keys, part.items["key"]).tolist()
                 parts.append(part)
             chunk_names = [np.empty(0, CHUNK_NAME)]
@@ -224,6 +232,8 @@ class LmdbFile:
 
 
 class LmdbStorage(LmdbFile):
+    """The Storage of a server with data_dir, and the commits of the journal."""
+
     def __init__(self, directory: Path, *, fsync: bool = False, replace: bool = False) -> None:
         """Opens or creates the directory.
 
@@ -264,10 +274,14 @@ class LmdbStorage(LmdbFile):
         self._refused_bytes = 0
         """Bytes of the last insert that found no room; 0 while there is room."""
         self._looked_at = -_LOOK_EVERY
+        """The time of the last look at the free space of the disk."""
 
     @property
     def was_written(self) -> bool:
-        """True if a commit has ended in this directory, even if the file was put aside since then."""
+        """True if a commit has ended in this directory, even if the file was put aside since then.
+
+        The first commit writes a line into the lock file (`_mark_used`).
+        """
         return os.fstat(self._lock).st_size > 0
 
     @property
@@ -276,6 +290,7 @@ class LmdbStorage(LmdbFile):
         return self._committing.nbytes + self._next.nbytes
 
     def _check_openable(self) -> None:
+        """Raises DamagedDirectory if LMDB must not open the file, and does nothing if there is no file yet."""
         path = self.directory / "data.mdb"
         if not path.exists() or not path.stat().st_size:
             if self.was_written:
@@ -288,11 +303,12 @@ class LmdbStorage(LmdbFile):
             raise DamagedDirectory(self.directory, problem)
 
     def _open(self) -> None:
+        """Opens the file, or makes it. Raises UnusableDirectory."""
         lock_file = self.directory / "lock.mdb"
         lock_file.unlink(missing_ok=True)  # we hold server.lock, so the last owner of lock.mdb is gone
         try:
-            # LMDB would make and map a file without blocks on the disk. On a full disk, a write to it would end the
-            # process (SIGBUS).
+            # Writes the whole lock file, because LMDB would make and map a file without blocks on the disk. On a full
+            # disk, an access to such a file would end the process (SIGBUS).
             lock_file.write_bytes(bytes(LOCK_BYTES))
             super().__init__(self.directory, sync=self._fsync, metasync=self._fsync, max_spare_txns=4)
             self._file = _identity(self.directory)
@@ -305,6 +321,7 @@ class LmdbStorage(LmdbFile):
             raise UnusableDirectory(f"data_dir {self.directory}: {error}{_address_space_remedy()}") from error
 
     # ------------------------------------------------------------------------------------------------ payloads
+    # The methods of a Storage.
 
     def put(self, keys: Sequence[int], payloads: Sequence[Payload]) -> None:
         parts = [Part(start=0, pieces=payload, is_new=True) for payload in payloads]
@@ -340,15 +357,16 @@ class LmdbStorage(LmdbFile):
         return [None if first is None else (*first, *rest) for first, rest in zip(written, unwritten, strict=True)]
 
     def _split(self, key: int, size: int) -> tuple[int, Payload]:
-        """Splits the first `size` bytes of a payload: the number of bytes in the file, and the bytes after them."""
+        """Splits the first `size` bytes of a payload: how many to read from the file, and the bytes after those."""
         written = size
         pieces: Payload = ()
-        for unwritten in (self._committing, self._next):
+        for unwritten in (self._committing, self._next):  # the running commit has the earlier bytes
             part = unwritten.parts.get(key)
             if part is None:
                 continue
             if part.is_new:
-                # The file may have an older item with this key, or the running commit may write one.
+                # All bytes come from memory. The file may have an older item with this key, or the running commit may
+                # write one.
                 written = 0
                 pieces = part.pieces
             else:
@@ -363,7 +381,8 @@ class LmdbStorage(LmdbFile):
             if part is not None:
                 following.nbytes -= part.size
                 assert following.nbytes >= 0, following.nbytes
-            # Even if no commit has written the payload: a commit that failed may have left chunks of it in the file.
+            # A payload that no commit has written is deleted as well, because a commit that failed may have left chunks
+            # of it in the file.
             following.gone.append(key)
 
     def check(self, sizes: Mapping[int, int]) -> None:
@@ -380,7 +399,7 @@ class LmdbStorage(LmdbFile):
             free, _ = self._free_bytes()
             return f"data_dir {self.directory}: {self.error}; {free} bytes are free"
         now = time.monotonic()
-        if now - self._looked_at >= _LOOK_EVERY:
+        if now - self._looked_at >= _LOOK_EVERY:  # the disk is not asked for each insert
             free, reserve = self._free_bytes()
             self._looked_at = now
             self._room = free + self._free_pages() - reserve
@@ -407,7 +426,7 @@ class LmdbStorage(LmdbFile):
         return free, reserve
 
     def _free_pages(self) -> int:
-        """Free bytes within the file that new payloads can use, about. Half are counted as lost to fragmentation."""
+        """Free bytes within the file that new payloads can use, about: half of all, the rest is lost to fragments."""
         with self._env.begin() as txn:
             stats = [txn.stat(db) for db in self._databases]
         used_pages = sum(stat["branch_pages"] + stat["leaf_pages"] + stat["overflow_pages"] for stat in stats)
@@ -441,9 +460,10 @@ class LmdbStorage(LmdbFile):
         return self._committing
 
     def commit(self, delta: Delta, payloads: Unwritten, slices: Sequence[Delta] = ()) -> None:
-        """Writes everything: first the slices, and then `delta`. If it raises lmdb.Error, nothing has an effect.
+        """Writes the payloads, then the records of the slices, and then those of `delta`.
 
-        This is the only method that may run on another thread. Raises FileGone if data.mdb was removed or replaced.
+        Raises lmdb.Error; then nothing has an effect. Raises FileGone if data.mdb was removed or replaced. Runs on the
+        thread of the journal.
         """
         self._check_file()
         portion: float = BYTES_PER_TRANSACTION
@@ -454,7 +474,7 @@ class LmdbStorage(LmdbFile):
         parts = payloads.parts.items()
         chunks = chain.from_iterable(chunks_of(key, part.pieces, part.start) for key, part in parts)
         changes = [(changed, pack_items(changed.items)) for changed in (*slices, delta)]
-        next_chunk = next(chunks, None)
+        next_chunk = next(chunks, None)  # read ahead, to know the last transaction
         is_last = False
         while not is_last:
             with self._env.begin(write=True) as txn:
@@ -483,15 +503,17 @@ class LmdbStorage(LmdbFile):
             )
 
     def _delete_payloads(self, txn: lmdb.Transaction, payloads: Unwritten) -> None:
+        """Deletes the chunks of all payloads that are gone, except those whose keys have new payloads."""
         cursor = txn.cursor(self._payloads)
         for key in payloads.gone:
             if key not in payloads.parts:
                 packed_key = KEY.pack(key)
                 cursor.set_range(packed_key)
-                while cursor.key()[: KEY.size] == packed_key:
-                    cursor.delete()
+                while cursor.key()[: KEY.size] == packed_key:  # the key is empty at the end of the database
+                    cursor.delete()  # and moves on to the next chunk
 
     def _write_records(self, txn: lmdb.Transaction, delta: Delta, records: list[tuple[int, bytes]]) -> None:
+        """Writes and deletes the records of a delta. `records` are the packed items of the delta, with their keys."""
         for key in delta.removed:
             txn.delete(KEY.pack(key), db=self._items)
         txn.cursor(self._items).putmulti([(KEY.pack(key), record) for key, record in records])
@@ -508,14 +530,14 @@ class LmdbStorage(LmdbFile):
         return bool(following.parts or following.gone or self._strays)
 
     def end_commit(self, error: lmdb.Error | None) -> list[int]:
-        """Notes that the commit has ended. Returns the keys of new payloads that it could not write.
+        """Notes that the commit has ended. Returns the keys of new payloads that it could not write because of `error`.
 
         The next commit writes these payloads, and the bytes that were appended to other payloads.
         """
         ended = self._committing
         following = self._next
         self._committing = Unwritten()
-        self._looked_at = -_LOOK_EVERY
+        self._looked_at = -_LOOK_EVERY  # the commit has used or freed space: `why_full` looks again
         if error is None:
             self._mark_used()
             self.error = ""
@@ -603,6 +625,7 @@ class LmdbStorage(LmdbFile):
             ) from error
 
     def _mark_used(self) -> None:
+        """Makes `was_written` True, for this server and later ones."""
         if not self.was_written:
             os.pwrite(self._lock, b"This directory holds data of a replay server.\n", 0)
 
@@ -639,7 +662,7 @@ def chunks_of(key: int, payload: Payload, start: int = 0) -> Iterator[tuple[byte
 
 
 def first_chunks(chunks: Iterator[tuple[bytes, bytes]], nbytes: float) -> Iterator[tuple[bytes, bytes]]:
-    """The first chunks, with `nbytes` or a few more in all."""
+    """Yields the first chunks until they have `nbytes` in all, or a few more."""
     for name, value in chunks:
         yield name, value
         nbytes -= len(value)
@@ -648,7 +671,9 @@ def first_chunks(chunks: Iterator[tuple[bytes, bytes]], nbytes: float) -> Iterat
 
 
 def _seed(key: int, start: int) -> int:
-    """The seed of a checksum. It makes the checksum prove that the chunk is at its place in this payload."""
+    """The seed of the checksum of a chunk. It differs for each chunk, so a chunk that is read in the place of another
+    chunk counts as damaged."""
+    # The factor, 2 ** 64 divided by the golden ratio, spreads the positions over all seeds.
     return (key + start * 0x9E3779B97F4A7C15) % (1 << 64)
 
 
@@ -658,6 +683,7 @@ def unneeded(items: ItemRecords, names: npt.NDArray[np.void]) -> list[bytes]:
     sizes = items.items["nbytes"]
     needed = np.zeros(names.size, dtype=np.bool_)
     if keys.size:
+        # For each chunk, the index of the only item that may need it: `keys` ascend.
         owner = np.searchsorted(keys, names["key"]).clip(max=keys.size - 1)
         needed = (keys[owner] == names["key"]) & (names["start"] < sizes[owner])
     return [CHUNK_KEY.pack(key, start) for key, start in names[~needed].tolist()]

@@ -1,4 +1,4 @@
-"""Memory: keeps the payloads of a server without data_dir, and reads payloads of any storage, a part at a time."""
+"""Memory: holds the payloads of a server without data_dir, and reads the payloads of any storage slice by slice."""
 
 from __future__ import annotations
 
@@ -13,10 +13,7 @@ BYTES_PER_READ = 8 << 20
 
 
 class MemoryStorage:
-    """Keeps payloads in the process, as the bytes objects that came from the wire.
-
-    `get` returns as many bytes of a payload as its item says, even if more were appended.
-    """
+    """The Storage of a server without data_dir: holds payloads as the bytes objects that came from the wire."""
 
     def __init__(self) -> None:
         self._payloads: dict[int, Payload] = {}
@@ -72,35 +69,36 @@ def first_bytes(payload: Payload, size: int) -> Payload:
 
 
 def read_payloads(storage: Storage, keys: Sequence[int], sizes: Sequence[int]) -> Iterator[Payload]:
-    """The payloads of `keys`, as `Storage.get` gives them.
+    """An iterator over the payloads of `keys`, each cut after as many bytes as `sizes` says.
 
-    The first BYTES_PER_READ are read now, and the rest during the iteration. Raises DamagedPayloads, now or during the
-    iteration. The items must be held until the iteration has ended.
+    The first slice of at most BYTES_PER_READ is read now, and the rest during the iteration. Raises DamagedPayloads,
+    now or during the iteration. The items must be held until the iteration has ended.
     """
-    parts = read_slices(sizes)
-    first = next(parts, slice(0))
+    slices = read_slices(sizes)
+    first = next(slices, slice(0))
     first_payloads = storage.get(keys[first], sizes[first])
-    return chain(first_payloads, _read_parts(storage, keys, sizes, parts))
+    return chain(first_payloads, _read_rest(storage, keys, sizes, slices))
 
 
-def _read_parts(
-    storage: Storage, keys: Sequence[int], sizes: Sequence[int], parts: Iterator[slice]
+def _read_rest(
+    storage: Storage, keys: Sequence[int], sizes: Sequence[int], slices: Iterator[slice]
 ) -> Iterator[Payload]:
-    for part in parts:
-        yield from storage.get(keys[part], sizes[part])
+    """Yields the payloads of these slices. Reads each slice when its first payload is asked for."""
+    for rows in slices:
+        yield from storage.get(keys[rows], sizes[rows])
 
 
 def read_slices(sizes: Sequence[int]) -> Iterator[slice]:
-    """Divides `sizes` into slices of at most BYTES_PER_READ, or of one larger payload."""
+    """Divides payloads of these sizes into consecutive slices of at most BYTES_PER_READ, or of one larger payload."""
     if sizes and sum(sizes) <= BYTES_PER_READ:
         yield slice(0, len(sizes))
         return
     start = 0
     nbytes = 0
-    for position, size in enumerate(sizes):
-        if position > start and nbytes + size > BYTES_PER_READ:
-            yield slice(start, position)
-            start = position
+    for index, size in enumerate(sizes):
+        if index > start and nbytes + size > BYTES_PER_READ:
+            yield slice(start, index)
+            start = index
             nbytes = 0
         nbytes += size
     if start < len(sizes):

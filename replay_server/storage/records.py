@@ -1,8 +1,8 @@
 """Records: the layout of a server's state in bytes, for data directories and checkpoints.
 
-* Every record has a checksum. So damage is noticed, and only the damaged record is lost.
-* Times are wall-clock seconds, by the wall clock of the moment when the first server of this boot started: see
-  `time_offset`.
+* Every record has a checksum, by which a damaged record is noticed. Only this record is lost.
+* Times are wall-clock seconds, as if the wall clock had not been set since the first server of this boot of the machine
+  started (`time_offset`).
 """
 
 from __future__ import annotations
@@ -35,11 +35,12 @@ ITEM = np.dtype(
         ("policy_version", "<i8"),
         ("nbytes", "<i8"),
         ("inserted_at", "<f8"),
-        ("permit", "<u4"),  # the mark of an extension; 0: the item has none
-        ("labels", "<u4"),  # bytes
+        ("permit", "<u4"),  # Extension.mark of the extension that has marked the item; 0: none has
+        ("labels", "<u4"),  # bytes of the packed labels
     ]
 )
-"""The part of an item that all its tables share. The rows of the item follow, and then its labels."""
+"""The beginning of the record of an item: what all its tables share. The rows of the item follow, and then its
+labels."""
 
 ROW = np.dtype(
     [
@@ -63,6 +64,7 @@ RETAINED_WITH_PERMIT = 3
 """The kind of a retained row whose item used a permit."""
 
 _CHECKSUM = 8
+"""Bytes of a checksum, with which each record begins."""
 
 # Names of state records, or the first bytes of their names. Extensions choose the names of their own records.
 TABLE = b"table/"
@@ -76,7 +78,7 @@ NUMBER = b"%020d"
 
 
 def of_another_version(written: str) -> str:
-    """Words for the problem of a file that another version wrote, and the remedy. `written`: words for its format."""
+    """The end of an error about a file that another version wrote, with the remedy. `written` names its format."""
     return (
         f"has {written}, and this version reads format {FORMAT}: go on with the version that wrote it, or bring its "
         f"tables here with the `replay table export` of that version and the `replay table import` of this one"
@@ -89,14 +91,12 @@ class Damaged(Exception):
 
 @dataclass
 class ItemRecords:
-    """Records of items (n,) and of their rows in tables (m,).
-
-    `owners` (m,) are the indexes of the items of the rows, in ascending order.
-    """
+    """Records of items (n,) and of their rows in tables (m,)."""
 
     items: npt.NDArray[np.void] = field(default_factory=lambda: np.empty(0, ITEM))
     rows: npt.NDArray[np.void] = field(default_factory=lambda: np.empty(0, ROW))
     owners: IntArray = field(default_factory=lambda: np.empty(0, np.int64))
+    """(m,): the index in `items` of each row's item, ascending."""
     labels: npt.NDArray[np.uint8] = field(default_factory=lambda: np.empty(0, np.uint8))
     """Packed labels of all items, one after the other."""
 
@@ -139,12 +139,14 @@ class RememberedIds(NamedTuple):
         return entries
 
     def record(self) -> bytes:
+        """The bytes to write."""
         return pack([self.kind, np.array(self.ids, "<u8").tobytes(), self.answers])
 
 
 def pack_items(items: ItemRecords) -> list[tuple[int, bytes]]:
     """(key, record) of each item, by ascending key."""
-    # A loop: an array of structured records costs more, for one item (20 us) and for thousands.
+    # The records are cut out of the bytes of whole arrays, in a loop. To index the structured arrays costs more, for
+    # one item (20 us) and for thousands.
     heads = items.items.tobytes()
     rows = items.rows.tobytes()
     labels = items.labels.tobytes()
@@ -157,7 +159,7 @@ def pack_items(items: ItemRecords) -> list[tuple[int, bytes]]:
     label_start = 0
     for key, row_end, label_size in zip(items.items["key"].tolist(), row_ends, label_sizes, strict=True):
         head_end = head_start + ITEM.itemsize
-        data = heads[head_start + _CHECKSUM : head_end] + rows[row_start:row_end]
+        data = heads[head_start + _CHECKSUM : head_end] + rows[row_start:row_end]  # all that the checksum covers
         if label_size:
             data += labels[label_start : label_start + label_size]
             label_start += label_size
@@ -176,9 +178,10 @@ def unpack_items(keys: Sequence[int], records: Sequence[bytes]) -> ItemRecords:
         for key, record in zip(keys, records, strict=True)
         if len(record) >= head_size and record[:_CHECKSUM] == xxh3_64_digest(record[_CHECKSUM:], key)
     ]
+    # A record has the head of the item (ITEM), its rows (ROW each), and its labels.
     items = np.frombuffer(b"".join([record[:head_size] for record in intact]), ITEM)
     sizes = np.fromiter(map(len, intact), np.int64, len(intact))
-    row_ends = sizes - items["labels"]
+    row_ends = sizes - items["labels"]  # (n,): the byte of each record at which its rows end and its labels begin
     rows = b"".join([record[head_size:end] for record, end in zip(intact, row_ends.tolist(), strict=True)])
     labels = b""
     if items["labels"].any():
@@ -193,8 +196,8 @@ def unpack_items(keys: Sequence[int], records: Sequence[bytes]) -> ItemRecords:
 
 
 def join_items(parts: Iterable[ItemRecords]) -> ItemRecords:
-    """Joins the records of different items."""
-    parts = [ItemRecords(), *parts]
+    """Joins the records of different items, in the order of `parts`."""
+    parts = [ItemRecords(), *parts]  # np.concatenate needs at least one array
     owners: list[IntArray] = []
     items_before = 0
     for part in parts:
@@ -240,10 +243,11 @@ class Delta:
     items: ItemRecords = field(default_factory=ItemRecords)
     """The records of items that have changed, by ascending key."""
     removed: list[int] = field(default_factory=list)
-    """The keys of items that are gone. Some of these items were perhaps never written."""
+    """The keys of items that are gone, of which some were perhaps never written."""
     state_records: dict[bytes, bytes | None] = field(default_factory=dict)
-    """The records of tables, scopes, leases, the policy and extensions, by name; None deletes the record."""
+    """The records of tables, scopes, leases, the policy, the clock and extensions, by name; None deletes the record."""
     remembered: list[RememberedIds] = field(default_factory=list)
+    """New records of remembered ids. Old ones are deleted by `state_records`."""
 
     def __bool__(self) -> bool:
         return bool(len(self.items) or self.removed or self.state_records or self.remembered)
@@ -269,7 +273,8 @@ class State:
     def values(self) -> dict[bytes, Any]:
         """The values of the state records, by name and in the order of their names.
 
-        Raises ValueError if a record is damaged without which the server cannot start.
+        Adds the names of damaged records to `damaged`. Raises ValueError if a record is damaged that the server needs.
+        The server can start without records of scopes, leases and remembered ids.
         """
         values = {}
         for name, record in sorted(self.state_records.items()):
@@ -300,11 +305,11 @@ def boot_id() -> str:
 
 
 def time_offset(values: Mapping[bytes, Any], clock: float) -> float:
-    """The seconds to add to the server's clock, which now shows `clock`, to get the times in the values of a State.
+    """The seconds to add to times of the server's clock, which now shows `clock`, to get the times in the records.
 
-    The server's clock is monotonic, and the same for all processes of one boot. A server that is started again in the
-    same boot keeps the recorded offset. So a change of the wall clock changes no age and no lease. Only after a reboot
-    does the wall clock decide how much time has passed.
+    The server's clock is monotonic, and the same for all processes of one boot of the machine. A server that is started
+    again in the same boot keeps the recorded offset, so that a change of the wall clock changes no age and no lease.
+    After a reboot, the wall clock says how much time has passed.
     """
     written_boot, offset = values.get(CLOCK, ("", 0.0))
     if written_boot and written_boot == boot_id():

@@ -1,7 +1,8 @@
 """State: turns the changes of a buffer into records, and fills a new buffer from the records of an older one.
 
-Outstanding batches are recorded as if they had not been drawn: after a crash no reader can acknowledge them any more,
-so a restart has their items in their table again. A lease has a record of its own: a restart draws its batch again.
+Outstanding batches are recorded as if they had not been drawn. After a crash no reader can acknowledge them any more,
+so their items are in their table again. Leased batches are the exception: a lease has a record of its own, by which the
+restarted server draws the batch again.
 """
 
 from __future__ import annotations
@@ -47,27 +48,33 @@ from replay_server.tables.table import Table
 log = logging.getLogger("replay_server")
 
 ITEMS_PER_SLICE = 1024
-"""Items whose records are collected before other requests run. They take some 3 ms of CPU."""
+"""Items whose records are collected before other requests run. This number takes some 3 ms of CPU."""
 _NO_OWNERS = np.zeros(0, np.int64)
 _NO_ROWS = np.zeros(0, ROW)
-_ONCE = (SCOPE, LEASE)
+_REPORTED = (SCOPE, LEASE)
 """The first bytes of the names of state records whose changes the buffer reports. The collector finds the changes of
 all other state records itself: it compares them with the records last written."""
 
 
 class ChangeCollector:
-    """Collects changes of a buffer. Each Delta leads from the state recorded last to the present state."""
+    """Collects changes of a buffer, as one of its watchers.
+
+    Each Delta leads from the state recorded last to the present state.
+    """
 
     def __init__(self, buffer: ReplayBuffer, state: State | None = None) -> None:
         """`state` is the recorded state; None: nothing is recorded yet."""
         state = State() if state is None else state
         self._buffer = buffer
         self._offset = records.time_offset(state.values, buffer.clock())
+        """Seconds to add to times of the buffer's clock to get recorded times."""
         self._clock_record = [records.boot_id(), self._offset]
         self._changed: set[int] = set()
+        """The keys of items that have changed since they were last collected."""
         self._many_changed: list[KeyArray] = []
-        """The keys of large changes."""
-        # The first Delta contains all leases. Of the scopes, it deletes outdated records: no scope has the name "".
+        """As `_changed`, for changes of many items at once: one array of keys for each such change."""
+        # The first Delta contains all leases. It also deletes outdated records of scopes. The name "", which no scope
+        # has, makes it look for them.
         self._changed_scopes = {(name, "") for name in buffer.tables}
         self._changed_leases = set(buffer.outstanding.leased)
         self._scopes = {(table, scope): name for name, (table, scope, _) in state.named(SCOPE).items()}
@@ -77,25 +84,28 @@ class ChangeCollector:
         self._remembered: dict[str, list[int]] = {kind: [] for kind in buffer.remembered}
         """The remembered ids that are in no record yet."""
         self._ends: dict[str, deque[tuple[bytes, int]]] = {kind: deque() for kind in buffer.remembered}
-        """The names of the records of remembered ids, and the newest id in each. When the buffer has forgotten that id,
-        the record is deleted."""
+        """By kind of remembered ids: the name of each record and the newest id in it, the oldest record first. When the
+        buffer has forgotten that id, the record is deleted."""
         self._add_ends(RememberedIds.all_of(state))
         self._unwritten: dict[bytes, bytes | None] = dict.fromkeys(state.damaged)
-        """State records that could not be written, or are damaged. The next Delta would not contain them otherwise."""
+        """Changes of state records that the next Delta has to repeat, because they could not be written. At first: the
+        deletion of damaged records."""
         self._written: dict[bytes, bytes] = {}
-        """The state records that were last written."""
+        """The state records that were last written, except the records of scopes, leases and remembered ids."""
         for name, record in state.state_records.items():
-            if not name.startswith((*_ONCE, REMEMBERED)):
+            if not name.startswith((*_REPORTED, REMEMBERED)):
                 self._written[name] = record
         self._numbers = count(_first_free_number(state))
         """The numbers for new records of scopes and remembered ids."""
         self._tables = _numbers_of_tables(buffer, state)
         """The numbers of the tables in the records of rows, by name."""
-        self.changed(state.skipped)
+        self.changed(state.skipped)  # the first Delta deletes the records of damaged items
 
     # ------------------------------------------------------------------------------------------------ watching
+    # The methods of a Watcher, which the buffer calls.
 
     def changed(self, keys: Iterable[int] | KeyArray) -> None:
+        """Notes that the records of these items may no longer be true."""
         if isinstance(keys, np.ndarray):
             if keys.size > ITEMS_PER_SLICE:
                 self._many_changed.append(keys)
@@ -115,13 +125,14 @@ class ChangeCollector:
     # ------------------------------------------------------------------------------------------------ collecting
 
     def slices(self) -> Iterator[Delta]:
-        """The records of some changed items at a time, as long as too many have changed for one call of `collect`.
+        """Yields the records of some changed items at a time, until few enough are left for one call of `collect`.
 
         Each slice has the state of the moment in which it is asked for. If an item of a slice changes again, `collect`
-        has the item too. So all slices, and after them the Delta of `collect`, lead to the state of the moment of
+        has the item too. All slices and the Delta of `collect` after them therefore lead to the state of the moment of
         `collect`. Only all of them together are a consistent state.
         """
-        for _ in range(2 * self.pending() // ITEMS_PER_SLICE):  # a bound: changes may come without end meanwhile
+        # A bound on the number of slices, because items may change faster than they are collected.
+        for _ in range(2 * self.pending() // ITEMS_PER_SLICE):
             if self.pending() <= ITEMS_PER_SLICE:
                 return
             if self._many_changed:
@@ -133,10 +144,11 @@ class ChangeCollector:
                 yield self._items_delta({self._changed.pop() for _ in range(ITEMS_PER_SLICE)})
 
     def _items_delta(self, keys: Collection[int]) -> Delta:
+        """The records of these items as of now. Keys without a record are of items to delete."""
         present = sorted(key for key in keys if key in self._buffer.items)
         items = self.item_records(np.array(present, dtype=np.uint64))
         removed: list[int] = []
-        if len(items) < len(keys):
+        if len(items) < len(keys):  # items are gone, or only batches hold them
             recorded: list[int] = items.items["key"].tolist()
             removed = sorted(set(keys).difference(recorded))
         return Delta(items, removed)
@@ -159,6 +171,7 @@ class ChangeCollector:
                     delta.remembered.append(entry)
             remembered = self._buffer.remembered[kind]
             ends = self._ends[kind]
+            # Ids are forgotten oldest first: if the newest id of a record is forgotten, all its ids are.
             while ends and ends[0][1] not in remembered:
                 name, _ = ends.popleft()
                 delta.state_records[name] = None
@@ -184,7 +197,7 @@ class ChangeCollector:
         for name, record in delta.state_records.items():
             if record is None:
                 self._written.pop(name, None)
-            elif not name.startswith(_ONCE):
+            elif not name.startswith(_REPORTED):
                 self._written[name] = record
         self._add_ends(delta.remembered)
 
@@ -203,11 +216,11 @@ class ChangeCollector:
             self._remembered[entry.kind][:0] = entry.ids
         # The next Delta contains all other records anyway, because they differ from the records last written.
         self._unwritten = {
-            name: record for name, record in delta.state_records.items() if record is None or name.startswith(_ONCE)
+            name: record for name, record in delta.state_records.items() if record is None or name.startswith(_REPORTED)
         }
 
     def item_records(self, keys: KeyArray) -> ItemRecords:
-        """The records of `keys`, in the same order. All keys must be in the buffer.
+        """The records of the items with these keys (n,), in the same order. All keys must be in the buffer.
 
         Items that only batches hold are left out.
         """
@@ -216,36 +229,37 @@ class ChangeCollector:
         assert table_owners.size == 0 or table_owners.max() < keys.size, "a row belongs to no item"
         in_a_table = np.zeros(keys.size, dtype=np.bool_)
         in_a_table[table_owners] = True
-        new_index = np.cumsum(in_a_table) - 1  # the index of each item when items in no table are left out
+        # (n,): the index of each item when items in no table are left out. Meaningless for the latter.
+        new_index = np.cumsum(in_a_table) - 1
         keys = keys[in_a_table]
-        found = list(map(buffer.items.__getitem__, keys.tolist()))
-        forwarded_owners, forwarded_rows = self._forwarded_rows(found)
+        items = list(map(buffer.items.__getitem__, keys.tolist()))
+        forwarded_owners, forwarded_rows = self._forwarded_rows(items)
         owners = np.concatenate([new_index[table_owners], forwarded_owners])
-        order = np.argsort(owners, kind="stable")
+        order = np.argsort(owners, kind="stable")  # sorts all rows by their items
 
-        items = np.zeros(keys.size, dtype=ITEM)
-        items["key"] = keys
+        heads = np.zeros(keys.size, dtype=ITEM)
+        heads["key"] = keys
         for name in ("policy_version", "nbytes", "inserted_at"):
-            items[name] = np.fromiter(map(attrgetter(name), found), dtype=ITEM[name], count=len(found))
-        items["inserted_at"] += self._offset
+            heads[name] = np.fromiter(map(attrgetter(name), items), dtype=ITEM[name], count=len(items))
+        heads["inserted_at"] += self._offset
         for extension in buffer.extensions:
             marked = extension.marked
             if marked:
                 is_marked = [key in marked for key in keys.tolist()]
-                items["permit"][is_marked] = extension.mark
+                heads["permit"][is_marked] = extension.mark
         packed_labels: list[bytes] = []
         if buffer.items.labelled:
-            packed_labels = [pack_labels(item.labels) for item in found]
-            items["labels"] = list(map(len, packed_labels))
+            packed_labels = [pack_labels(item.labels) for item in items]
+            heads["labels"] = list(map(len, packed_labels))
         return ItemRecords(
-            items=items,
+            items=heads,
             rows=np.concatenate([rows, forwarded_rows], dtype=ROW)[order],
             owners=owners[order],
             labels=np.frombuffer(b"".join(packed_labels), np.uint8),
         )
 
     def _rows_in_tables(self, keys: KeyArray) -> tuple[IntArray, npt.NDArray[np.void]]:
-        """The rows (m,) of `keys` (n,) in all tables, and the indexes in `keys` of their owners (m,)."""
+        """The owner (m,) of each row, as an index in `keys` (n,), and the rows (m,) that these keys have in tables."""
         owners = [_NO_OWNERS]
         rows = [_NO_ROWS]
         for table in self._buffer.tables.values():
@@ -258,7 +272,7 @@ class ChangeCollector:
         return np.concatenate(owners), np.concatenate(rows, dtype=ROW)
 
     def _forwarded_rows(self, items: Sequence[Item]) -> tuple[IntArray, npt.NDArray[np.void]]:
-        """The rows (m,) of the tables that forwarded items, and the indexes in `items` of their owners (m,)."""
+        """The owner (m,) of each row, as an index in `items`, and the rows (m,) of the tables that forwarded them."""
         owners: list[int] = []
         tables: list[int] = []
         for index, item in enumerate(items):
@@ -271,7 +285,7 @@ class ChangeCollector:
         return np.array(owners, dtype=np.int64), rows
 
     def _state_records(self) -> Iterator[tuple[bytes, bytes | None]]:
-        """The state records that have changed. None in the place of a record: the record is deleted."""
+        """Yields name and bytes of each state record that has changed; None in the place of the bytes deletes it."""
         buffer = self._buffer
         policy = buffer.policy
         values: dict[bytes, Any] = {
@@ -283,7 +297,7 @@ class ChangeCollector:
         for extension in buffer.extensions:
             if extension.record:
                 values[extension.record] = extension.state_dict(self._offset)
-        for name in self._written.keys() - values.keys():  # tables and extensions that are no longer configured
+        for name in self._written.keys() - values.keys():  # of tables and extensions that are no longer configured
             yield name, None
         for name, value in values.items():
             record = pack(value)
@@ -296,12 +310,13 @@ class ChangeCollector:
         self._changed_leases.clear()
 
     def _lease_record(self, batch_id: int) -> bytes | None:
+        """The record of a lease; None: the lease has ended."""
         outstanding = self._buffer.outstanding
         seconds = outstanding.leased.get(batch_id)
         if seconds is None:
             return None
         table, batch = outstanding.by_id[batch_id]
-        # A batch from before a reset of its table has no items any more.
+        # A reset of the table begins a new epoch, and removes the items of earlier batches.
         keys = batch.keys if batch.epoch == table.epoch else batch.keys[:0]
         return pack([batch_id, table.name, batch.scope, seconds, keys.astype("<u8").tobytes()])
 
@@ -314,6 +329,10 @@ class ChangeCollector:
         return present
 
     def _scope_records(self) -> Iterator[tuple[bytes, bytes | None]]:
+        """Yields the changes of records of scopes: the deletions of outdated records, and new records in their place.
+
+        A changed scope gets a new record, because the order of the names is the order in which scopes are restored.
+        """
         changed = self._changed_scopes
         self._changed_scopes = set()
         buffer = self._buffer
@@ -323,6 +342,7 @@ class ChangeCollector:
             yield self._scopes.pop(table_and_scope), None
         for name, scope in changed & present:
             table = buffer.tables[name]
+            # Outstanding batches are recorded as if they had not been drawn.
             keys_given_out = table.scopes.keys_under(scope) - buffer.outstanding.drawn_in_scope(table, scope)
             record = SCOPE + NUMBER % next(self._numbers)
             self._scopes[name, scope] = record
@@ -348,14 +368,14 @@ def _numbers_of_tables(buffer: ReplayBuffer, state: State) -> dict[str, int]:
 
 
 def rows_in_table(buffer: ReplayBuffer, table: Table, keys: KeyArray) -> tuple[IntArray, npt.NDArray[np.void]]:
-    """The rows (m,) that `table` has or retains of `keys` (n,), and the indexes in `keys` of their owners (m,).
+    """The owner (m,) of each row, as an index in `keys` (n,), and the rows (m,) that `table` has or retains of them.
 
     The rows are as if outstanding batches were requeued. Times are seconds of the server's clock. The caller fills the
     column `table`.
     """
     columns = table.columns
     retained = columns.retained
-    slots = columns.find_with_reserved(keys)
+    slots = columns.find_with_reserved(keys)  # (n,); -1: the item is not in the table
     if retained:
         absent = slots < 0
         slots[absent] = [retained.get(key, -1) for key in keys[absent].tolist()]
@@ -365,8 +385,8 @@ def rows_in_table(buffer: ReplayBuffer, table: Table, keys: KeyArray) -> tuple[I
     rows = np.zeros(owners.size, dtype=ROW)
     for name in ("order", "times_sampled", "priority", "inserted_at"):
         rows[name] = getattr(columns, name)[slots[owners]]
-    drawn, times = buffer.outstanding.drawn(table)
-    if drawn.size:
+    drawn, times = buffer.outstanding.drawn(table)  # keys, ascending, and how often each was drawn
+    if drawn.size:  # takes the draws of outstanding batches back
         at = np.searchsorted(drawn, keys[owners]).clip(max=drawn.size - 1)
         rows["times_sampled"] -= np.where(drawn[at] == keys[owners], times[at], 0)
     history = History.of(buffer) if retained else None
@@ -380,13 +400,17 @@ def rows_in_table(buffer: ReplayBuffer, table: Table, keys: KeyArray) -> tuple[I
 
 
 def restore(buffer: ReplayBuffer, state: State) -> None:
-    """Fills a new buffer. Items that do not fit its configuration are dropped or evicted, and logged."""
+    """Fills a new buffer from a state. Items that do not fit the buffer's configuration are dropped or evicted, and
+    logged.
+
+    Raises ValueError if a record is damaged that the server needs.
+    """
     now = buffer.clock()
     values = state.values
     offset = records.time_offset(values, now)
     if POLICY in values:
         version, weights, set_at = values[POLICY]
-        buffer.policy = Policy(version, weights, min(set_at - offset, now))
+        buffer.policy = Policy(version, weights, min(set_at - offset, now))  # `min`: the clock may have been set back
         for table in buffer.tables.values():
             table.set_policy_version(version)
     for value in state.named(TABLE).values():
@@ -405,7 +429,8 @@ def restore(buffer: ReplayBuffer, state: State) -> None:
         else:
             for id, answer in zip(entry.ids, entry.answers, strict=True):
                 remembered.load([id], tuple(answer))
-    # Before the tables drop items that are stale or too many: the reader of a leased batch may use its items already.
+    # Leased batches are drawn before the tables drop items that are stale or too many, because their readers may use
+    # the items already.
     for batch_id, table_name, scope, seconds, keys in state.named(LEASE).values():
         leased = np.frombuffer(keys, dtype="<u8").astype(np.uint64)
         buffer.outstanding.restore_lease(batch_id, buffer.tables.get(table_name), leased, scope, seconds)
@@ -415,9 +440,9 @@ def restore(buffer: ReplayBuffer, state: State) -> None:
 
 
 def _fit_to_configuration(buffer: ReplayBuffer) -> None:
-    """Removes the loaded items that the configuration does not allow any more.
+    """Removes the loaded items that the configuration does not allow any more, and logs how many are lost or evicted.
 
-    It logs how many are lost or evicted. Stale items are only counted, at their table.
+    Stale items are not logged, because their tables count them.
     """
     for extension in buffer.extensions:
         extension.reconcile()
@@ -431,10 +456,9 @@ def _fit_to_configuration(buffer: ReplayBuffer) -> None:
             log.warning("table %r: %s evicted, for its bounds are lower now", table.name, counted(evicted, "item"))
         table.drop_stale()
     nbytes = buffer.items.bytes
-    # Both texts below have the form of `why_full`: the bytes here + the bytes to come (0) > max_bytes. If eviction
-    # cannot make the items fit, nothing is evicted.
+    # Both log lines have the form of `why_full`: the bytes here + the bytes to come (0) > max_bytes.
     why_full = buffer.items.why_full(0, buffer.trained)
-    if why_full:
+    if why_full:  # eviction cannot make the items fit, so nothing is evicted
         log.warning("%s: 0 items evicted, for too few can be", why_full)
         return
     evicted = buffer.items.make_room(buffer.trained)
@@ -444,29 +468,33 @@ def _fit_to_configuration(buffer: ReplayBuffer) -> None:
 
 
 def _restore_items(buffer: ReplayBuffer, state: State, offset: float) -> None:
+    """Adds the items of a state, and their rows in tables. Items of tables that are not configured are dropped.
+
+    `offset`: seconds that recorded times are ahead of the buffer's clock.
+    """
     now = buffer.clock()
     items = state.items.items
     rows = state.items.rows
     owners = state.items.owners
     keys = items["key"]
     labels = state.items.labels_of_items()
-    holders = np.zeros(keys.size, dtype=np.int64)
+    holders = np.zeros(keys.size, dtype=np.int64)  # (n,): the number of tables that hold each item
     names = state.tables
     # If the clock was set back, a time may lie in the future.
     rows_inserted_at = np.minimum(rows["inserted_at"] - offset, now)
     items_inserted_at: list[float] = np.minimum(items["inserted_at"] - offset, now).tolist()
     forwarded = rows["kind"] == FORWARDED
     for number, name in names.items():
-        chosen = np.flatnonzero(~forwarded & (rows["table"] == number))
+        chosen = np.flatnonzero(~forwarded & (rows["table"] == number))  # the rows of this table
         if not chosen.size:
             continue
-        chosen = chosen[np.argsort(rows["order"][chosen], kind="stable")]
-        own = owners[chosen]
+        chosen = chosen[np.argsort(rows["order"][chosen], kind="stable")]  # in the order of their insertion
+        own = owners[chosen]  # the indexes of their items
         table = buffer.tables.get(name)
         if table is None:
             dropped = counted(int(own.size), "item")
             log.warning("table %r is not configured any more: %s dropped", name, dropped)
-            for watcher in buffer.watchers:
+            for watcher in buffer.watchers:  # so that the next Delta rewrites or deletes the records
                 watcher.changed(keys[own].tolist())
             continue
         holders[own] += 1
@@ -488,7 +516,8 @@ def _restore_items(buffer: ReplayBuffer, state: State, offset: float) -> None:
         if extension.mark:
             extension.load_marked(keys[items["permit"] == extension.mark].tolist())
     buffer.items.bytes += int(items["nbytes"].sum())
-    unheld = keys[holders == 0].tolist()  # items that are in no table of the configuration
+    # Items that are in no table of the configuration are removed: an item leaves when its last holder releases it.
+    unheld = keys[holders == 0].tolist()
     buffer.items.hold(unheld)
     for watcher in buffer.watchers:
         watcher.changed(unheld)
@@ -503,7 +532,7 @@ def _restore_rows(
     inserted_at: FloatArray,
     labels: list[Labels] | None,
 ) -> None:
-    """Adds rows (n,) of items (n,) to their table, in the order of the rows. Some of the rows are retained."""
+    """Adds rows (n,) to their table, in their order. `items` (n,) has the item of each row. Some rows are retained."""
     keys = items["key"]
     retained = rows["kind"] >= RETAINED
     table.add_rows(
@@ -513,7 +542,7 @@ def _restore_rows(
         sizes=items["nbytes"],
         orders=rows["order"],
         inserted_at=inserted_at,
-        times_sampled=np.where(retained, 1, rows["times_sampled"]),
+        times_sampled=np.where(retained, 1, rows["times_sampled"]),  # a retained row has another number there
         labels=labels,
     )
     if retained.any():

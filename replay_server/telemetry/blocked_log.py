@@ -19,10 +19,12 @@ _SECONDS_PER_LOOK = 5.0
 
 
 class BlockedLog:
+    """Logs once when a line has stood still for LOG_AFTER seconds, and once when the line moves again or is empty."""
+
     def __init__(self, buffer: ReplayBuffer) -> None:
         self._buffer = buffer
         self._logged: dict[str, float] = {}
-        """The names of the lines that were logged, and the time since when each stands still."""
+        """By name of each line that was logged: the time since when the line stands still, on the buffer's clock."""
 
     async def run(self) -> None:
         """Looks every few seconds. Runs until it is cancelled."""
@@ -31,11 +33,12 @@ class BlockedLog:
             self.look()
 
     def look(self) -> None:
+        """Logs the lines that stand still for long, and the logged lines that do so no more."""
         now = self._buffer.clock()
         for name, line, reason in self._lines():
             since = line.still_since
             logged = self._logged.get(name)
-            if logged is not None and since != logged:
+            if logged is not None and since != logged:  # the standstill that was logged has ended
                 change = "moves again" if line.moved_at > logged else "has nothing that waits any more"
                 log.info("%s %s after %.0f s", name, change, now - logged)
                 del self._logged[name]
@@ -61,4 +64,5 @@ class BlockedLog:
             yield "permits: acquiring", admission.line, reason
 
     def _why_waiting(self, line: Line[Any]) -> str | None:
+        """Why the first request of the line waits; None: the line is empty."""
         return None if line.head is None else self._buffer.why_waiting(line.head)

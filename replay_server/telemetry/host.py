@@ -24,11 +24,11 @@ log = logging.getLogger("replay_server")
 
 _CGROUP = Path("/sys/fs/cgroup")
 _NO_LIMIT = 1 << 60
-"""Version 1 of control groups gives a limit above this number if there is no limit."""
+"""Bytes. In version 1 of control groups, a limit above this number means that there is no limit."""
 
 
 def resident_bytes() -> int:
-    """Bytes of the memory of this process that are in RAM."""
+    """Bytes of the memory of this process that are in RAM; 0: unknown."""
     try:
         return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     except (OSError, ValueError, IndexError):
@@ -40,27 +40,29 @@ class Memory:
     """The memory of the machine, or of a control group that this process is in."""
 
     name: str
+    """The subject of sentences about it: "the machine", or "control group FOLDER"."""
     limit: int
+    """Bytes in all."""
     available: int
     """Bytes left without swapping. The system's cache of files counts as left."""
 
 
 def memories() -> list[Memory]:
-    """The machine and all control groups that bound the memory of this process."""
+    """The memory of the machine, and of each control group that bounds this process. Empty if none is known."""
     machine = _machine()
-    found = [] if machine is None else [machine]
+    known = [] if machine is None else [machine]
     for folder in _control_groups():
-        found += _version_2(folder) or _version_1(folder)
-    return found
+        known += _version_2(folder) or _version_1(folder)
+    return known
 
 
 def memory_available() -> int:
-    """Bytes that the machine has left, or the control group of a container if that is less."""
+    """Bytes that the machine has left, or the control group of a container if that is less; 0: unknown."""
     return min((memory.available for memory in memories()), default=0)
 
 
 def disk_available(folder: Path) -> int:
-    """Bytes that an unprivileged process may still write to the disk of `folder`."""
+    """Bytes that an unprivileged process may still write to the disk of `folder`; 0: none, or unknown."""
     try:
         return shutil.disk_usage(folder).free
     except OSError:
@@ -68,6 +70,7 @@ def disk_available(folder: Path) -> int:
 
 
 def _machine() -> Memory | None:
+    """The memory of the machine; None: unknown, as on other systems than Linux."""
     try:
         facts = _facts(Path("/proc/meminfo"))
         return Memory("the machine", 1024 * facts["MemTotal:"], 1024 * facts["MemAvailable:"])
@@ -82,29 +85,32 @@ def _control_groups() -> tuple[Path, ...]:
         lines = Path("/proc/self/cgroup").read_text().splitlines()
     except OSError:
         return ()
-    found: list[Path] = []
+    folders: list[Path] = []
     for line in lines:
         _, controllers, path = line.split(":", 2)
-        if controllers in ("", "memory"):
+        if controllers in ("", "memory"):  # version 2 names no controllers
             root = _CGROUP / controllers
             group = root / path.lstrip("/")
-            found += [folder for folder in (group, *group.parents) if folder.is_relative_to(root)]
-    return tuple(found)
+            folders += [folder for folder in (group, *group.parents) if folder.is_relative_to(root)]
+    return tuple(folders)
 
 
 def _version_2(folder: Path) -> list[Memory]:
+    """The memory of a control group of version 2; empty: the group has no limit, or the folder is of version 1."""
     try:
         limit = (folder / "memory.max").read_text().strip()
         used = (folder / "memory.current").read_text().strip()
         if limit == "max":
             return []
         facts = _facts(folder / "memory.stat")
+        # `file` includes shared memory, which the system cannot drop as it drops its cache of files.
         return [_memory(folder, int(limit), int(used), facts["file"] - facts["shmem"])]
     except (OSError, ValueError, KeyError):
         return []
 
 
 def _version_1(folder: Path) -> list[Memory]:
+    """The memory of a control group of version 1; empty: the group has no limit, or the folder is of version 2."""
     try:
         limit = int((folder / "memory.limit_in_bytes").read_text())
         used = int((folder / "memory.usage_in_bytes").read_text())
@@ -117,6 +123,7 @@ def _version_1(folder: Path) -> list[Memory]:
 
 
 def _memory(folder: Path, limit: int, used: int, cached_files: int) -> Memory:
+    """The memory of a control group. `used` bytes include those of `cached_files`."""
     available = limit - used + max(0, cached_files)
     return Memory(f"control group {folder}", limit, max(0, available))
 
@@ -131,14 +138,14 @@ def _facts(path: Path) -> dict[str, int]:
 
 
 _MACHINE_RESERVE = 512 << 20
-"""The most bytes of the machine that the guard reserves. Other processes use the machine too."""
+"""The most bytes of the machine's memory that have to stay free."""
 _LOOK_EVERY = 0.05
 """Seconds between two looks at the memory."""
 _TRIM_EVERY = 1.0
-"""Seconds between two requests to give freed memory back to the system."""
+"""Seconds between two attempts to make room, by dropping copies and returning freed memory to the system."""
 _SHARE_BETWEEN_LOOKS = 0.25
-"""The guard looks again once the server has received this share of the room above the reserve. A fast client fills the
-reserve of a small container within _LOOK_EVERY."""
+"""Once the server has received this share of the bytes that were available above the reserve, the guard looks again
+before _LOOK_EVERY is over. Otherwise a fast client could fill a small container between two looks."""
 
 
 class MemoryGuard:
@@ -154,14 +161,15 @@ class MemoryGuard:
         release_copies: Callable[[], object] = lambda: None,
         look: Callable[[], Sequence[Memory]] = memories,
     ) -> None:
-        """`share` of each memory may be in use; 1: all of it.
+        """`share` of each memory may be in use; 1: the guard does nothing.
 
-        `release_copies` drops the items that only copies hold.
+        `release_copies` drops the items that only copies hold. `look` measures the memories.
         """
         self._share = share
         self._release_copies = release_copies
         self._look = look
         self._why: str | None = None
+        """The reason why no more items fit into memory, as of the last look."""
         self._looked_at = self._trimmed_at = -_TRIM_EVERY
         self._until_next_look = 0.0
         """Bytes that may still be received before the next look."""
@@ -169,8 +177,8 @@ class MemoryGuard:
     def why_full(self, received: int) -> str | None:
         """The reason why no more items fit into memory; None if they fit.
 
-        `received` are the bytes that have come into memory since the last call. If a caller names the same bytes twice,
-        the guard only looks sooner.
+        `received` are the bytes that have come into memory since the last call. To name the same bytes twice is
+        harmless: the guard only looks sooner.
         """
         now = time.monotonic()
         self._until_next_look -= received
@@ -182,6 +190,7 @@ class MemoryGuard:
         return self._why
 
     def _look_again(self, now: float) -> None:
+        """Sets the reason anew, and makes room first if memory is short. Logs the beginning and end of a shortage."""
         before = self._why
         self._why = self._find_reason()
         if self._why is not None and now - self._trimmed_at >= _TRIM_EVERY:
@@ -195,6 +204,10 @@ class MemoryGuard:
             log.warning("there is memory again: inserts are accepted")
 
     def _find_reason(self) -> str | None:
+        """Measures the memories. The reason why one of them is too full for more items; None: there is room.
+
+        Also sets the bytes that may be received before the next look.
+        """
         self._until_next_look = float("inf")
         for memory in self._look():
             reserve = int(memory.limit * (1 - self._share))
@@ -211,10 +224,10 @@ class MemoryGuard:
 
 
 def return_freed_memory() -> None:
-    """Gives memory that the process has freed back to the system.
+    """Returns memory that the process has freed to the system.
 
-    Otherwise the process would keep the memory of removed items for later use, and the guard would not see this memory
-    as free.
+    Otherwise malloc would keep the memory of removed items for later use, and the guard would not see this memory as
+    free.
     """
     give_back_idle()
     if sys.platform == "linux":

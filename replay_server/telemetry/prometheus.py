@@ -1,9 +1,9 @@
-"""Prometheus: gives metrics to Prometheus, and health to containers, over the HTTP server of prometheus_client.
+"""Prometheus: serves metrics to Prometheus, and health to containers, by the HTTP server of prometheus_client.
 
 * A field of ServerInfo declares its metric in replay.proto. This module adds the few metrics that combine several
   fields.
 * A scrape asks the event loop once, for the server info. It formats the metrics on a thread of its own.
-* /health is "ok" if the event loop responds. It needs neither token nor TLS, because it tells nothing more than that.
+* /health is "ok" if the event loop responds. It needs neither token nor TLS, because it reveals nothing else.
 * A connection that sends or reads nothing for ten seconds is cut, so that its thread ends.
 """
 
@@ -47,6 +47,7 @@ BOUNDS = (0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0
 _LOOP_SECONDS = 5.0
 """The most seconds that a scrape or a health check waits for the event loop."""
 Families = dict[str, CounterMetricFamily | GaugeMetricFamily]
+"""Metrics by name."""
 # Otherwise the library would add a series with the start time of each series.
 disable_created_metrics()  # type: ignore[no-untyped-call]
 
@@ -87,6 +88,7 @@ class MetricsEndpoint:
         self._thread.join()
 
     def _respond(self, environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
+        """The WSGI application: responds to one HTTP request. Runs on a thread of the HTTP server."""
         status = "404 Not Found"
         body = f"metrics are at {PATH}, health is at {HEALTH}"
         try:
@@ -106,7 +108,7 @@ class MetricsEndpoint:
     def _on_loop(self, function: Callable[[], T]) -> T:
         """Calls `function` on the event loop, and returns its result.
 
-        Raises TimeoutError if the event loop is busy, and RuntimeError if there is no event loop.
+        Raises TimeoutError if the event loop is busy, and RuntimeError before `start` and after the loop is closed.
         """
         if self._loop is None:
             raise RuntimeError("the server is not started")
@@ -123,8 +125,10 @@ class MetricsEndpoint:
 
 
 class _Handler(WSGIRequestHandler):
+    """Handles one connection. Broken connections and requests are logged at level DEBUG only."""
+
     timeout = 10.0
-    """Seconds after which a connection is cut that sends or reads nothing."""
+    """Seconds without any bytes sent or read, after which the connection is cut."""
 
     def handle(self) -> None:
         try:
@@ -177,7 +181,10 @@ def _with_metrics(message: Descriptor) -> tuple[tuple[FieldDescriptor, pb.Field]
 
 
 def _add_fields(families: Families, message: Message, name: str, text: str, labels: dict[str, str]) -> None:
-    """Adds the samples of a message. The fields that contain the message declare `name`, `text` and `labels`."""
+    """Adds the samples of a message.
+
+    The fields that contain the message declare the beginning of the metrics' `name`, the help `text` and the `labels`.
+    """
     for field, option in _with_metrics(message.DESCRIPTOR):
         metric = name + option.metric
         value = getattr(message, field.name)
@@ -185,7 +192,7 @@ def _add_fields(families: Families, message: Message, name: str, text: str, labe
             for entry in value:
                 _add_fields(families, entry, metric, option.help, labels | {option.label: entry.name})
             continue
-        label, _, label_value = option.label.partition("=")
+        label, _, label_value = option.label.partition("=")  # for example operation=insert
         field_labels = labels | {label: label_value} if label else labels
         if field.message_type is not None:
             if message.HasField(field.name):
@@ -198,7 +205,7 @@ def _add_fields(families: Families, message: Message, name: str, text: str, labe
             kind = CounterMetricFamily if option.counter else GaugeMetricFamily
             family = kind(metric, option.help or text, labels=list(field_labels))
             families[metric] = family
-        sample = float(bool(value)) if isinstance(value, str) else value
+        sample = float(bool(value)) if isinstance(value, str) else value  # a text, such as an error: 1 if there is one
         family.add_metric(list(field_labels.values()), sample)
 
 
@@ -257,7 +264,7 @@ class Latencies:
         self._seconds.labels(method)
 
     def ended(self, method: str, code: str, seconds: float | None) -> None:
-        """Notes that a call has ended, `seconds` after its request. `seconds` is None for a stream."""
+        """Notes that a call has ended, `seconds` after its request; None: a stream, which has no single request."""
         if seconds is not None:
             self._seconds.labels(method).observe(seconds)
         self._ended.labels(method, code).inc()
@@ -265,8 +272,8 @@ class Latencies:
     def responded(self, method: str, response: Any, seconds: float | None) -> None:
         """Notes that a response is sent, `seconds` after the last message of the client.
 
-        `seconds` is None if that message has had a response already. A refused draw counts as a call that failed:
-        nothing else would count it, because its stream goes on.
+        `seconds` is None if that message has had a response already. A refused draw counts as a call that failed. Its
+        stream goes on, so `ended` would not count it.
         """
         if seconds is not None:
             self._seconds.labels(method).observe(seconds)

@@ -16,7 +16,9 @@ from replay_protos.framing import SERVICE
 
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 Method = Callable[[Any, Context], Awaitable[Any]]
+"""A method of the gRPC service: takes the request and gRPC's context, and returns the response."""
 _NAMES = {code.value[0]: code.name for code in grpc.StatusCode}
+"""The names of gRPC's status codes by their numbers."""
 
 
 def available() -> bool:
@@ -48,6 +50,7 @@ def traced(name: str, method: Method) -> Method:
             context=propagator.extract(headers),
             kind=trace.SpanKind.SERVER,
             attributes=attributes,
+            # The exception is always AbortError, by which gRPC ends a call. The status below says more.
             record_exception=False,
             set_status_on_exception=False,
         ) as span:
@@ -69,7 +72,7 @@ def code_name(code: Any) -> str:
 
 def _tables(request: Any) -> str:
     """The tables that a request names, separated by commas."""
-    message = getattr(request, "head", request)
+    message = getattr(request, "head", request)  # an insert comes as a Frame
     targets = getattr(message, "targets", ())
     if targets:
         return ", ".join(target.table for target in targets)
