@@ -149,6 +149,16 @@ def test_a_bad_group_of_the_pool_replaces_nothing_and_leaves_the_pool(tmp_path):
         assert len({group["key"] for group in (*line["trained"], *line["left_out"])}) == 4
 
 
+def test_a_step_without_bad_groups_never_stops_a_run():
+    # The third step forgets the first, and with it the good groups that kept the share low.
+    inspector = Inspector(FakeClient(), Ranks("cpu"), MODEL, "replay", 0.1)  # type: ignore[arg-type]
+    good = make_sample(make_group(rewards=[0.0, 1.0]), key=78)
+    for count, bad_count in ((64, 0), (90, 12), (20, 0)):
+        bad = [foreign() for _ in range(bad_count)]
+        inspector.usable([good] * (count - bad_count) + bad, "rollouts")
+        assert len(inspector.end_draws()) == bad_count
+
+
 def test_a_group_that_joins_the_pool_late_is_not_drawn_and_deleted_then():
     # The server forwards a fresh group when it learns that its batch arrived, which may be after the first deletion.
     client = FakeClient()

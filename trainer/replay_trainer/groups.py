@@ -184,8 +184,8 @@ class Inspector:
         """Deletes the bad groups of this step from the server. Returns the bad groups of all ranks. Every rank calls
         it.
 
-        Raises RuntimeError on every rank if the share of bad groups among the recent ones is too high, or if the
-        trainer would scale advantages of a user's function.
+        Raises RuntimeError on every rank if this step has bad groups and their share among the recent groups is too
+        high, or if the trainer would scale advantages of a user's function.
         """
         self.delete()
         parts = self.ranks.all((self._drawn, self._unusable, self._refusal))
@@ -202,7 +202,9 @@ class Inspector:
         drawn = sum(drawn for drawn, _ in self._recent)
         bad = sum(bad for _, bad in self._recent)
         # At the start of a run a single bad group would be a large share of the few groups so far.
-        if bad > self.max_share * max(drawn, RECENT_GROUPS):
+        is_too_high = bad > self.max_share * max(drawn, RECENT_GROUPS)
+        # The share also rises when an older step is forgotten. A step without bad groups is no reason to stop.
+        if unusable and is_too_high:
             raise RuntimeError(
                 f"{bad} of the last {counted(drawn, 'group')} could not be trained on, more than max_unusable_fraction="
                 f"{self.max_share:g}. The last: key {unusable[-1].key} of table {unusable[-1].table!r}: "
