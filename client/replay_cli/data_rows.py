@@ -120,10 +120,11 @@ def group_of(rows: Sequence[Row]) -> RolloutGroup:
 
 def _rollouts_of(rows: Sequence[Row]) -> list[list[Row]]:
     """The rows of each rollout: consecutive rows with the same `rollout`. A row without it is a rollout of its own."""
-    numbers = []
+    numbers: list[tuple[Any, int]] = []
     for index, row in enumerate(rows):
         number = row.get("rollout")
-        numbers.append(index if number is None else number)  # `index` differs from that of the row before
+        # The index keeps two rows without a number apart, and the None keeps it apart from the numbers of other rows.
+        numbers.append((None, index) if number is None else (number, 0))
     rollouts = []
     for _, numbered_rows in groupby(zip(numbers, rows, strict=True), key=itemgetter(0)):
         rollouts.append([row for _, row in numbered_rows])

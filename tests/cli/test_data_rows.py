@@ -33,6 +33,11 @@ def test_rows_of_one_rollout_are_its_sequences():
     assert group.sequence_counts.tolist() == [2, 1]
 
 
+def test_a_row_without_a_rollout_is_none_of_the_rollout_before_whatever_its_number():
+    (group,) = groups_of(LEAST | {"rollout": 1}, LEAST, LEAST | {"rollout": 2})
+    assert group.group_size == 3
+
+
 def test_equal_groups_of_one_file_are_items_of_their_own_and_have_the_same_keys_the_next_time():
     rows = [LEAST | {"prompt_id": name} for name in ("a", "b", "a")]
     keys = [[row["key"] for _, row in items_of(enumerate(rows, start=1), "replay")] for _ in range(2)]
