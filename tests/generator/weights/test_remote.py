@@ -168,6 +168,9 @@ def trouble(run: Run, how: str, version: int) -> str:
             other["checksums"]["model.safetensors"] = "0"
             file.seek(0)
             json.dump(other, file)
+    elif how == "in a circle":
+        base = {"version": f"step-{version}", "checksums": {"model.safetensors": "0"}}
+        (run.folder / f"step-{version}/delta/base.json").write_text(json.dumps(base))
     elif how == "lost":
         delta.unlink()
     elif how == "lost folder":
@@ -175,7 +178,9 @@ def trouble(run: Run, how: str, version: int) -> str:
     return location
 
 
-@pytest.mark.parametrize("how", ["damaged", "cut off", "of another base", "lost", "lost folder", "rollback", "late"])
+@pytest.mark.parametrize(
+    "how", ["damaged", "cut off", "of another base", "in a circle", "lost", "lost folder", "rollback", "late"]
+)
 def test_where_no_delta_leads_to_a_version_the_whole_is_fetched_and_that_is_said_once(run, tmp_path, caplog, how):
     disk = Disk(tmp_path / "cache")
     disk.fetch(run.publish(1))

@@ -194,7 +194,7 @@ class Fetcher:
 
         The oldest delta is first. `location`: the location of the wanted version. `wanted`: its checksums. `held`: the
         versions on this machine, by `weights_of`. Raises FileNotFoundError if no deltas lead from any of them to the
-        wanted version.
+        wanted version, and ValueError if the deltas lead in a circle.
         """
         steps: list[str] = []
         weights = weights_of(wanted)
@@ -205,6 +205,8 @@ class Fetcher:
             if not is_version(str(before["version"])):
                 raise ValueError(f"{location}/{BASE} names the version {before['version']!r:.80}")
             location = f"{location.rpartition('/')[0]}/{before['version']}"
+            if location in steps:  # a damaged file: without this check the loop would never end
+                raise ValueError(f"the deltas of {steps[-1]} start from one another")
             weights = weights_of(before["checksums"])
         return held[weights], steps
 
