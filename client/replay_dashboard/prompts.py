@@ -78,6 +78,7 @@ class PromptLog:
             self._prompts[name].text = facts.prompt
         if A_PROMPT in facts.flags:
             self._prompts.setdefault(name, Prompt(facts.prompt)).text = facts.prompt
+            self._forget_oldest()
         is_group = bool(facts.numbers)
         if again or not is_group:
             return
@@ -87,6 +88,9 @@ class PromptLog:
         _add_to(prompt.versions, version, tally)
         _add_to(self._versions, version, np.append(tally, one_hot_kind))
         self._prompts.move_to_end(name)
+        self._forget_oldest()
+
+    def _forget_oldest(self) -> None:
         if len(self._prompts) > MOST_PROMPTS:
             self._prompts.popitem(last=False)
 
