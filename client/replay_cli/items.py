@@ -409,7 +409,7 @@ def _words(ids: Sequence[int], text: TokenText) -> str | Text:
     if not ids:
         return Text("(empty)", style="dim")
     more = f" and {len(ids) - _FEW} more" if len(ids) > _FEW else ""
-    return Text(f"tokens {' '.join(map(str, ids[:_FEW]))}{more}; --tokenizer PATH shows the text", style="dim")
+    return Text(f"tokens {' '.join(map(str, ids[:_FEW]))}{more}; --tokenizer FOLDER shows the text", style="dim")
 
 
 def _arrays(window: Document) -> list[str]:

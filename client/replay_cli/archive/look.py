@@ -168,7 +168,7 @@ def _where(selection: Mapping[str, Any]) -> Any:
         for end in (least, most):
             is_number = end.isascii() and end.isdecimal()
             if end and not is_number:
-                misuse(f"--version {versions!r} is not a policy version, nor a range such as 40..50")
+                misuse(f"--policy-version {versions!r} is not a policy version, nor a range such as 40..50")
         if least:
             conditions.append(field("policy_version") >= int(least))
         if most or not dots:  # without dots, the version is the least and the most

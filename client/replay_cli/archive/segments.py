@@ -117,5 +117,5 @@ def remove_unfinished(folder: Path) -> int:
 def segments(folder: Path) -> list[Path]:
     """The finished segments, the oldest first. Raises ValueError if there is no such folder."""
     if not folder.is_dir():
-        raise ValueError(f"{folder} is no folder: give the DIR of `replay archive run`")
+        raise ValueError(f"{folder} is no folder: give the FOLDER of `replay archive run`")
     return sorted(filter(Path.is_file, folder.glob("groups-*.parquet")))
