@@ -36,13 +36,15 @@ VARIABLE = "REPLAY_HEARTBEAT"
 LOG_SECONDS = 30.0
 """Seconds between two lines about waiting, even if they are about different waits."""
 STOP_SECONDS = 20.0
-"""The most seconds in which a generator ends after a signal to stop, on any machine. A container must wait longer
-before it kills the generator."""
+"""Upper limit, in seconds, on the time from a stop signal to the end of a generator with the default `stop_grace`.
+
+Whatever runs the container must allow more than this before it kills the generator."""
 LAST_WORD = STOP_SECONDS / 10
-"""The most seconds of each of the calls that a generator makes to the server before it ends. After `stop_grace`, up to
-five such calls follow each other."""
+"""Upper limit, in seconds, on each of the calls that a generator makes to the server before it ends.
+
+Up to five such calls follow each other, after `stop_grace`, which by default takes as long as one of them."""
 ENGINE_STOP = STOP_SECONDS - 6 * LAST_WORD
-"""Seconds for the engine, which ends last. The rest of STOP_SECONDS is enough for six such calls before that."""
+"""Seconds for the engine, which ends last. The rest of STOP_SECONDS is for `stop_grace` and the five calls."""
 _SHORT_WAIT = 1.0
 """Seconds. A WaitLog logs a wait of at most this length without its duration. It logs the end of such a wait only if
 the log is `late`."""

@@ -255,8 +255,9 @@ def window(
 ) -> dict[str, Any]:
     """Tokens `start` to `stop` of a sequence with its context, or of the prompt (row -1): ids, text and arrays.
 
-    `text` is a list with the text of each token of the window. With `whole`, it is the text of the whole sequence, and
-    the window may have more than MOST_TOKENS tokens. Raises ValueError for a row that the group does not have.
+    `text` decodes tokens. In the result, "text" is a list with the text of each token of the window, or None without a
+    tokenizer. With `whole`, "text" is the text of the whole sequence, and the window may have more than MOST_TOKENS
+    tokens. Raises ValueError for a row that the group does not have.
     """
     if not -1 <= row < group.num_sequences:
         raise ValueError(f"completion {row}: this group has {group.num_sequences}")

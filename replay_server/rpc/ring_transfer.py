@@ -80,7 +80,12 @@ class Carrier:
         return request
 
     async def place(self, response: Frame[Any]) -> Frame[Any] | SharedFrame[Any] | None:
-        """The message for gRPC; None if the response will be a part of the next message."""
+        """The message that gRPC sends for a part of a response; None if this part will be sent with the next one.
+
+        Without a ring the part is sent as it is. With a ring, small parts of one response are joined until they are
+        worth a place in the ring, or the response is complete. A SharedFrame says where the payload lies in the ring. A
+        Frame holds the payload itself: it is small, or the ring is full.
+        """
         if self._writer is None:
             return response
         gathered = self._writer.gather(response)

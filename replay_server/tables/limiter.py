@@ -114,8 +114,8 @@ def sample_to_insert_ratio(spi: float, min_size: int, error_buffer: float | tupl
     """A limiter that keeps samples / inserts near `spi`, which is above 0.
 
     error_buffer: a number e bounds the difference inserts * spi - samples to spi * min_size ± e. A pair is (min_diff,
-    max_diff). None: e is 10 * max(1, spi). Raises ValueError for constants with which inserts and samples would block
-    each other for ever.
+    max_diff). None: e is 10 * max(1, spi). Raises ValueError if the range is too narrow, so that inserts and samples
+    would block each other for ever, and if min_diff is so high that min_size no longer decides when sampling begins.
     """
     middle = spi * min_size
     if isinstance(error_buffer, tuple):
@@ -136,7 +136,7 @@ def sample_to_insert_ratio(spi: float, min_size: int, error_buffer: float | tupl
         )
     if least > middle:
         raise ValueError(
-            f"min_diff {least:.12g} is above samples_per_insert * min_size = {middle:.12g}: sampling would wait for "
-            f"inserts that are never admitted; lower min_diff or raise min_size"
+            f"min_diff {least:.12g} is above samples_per_insert * min_size = {middle:.12g}: sampling would begin later "
+            f"than min_size says; lower min_diff or raise min_size"
         )
     return RateLimiter(spi, min_size, least, most)

@@ -425,7 +425,10 @@ class ServerDataBuffer(DataBuffer):  # type: ignore[misc]  # Miles has no types 
         return metrics
 
     def _queue_metrics(self) -> dict[str, float]:
-        """The metrics of the table, and `server_away`. Unlike other calls, this does not wait for the server."""
+        """The metrics of the table, and `server_away`. Staleness is that of the first 1000 waiting groups.
+
+        Other methods try again until the server is back. Here each of three requests waits at most _METRICS_SECONDS.
+        """
         table = self.settings.table
         try:
             # Repeated in each drain, because a restarted server has forgotten which table this client reads.
@@ -435,7 +438,8 @@ class ServerDataBuffer(DataBuffer):  # type: ignore[misc]  # Miles has no types 
         except ReplayError:
             return {f"{PREFIX}server_away": 1.0}
         metrics = {f"{PREFIX}queue_size": float(info.size), f"{PREFIX}held_groups": float(info.reserved)}
-        if self._version is not None and waiting:
+        has_published = self._version is not None  # without a version, the staleness of a group is unknown
+        if has_published and waiting:
             staleness = [max(0, self._policy_version - item.policy_version) for item in waiting]
             metrics[f"{PREFIX}buffer_avg_staleness"] = sum(staleness) / len(staleness)
             metrics[f"{PREFIX}buffer_max_staleness"] = float(max(staleness))

@@ -391,7 +391,7 @@ def _finish_reason(sample: Any) -> str:
 
 
 Forms = dict[str, Any]
-"""By the name of each field of one sample that a column holds: the form of the field in the sample (see `_form`)."""
+"""For one sample, by name of the field: what `_formed` needs to restore the field from its column (see `_form`)."""
 Column = tuple[str, list[Any]]
 """The axis of a column, and its rows: one for each sample."""
 

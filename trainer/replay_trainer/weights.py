@@ -261,9 +261,13 @@ def remove(folder: Path) -> None:
     """Removes the files of the manifest and the files that a killed `add_state` left. Removes the folder, too, if it is
     empty then."""
     shutil.rmtree(folder.with_name(folder.name + _UNFINISHED), ignore_errors=True)
-    for path in [*(folder / name for name in _files(folder)), folder / _STATE, *(folder / RANKS_FOLDER).glob("*")]:
+    listed = [folder / name for name in _files(folder)]
+    # `add_state` puts these files into the folder before the manifest lists them.
+    of_state = [folder / _STATE, *(folder / RANKS_FOLDER).glob("*")]
+    for path in [*listed, *of_state]:
         path.unlink(missing_ok=True)
-    # Last: if this process is killed here, the next one still finds the folder and finishes the removal.
+    # The manifest is removed after all other files. If this process is killed before that, the folder still counts as
+    # published, and the next call finishes the removal.
     (folder / MANIFEST).unlink()
     # In reverse order, a folder comes after the folders inside it.
     subfolders = sorted((path for path in folder.rglob("*") if path.is_dir()), reverse=True)

@@ -37,9 +37,9 @@ class Gpus:
 
     @property
     def visible(self) -> list[str]:
-        """The names of all GPUs, as CUDA_VISIBLE_DEVICES would name them."""
+        """The names of the GPUs that the shell sees: indices and UUIDs, as in CUDA_VISIBLE_DEVICES."""
         if self._restricted is None:
-            return [*self._uuids()]
+            return list(self._uuid_by_index())
         names = []
         for name in self._restricted.split(","):
             name = name.strip()
@@ -91,15 +91,15 @@ class Gpus:
             if name.startswith(uuid):
                 return name
         # The shell may name the same GPU by its index.
-        for index, listed in self._uuids().items():
+        for index, listed in self._uuid_by_index().items():
             if listed.startswith(uuid) and index in visible:
                 return index
         if uuid.startswith("MIG-") and self._restricted is None:
             return uuid  # nvidia-smi lists only whole GPUs, so this name cannot be checked
-        listed = ", ".join(self._uuids().values()) or "nvidia-smi lists none"
+        listed = ", ".join(self._uuid_by_index().values()) or "nvidia-smi lists none"
         raise ValueError(f"there is no GPU {uuid} here: {listed}")
 
-    def _uuids(self) -> dict[str, str]:
+    def _uuid_by_index(self) -> dict[str, str]:
         """The UUID of each GPU of the machine by its index, as nvidia-smi lists them."""
         if self._listed is None:
             self._listed = {}

@@ -332,11 +332,14 @@ class Fleet:
         """The result of `attempt`. If it fails because a shard is gone, tries again for `timeout` seconds.
 
         `also` lists other errors after which another attempt follows. Each attempt waits first until at least one shard
-        is up.
+        is up. `attempt` gets the deadline of all attempts together.
         """
 
         async def judge(error: Exception, late: bool) -> None:
-            """Raises the error if no other attempt follows. `late`: the time is up."""
+            """Raises the error of an attempt if no other attempt follows. `late`: the time is up.
+
+            `Patience` calls this after each attempt that failed, and tries again if it returns.
+            """
             may_succeed_later = isinstance(error, (*GONE, *also))
             if late or self._closed or not may_succeed_later:
                 raise error
@@ -345,6 +348,7 @@ class Fleet:
             await self.reachable(deadline)
             return await attempt(deadline)
 
+        # `longest`: most seconds between two attempts. An attempt itself waits for a shard, so the pauses can be short.
         patience = Patience(judge, timeout, longest=0.1)
         deadline = patience.start()
         return await patience.result(attempt_when_reachable)
@@ -432,19 +436,24 @@ class Fleet:
     async def ask_all(self, method: str, request: Message, timeout: float | None, read: Callable[[Any], T]) -> T:
         """One record, merged from the answers of all shards, each of which must answer. `read` is as in `ask`.
 
-        Raises ServerUnavailableError that names the shards which cannot be reached in time.
+        Raises the errors of the shards, and ServerUnavailableError with the names of the shards that cannot be reached
+        in time.
         """
         deadline = Deadline(timeout)
         self.connect()
         while gone := [shard.name for shard in self.shards if not shard.is_up]:
             if not await self._changes(deadline):
                 raise ServerUnavailableError(f"this needs all shards, and {', '.join(gone)} cannot be reached")
-        answers = await asyncio.gather(*(shard.ask(method, request, deadline.seconds) for shard in self.shards))
+        shards = list(self.shards)  # `_follow` may replace them while the shards answer
+        answers = await asyncio.gather(*(shard.ask(method, request, deadline.seconds) for shard in shards))
         records = [read(answer) for answer in answers]
-        return self._merged(method, dict(zip(self.shards, records, strict=True)))
+        return self._merged(method, dict(zip(shards, records, strict=True)))
 
     def _merged(self, method: str, records: Mapping[Shard, T]) -> T:
-        """One record of the shards' records, by the rule that MERGES has for the method."""
+        """Merges the shards' records into one, with the function that MERGES has for the method.
+
+        That function also gets the names of the shards without a record.
+        """
         gone = [shard.name for shard in self.shards if shard not in records]
         named = {shard.name: record for shard, record in records.items()}
         merged: T = MERGES[method](named, gone)

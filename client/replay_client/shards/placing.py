@@ -98,7 +98,7 @@ class Rendezvous:
         return np.asarray(mixed ^ (mixed >> np.uint64(31)))
 
 
-def chosen_by_client(key: int) -> bool:
+def is_random_key(key: int) -> bool:
     """True if a KeySequence made this key at random, so that no other process can have tried to insert it before."""
     return FIRST_KEY <= key <= LAST_KEY
 
@@ -162,15 +162,16 @@ class Placement:
     def _shard_for_key(self, key: int) -> Shard:
         """The shard by rules 4 to 6 of `shard_for`."""
         rendezvous, shards = self._ranking()
-        if chosen_by_client(key):  # the usual case, by the fast way
+        if is_random_key(key):  # the usual case, by the fast way
             owner = shards[rendezvous.owner(key)]
             if owner.takes_inserts:
                 return owner
         order = [shards[index] for index in rendezvous.order(key)]
-        # Shards that are away stay candidates: they may have the key. If all shards are draining, all are candidates.
+        # A shard that is up and draining is no candidate, unless all shards are draining. A shard that is away stays a
+        # candidate: by rule 6, the item may have to wait for this shard.
         not_draining = [shard for shard in order if shard.takes_inserts or not shard.is_up]
         candidates = not_draining or order
-        if candidates[0].is_up or not chosen_by_client(key):  # rules 4 and 6
+        if candidates[0].is_up or not is_random_key(key):  # rules 4 and 6
             return candidates[0]
         for shard in candidates:  # rule 5
             if shard.is_up:

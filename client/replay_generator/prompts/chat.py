@@ -107,10 +107,11 @@ def rendered_ids(tokenizer: Any, rendered: str) -> list[int]:
 def text_ids(tokenizer: Any, text: str) -> list[int]:
     """The tokens of a text that the policy continues. A template may have rendered the text.
 
-    The tokenizer's first tokens, such as BOS, are put before the text, with two exceptions: if the text begins with
-    them, and if it has special tokens of a chat template that does not write the first tokens either. Tokens that a
-    tokenizer adds after a text, such as EOS, are left out, because they would end it. Raises ChatError for half a
-    surrogate.
+    Puts the tokens that the tokenizer adds at the start, such as BOS, before the text. Two kinds of text get none: a
+    text that already begins with them, and a text that a chat template has rendered (it contains special tokens), if
+    that template never writes BOS. Leaves out the tokens that the tokenizer adds at the end, such as EOS, because they
+    would end the text. If the tokenizer splits a text with added tokens in another way than without, returns the tokens
+    as they are. Raises ChatError for half a surrogate.
     """
     _checked("the text", text)
     ids = [int(token) for token in tokenizer.encode(text)]

@@ -340,8 +340,8 @@ class PromptsTable(PromptQueue):
 async def _beside_too_large(call: Callable[[], Awaitable[object]]) -> None:
     """Calls a method of a writer, and repeats the call after each error about a prompt that is too large.
 
-    A writer adds a prompt that is too large to `refused`, and then raises the error once, in a later call. It has not
-    executed that call.
+    The writer records such a prompt in `refused`. A later call of any method raises the error, once, and does nothing
+    else, so that call must be repeated.
     """
     while True:
         try:

@@ -63,7 +63,8 @@ class History(Extension):
     def __init__(self, most: int, permits: Mapping[str, set[int]]) -> None:
         """`most`: the most states that are known at a time; 0: no table retains rows.
 
-        `permits`: by name of each table that uses permits, the keys of its items whose permits are not used yet.
+        `permits`: by name of each table that uses permits, the keys of its items whose permits are not used yet. The
+        sets are shared with the admission.
         """
         self._most = most
         self._permits = permits
@@ -74,8 +75,9 @@ class History(Extension):
         self.rows: dict[tuple[str, int], Consumed] = {}
         """The retained rows by name of the table and key, in the order of their consumption."""
         self.undone = 0
-        """The newest policy version that was undone. The versions from the one after the current version up to this
-        version are undone."""
+        """The newest policy version that a rollback has undone; 0: none.
+
+        All versions above the current one, up to this one, are undone."""
 
     def concerns(self, table: TableConfig) -> bool:
         return bool(table.retain_consumed)
