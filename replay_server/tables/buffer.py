@@ -270,14 +270,15 @@ class ReplayBuffer:
             n = 1
             insert = batch[:1]
             verdict = self._rules.verdict(insert, tables)
+        # From here on, a verdict is about all rows of `insert`: it is None, or `insert` is a single row.
         if isinstance(verdict, Refused):
             self._count(verdict, tables, insert)
             raise verdict
         if isinstance(verdict, Known):
             self._count(verdict, tables, insert)
             return 1, None  # the row is a retry: its first insert has put it into its tables
-        is_blocked = verdict is not None
-        if is_blocked or any_insert_waits(tables, self.lines):
+        is_blocked = verdict is not None  # only Blocked is left
+        if is_blocked or any_insert_waits(tables, self.lines):  # `insertable_at_once` allows one row behind an insert
             pending = PendingInsert(insert, tables, self.clock(), deadline_at)
             for table in tables:
                 self.lines[table.name].inserts.join(pending)
@@ -296,7 +297,8 @@ class ReplayBuffer:
     def _enter(self, insert: InsertBatch, tables: Sequence[Table]) -> Sequence[Table]:
         """Inserts rows that the rules allow, and acknowledges the batches that they close.
 
-        Returns the tables that have changed. Raises Refused if the server is full, and cannot evict enough.
+        Returns the tables that have changed. Raises Refused if the server is full, and cannot evict enough: then
+        nothing has changed.
         """
         why = self.items.why_full(insert.nbytes, tables)
         if why:
@@ -321,6 +323,7 @@ class ReplayBuffer:
                 table.counters.evicted_on_arrival += len(gone)
                 insert.evicted.extend((key, table.name) for key in gone)
         if insert.closes:
+            # An item that a remover chose at once may be gone already.
             self.items.closing.update(key for key in insert.keys if key in self.items)
             changed += self.outstanding.close(insert.closes)
         return changed
@@ -434,7 +437,8 @@ class ReplayBuffer:
             items.leaving.add(columns, slots)
             items.freed = True  # an insert that waits for these bytes clears as many rows away as it needs
             # `items.release` calls the hooks only when the rows are cleared away. The permits of marked items must not
-            # wait for that, so the hooks are called for these items now.
+            # wait for that, so the hooks are called for these items now. A hook may remove marks, so the marked items
+            # are read again for each hook.
             for hook in items.on_gone:
                 lost: list[int] = []
                 for extension in self.extensions:
@@ -472,7 +476,10 @@ class ReplayBuffer:
             pending.fail(deadline(self.why_waiting(pending)))
 
     def why_waiting(self, pending: PendingInsert | PendingSample) -> str:
-        """Why `pending` waits: "replay: sampling blocked: items there: 3, wanted: 5 (size 3 < min_size 5)"."""
+        """Why `pending` waits.
+
+        An example for a table `replay`: "replay: sampling blocked: items there: 3, wanted: 5 (size 3 < min_size 5)".
+        """
         table = pending.tables[0]
         if isinstance(pending, PendingSample):
             what = "sampling"
@@ -496,7 +503,7 @@ class ReplayBuffer:
 
     def _progress(self, tables: Iterable[Table]) -> None:
         """Serves the lines of `tables`, and of every table that this changes, until nothing more can proceed."""
-        # The names of the tables whose lines are to be served, in this order. A dict is a set that has an order.
+        # The names of the tables whose lines are to be served, in this order. A dict of None serves as an ordered set.
         dirty = {table.name: None for table in tables}
         while dirty or self.items.freed:
             if self.items.freed:  # inserts into any table may have waited for the bytes
@@ -547,7 +554,7 @@ class ReplayBuffer:
             self._count(verdict, pending.tables, pending.insert)
         if isinstance(verdict, Refused):
             pending.fail(verdict)
-        else:
+        else:  # the row has entered its tables, or it is a retry of an insert that had
             pending.finish(None)
         dirty.update(dict.fromkeys(pending.insert.priorities))  # the lines of all its tables have a new first insert
         return True
@@ -700,6 +707,7 @@ class ReplayBuffer:
         if fixed:
             raise invalid(f"{', '.join(sorted(fixed))} of a table cannot change while the server runs")
         try:
+            # Only settings that were set: some settings are refused for a changed type, even with their default value.
             config = TableConfig.model_validate(table.config.model_dump(exclude_unset=True) | changes)
         except ValidationError as error:
             raise invalid(f"table {table_name!r}: {explain(error)}") from error
@@ -740,7 +748,8 @@ class ReplayBuffer:
     ) -> Policy:
         """Sets the current version, drops items that have become too stale, and lets waiting generators go on.
 
-        `shard_index`, `state`: as in PolicyChange.
+        `weights`: the location of the weights; "": none. `shard_index`, `state`: as in PolicyChange. Raises Refused if
+        the version is refused: then nothing has changed.
         """
         if not 0 <= version <= MAX_VERSION:
             raise invalid(f"policy version {version}: must be from 0 to {MAX_VERSION}")
@@ -761,7 +770,7 @@ class ReplayBuffer:
         self.policy = Policy(version, weights, self.clock())
         for table in self.tables.values():
             table.set_policy_version(version)
-            table.flow.move(-1 if rollback else version - change.before)
+            table.flow.move(-1 if rollback else version - change.before)  # below 0: the flow is measured anew
             table.drop_stale()
         for extension in self.extensions:
             extension.on_policy(change)

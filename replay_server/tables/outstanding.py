@@ -71,12 +71,13 @@ class OutstandingBatches:
         slots = slots[slots >= 0]
         if not slots.size:
             return 0
-        batch = table.draw_slots(slots, np.ones(slots.size), scope)
+        batch = table.draw_slots(slots, np.ones(slots.size), scope)  # not drawn by chance: all probabilities are 1
         return self._begin(table, batch, batch_id or new_id())
 
     def _begin(self, table: Table, batch: SampleBatch, batch_id: int) -> int:
         """Makes a drawn batch outstanding. Returns its id."""
-        # The table held the item of each row. If the draw has used up a row, the batch becomes that holder.
+        # The batch holds the item of each row. If the draw has used up a row, the row has left the table, and the batch
+        # takes over the table's hold. For each other row, the table stays a holder, and the batch becomes another one.
         self._items.hold(batch.keys[~batch.consumed].tolist())
         assert batch_id not in self.by_id, f"batch {batch_id} is outstanding already"
         self.by_id[batch_id] = (table, batch)
@@ -179,7 +180,8 @@ class OutstandingBatches:
         table, batch = self._end(batch_id)
         if by_reader:
             self.requeued.remember([batch_id])
-        self._items.hold(table.requeue(batch))  # the table holds these items again, before the batch releases them
+        # The table becomes a holder of the used-up rows again, before the batch releases all its rows.
+        self._items.hold(table.requeue(batch))
         self._items.release(batch.keys.tolist())
         # Reserved rows count as gone, so earlier calls of these methods could not drop them.
         table.drop_stale()

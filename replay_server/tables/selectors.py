@@ -105,7 +105,7 @@ class Placed(Selector):
         """The number of slots that the selector has."""
 
     def _put(self, slots: IntArray, start: int) -> None:
-        """Writes `slots` (n,) to [start, start + n) of `_slots`, and notes their positions."""
+        """Writes `slots` (n,) to [start, start + n) of `_slots`, which has room there, and notes their positions."""
         lacking = self._columns.order.size - self._position.size
         if lacking > 0:  # the columns have grown
             more = np.full(lacking, -1, dtype=np.int64)
@@ -146,6 +146,7 @@ class Fifo(Placed):
         order = self._columns.order
         if slots.size > 1 and (np.diff(order[slots]) < 0).any():  # requeued items come in any order
             slots = slots[np.argsort(order[slots])]
+        # The new slots are in order now. They go behind all others, except in the cases below that return or sort.
         if not self._count:
             self._start = self._stop = 0
         elif order.item(slots[0]) < order.item(self._slots[self._stop - 1]):  # some slots do not go behind all others
@@ -156,7 +157,7 @@ class Fifo(Placed):
                 self._count += slots.size
                 self._put(slots, self._start)
                 return
-            # Sort all slots, old and new. All of them are written anew below.
+            # Sort all slots, old and new. All of them are written and counted anew below, as in an empty selector.
             held = self._held()
             slots = np.concatenate([held, slots])
             slots = slots[np.argsort(order[slots], kind="stable")]
@@ -212,7 +213,7 @@ class Fifo(Placed):
     def _first_held(self, slots: IntArray) -> int:
         """The index of the first entry that is a slot, and not -1. There is such an entry.
 
-        Looks at 16 entries, and then at more than twice as many each time.
+        Looks at 16 entries, and then each time at 16 entries more than it has looked at until then.
         """
         scanned = 0
         while True:
@@ -269,6 +270,7 @@ class Heap(Selector):
         """The rank (n,) of each of `slots` (n,). The lowest rank comes first."""
         ranks = self._columns.priority[slots]
         if self._half_life is not None:
+            # Entries of priority 0 keep the value in `out`.
             logs = np.log2(ranks, out=np.full(slots.size, _LOG_OF_ZERO), where=ranks > 0)
             ranks = logs + half_lives(self._columns, slots, self._half_life)
         return self._sign * ranks
@@ -415,7 +417,10 @@ class Prioritized(Selector):
             self.update(recounted(self._columns, self._tree.positions(), before))
 
     def _rebase(self, reference: float, new: IntArray = NONE) -> None:
-        """Computes the weights of all items anew, and of the new slots `new` (n,), relative to `reference`; O(size)."""
+        """Makes `reference` the reference, and computes the weights of all items anew; O(size).
+
+        `new` (n,): slots that are not in the tree yet, and that get a weight, too.
+        """
         self._reference = reference
         self.update(np.union1d(self._tree.positions(), new))
 
@@ -462,7 +467,8 @@ class Prioritized(Selector):
         n = min(n, self._tree.positive - excluded.size)
         self._lift()
         tree = self._tree
-        # The slots whose weights are set to 0 here, and these weights. All are restored at the end.
+        # The slots whose weights are set to 0 below, the excluded slots first, and their weights until then. All weights
+        # are restored at the end.
         hidden_slots = [excluded]
         hidden_weights = [tree.get(excluded)]
         tree.set(excluded, np.zeros(excluded.size))
@@ -496,7 +502,7 @@ class Prioritized(Selector):
         """
         if self._half_life is None:
             return
-        has_low_total = 0 < self._tree.total < _LOW_TOTAL
+        has_low_total = 0 < self._tree.total < _LOW_TOTAL  # 0: no item has a weight
         if not has_low_total:
             return
         newest = float(half_lives(self._columns, self._tree.positions(), self._half_life).max())
@@ -562,7 +568,7 @@ class Tree(Generic[S]):
         top = int(positions.max())
         if top >= self.capacity:
             self._grow(top + 1)
-        if positions.size < _LOOP_BELOW:
+        if positions.size < _LOOP_BELOW:  # a loop is faster
             self._set_each(positions.tolist(), values.tolist())
         else:
             self._set_all(positions + self.capacity, values)
@@ -712,7 +718,7 @@ class MinTree(Tree[np.complex128]):
         """The position of the smallest pair (1,), by following the pair from the root to its leaf; empty: no pair."""
         nodes = self._scalars  # pairs, one after the other: node i at [2i], [2i + 1]
         node = 1
-        rank = nodes[2]
+        rank = nodes[2]  # the pair of the root is the smallest pair
         order = nodes[3]
         if rank == math.inf:
             return np.zeros(0, dtype=np.int64)
@@ -729,7 +735,7 @@ class MinTree(Tree[np.complex128]):
             nodes[2 * node] = value.real
             nodes[2 * node + 1] = value.imag
             while node := node >> 1:  # the parent; 0: the root was the last node
-                left = 4 * node  # where the pair of the left child begins, and the pair of the right child follows
+                left = 4 * node  # the index of the left child's pair, behind which the right child's pair stands
                 rank = nodes[left]
                 order = nodes[left + 1]
                 right_rank = nodes[left + 2]

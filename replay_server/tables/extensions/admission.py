@@ -172,7 +172,7 @@ class Admission(Extension):
             if request and earlier.request == request:  # a retry replaces it
                 earlier.fail(try_again("the client has asked for these permits again"))
         self.line.join(pending)
-        grant = self._grants.get(request)
+        grant = self._grants.get(request)  # no grant has the id 0
         if grant is not None:  # a retry, whose first attempt was granted
             grant.attempt = pending
             pending.finish(grant)
@@ -192,7 +192,7 @@ class Admission(Extension):
         if count > grant.count and not moved:
             raise invalid(f"permit lease {grant_id:#x} has {counted(grant.count, 'permit')} left, not {count}")
         released = count or grant.count
-        self._use(grant, released)
+        self._use(grant, released)  # with `moved`, the grant may have fewer permits left: then it ends
         self.progress()
         return released
 
@@ -210,7 +210,7 @@ class Admission(Extension):
 
         The groups count even if their grant has expired in the meantime.
         """
-        if insert.moved:
+        if insert.moved:  # raises the capacity here, as the permit's own server lowers it (see the module)
             self._earlier += len(insert)
         else:
             grant = self._grants.get(insert.permits)
@@ -246,10 +246,11 @@ class Admission(Extension):
         """
         self._shard_index = change.shard_index or self._shard_index
         used = change.version * self._share  # groups of this server that all steps until now have used
+        # Accepted groups are those that finished steps have used, and those that no reader has acknowledged yet.
         if change.rollback:
             self._earlier = used
             self.accepted = used + len(self.marked)
-        elif self._begins_at(change.version):
+        elif self._begins_at(change.version):  # the steps until now were not counted here
             self._earlier = used
             self.accepted = max(self.accepted, used + len(self.marked))
         else:  # the share may have changed since the last version, so only the new steps count with this share
@@ -366,7 +367,7 @@ class Admission(Extension):
 
     def load_state_dict(self, state: dict[str, Any] | None, offset: float, version: int) -> None:
         if state is None:  # the server ran without [admission]
-            if version > 0:
+            if version > 0:  # count the groups of all finished steps as used, as after a rollback to this version
                 self.on_policy(PolicyChange(version, version, rollback=True))
             return
         self.accepted = state["accepted"]

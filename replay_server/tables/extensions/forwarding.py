@@ -73,7 +73,7 @@ class Forwarding(Extension):
         if key in target.columns.retained:
             self._discard(target, [key])
         items = self.kernel.items
-        items.hold([key])
+        items.hold([key])  # for the new row of `target`
         joining = InsertBatch(
             keys=[key],
             priorities={},  # `Table.insert` gets the priority as an argument
@@ -83,7 +83,7 @@ class Forwarding(Extension):
             labels=items.labels([key]),
         )
         target.insert(joining, np.array([priority]))
-        if key not in target:
+        if key not in target:  # the remover of `target` has chosen the new row
             target.counters.evicted_on_arrival += 1
         return True
 
@@ -118,7 +118,7 @@ class Copying(Extension):
         for source, copies in self._copies.items():
             priorities = insert.priorities.get(source)
             if priorities is not None:
-                self.kernel.items.hold(insert.keys)
+                self.kernel.items.hold(insert.keys)  # for the new rows of the table of copies
                 copies.insert(insert, priorities)
                 changed.append(copies)
         return changed
