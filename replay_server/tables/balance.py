@@ -139,7 +139,7 @@ class Balanced(Selector):
         part = self._parts.get(code)
         if part is None or not self._left[code]:  # nothing of the value can be drawn
             return False
-        if slot >= self._position.size:  # only slots below that were ever inserted here
+        if slot >= self._position.size:  # no slot as high as this was ever inserted here
             return False
         position = self._position.item(slot)
         # A slot that waits for columns is not here, but `_position` may still name the position of an earlier item of
@@ -196,6 +196,7 @@ class Balanced(Selector):
         return left
 
     def select(self, n: int, rng: np.random.Generator, excluded: IntArray = NONE) -> tuple[IntArray, FloatArray]:
+        """As in Selector. Chooses the value of each row first, and then the slots of each value together."""
         left_out = self._positions_by_code(excluded)
         left = self._left_without(left_out)
         n = min(n, int(left.sum()))

@@ -209,7 +209,7 @@ class ReplayBuffer:
         """Finds the hooks of the extensions.
 
         A hook that gets a table is called only for tables that the extension concerns. The hooks that free bytes are
-        called only if the extension concerns a table of trainers or generators.
+        called only if the extension concerns a table of trainers or generators, because otherwise it can free none.
         """
         for extension in extensions:
             extension.attach(self)
@@ -467,7 +467,7 @@ class ReplayBuffer:
         """Ends `pending` with the rows that are available or, if these are fewer than min_samples, with an error."""
         table = pending.tables[0]
         request = pending.request
-        n = 0  # rows are for the first request of the line, even if it still waits for more rows
+        n = 0  # for requests behind the first: all rows are for the first, even if it still waits for more rows
         if self.lines[table.name].samples.head is pending:
             n = table.most_available(request)
         if n >= request.min_samples:
@@ -492,6 +492,7 @@ class ReplayBuffer:
             why = self._rules.why_blocked(pending.insert, pending.tables)
         if why:
             return why + quiet_time(pending, self.clock(), self.extensions)
+        # No rule holds the request back, so it waits for the requests before it.
         earlier = pending.lines[0].ahead_of(pending)
         return f"{table.name}: {what} blocked: {counted(earlier, 'request')} came first"
 
@@ -629,7 +630,7 @@ class ReplayBuffer:
         refusal = closed("the server is shutting down")
         for lines in self.lines.values():
             for pending in [*lines.inserts, *lines.samples]:
-                if not pending.done:
+                if not pending.done:  # what `on_done` of an earlier request does may end this request
                     pending.fail(refusal)
         for extension in self.extensions:
             for line in extension.lines.values():
@@ -670,11 +671,12 @@ class ReplayBuffer:
         for key in keys:
             item = self.items.get(key)
             holding = [table for table in self.tables.values() if key in table]
-            if item is None or item.forwarded:  # a forwarded item was drawn
+            if item is None or item.forwarded:  # the item is gone, or it was drawn: only drawn items are forwarded
                 continue
-            if item.holders > len(holding) or key in self.items.closing:  # a batch or reader may hold the item, too
+            # A holder that is not a row of these tables may be a batch, or a reader of the bytes.
+            if item.holders > len(holding) or key in self.items.closing:
                 continue
-            if any(table.columns.times_sampled[table.columns.slot(key)] for table in holding):
+            if any(table.columns.times_sampled[table.columns.slot(key)] for table in holding):  # drawn, acknowledged
                 continue
             gone.add(key)
             self.known_keys.forget(key)
@@ -707,7 +709,7 @@ class ReplayBuffer:
         if fixed:
             raise invalid(f"{', '.join(sorted(fixed))} of a table cannot change while the server runs")
         try:
-            # Only settings that were set: some settings are refused for a changed type, even with their default value.
+            # Unset settings stay unset: a setting that a new type ignores is refused, even if it has its default value.
             config = TableConfig.model_validate(table.config.model_dump(exclude_unset=True) | changes)
         except ValidationError as error:
             raise invalid(f"table {table_name!r}: {explain(error)}") from error

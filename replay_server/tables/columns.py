@@ -382,6 +382,7 @@ class Columns(RowFacts):
         self._slots.update(zip(keys, slots.tolist(), strict=True))
         self._size += len(keys)
         assert self._leaving or len(self._slots) == self._size, "a row returns, and its key is here already"
+        # Since the key was added, another key with the same hash may have replaced its guess.
         self._guess[self._hashes(self.key[slots])] = slots
         self.state[slots] = SELECTABLE
         return slots

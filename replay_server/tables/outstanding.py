@@ -110,7 +110,7 @@ class OutstandingBatches:
             watcher.changed(keys)
             if batch.scope:
                 watcher.scope_changed(table.name, batch.scope)
-        table.count_sampled(batch)
+        table.count_sampled(batch)  # before the hooks, because it does not find rows that are retained
         changed = [table]
         for hook in table.on_acknowledge:  # here the history retains rows, which `table.acknowledge` then spares
             changed += hook(table, batch)
@@ -149,7 +149,10 @@ class OutstandingBatches:
         return None
 
     def lease(self, batch_id: int, seconds: float) -> list[Table]:
-        """Notes that the reader has a lease of the batch. Returns the tables that have changed."""
+        """Notes that the reader has a lease of the batch. Returns the tables that have changed.
+
+        The caller requeues the batch when the lease ends.
+        """
         table, batch = self.by_id[batch_id]
         if self.leased.get(batch_id) == seconds:  # the lease is renewed, which changes no record on disk
             return []

@@ -192,7 +192,7 @@ class InsertRules:
             why = table.why_no_insert(len(batch), batch.nbytes)
             if why:
                 return f"{table.name}: inserting blocked: {why}"
-            if table.config.when_full == "block":
+            if table.config.when_full == "block":  # otherwise a full server evicts items, or refuses the insert
                 why = self._items.why_full(batch.nbytes)
                 if why:
                     return f"{table.name}: inserting blocked: server: {why}"

@@ -143,13 +143,15 @@ class Fifo(Placed):
         self._stop = 0
 
     def insert(self, slots: IntArray) -> None:
+        """As in Selector. Usually all new slots are newer than the old ones, and go behind them."""
         order = self._columns.order
         if slots.size > 1 and (np.diff(order[slots]) < 0).any():  # requeued items come in any order
             slots = slots[np.argsort(order[slots])]
-        # The new slots are in order now. They go behind all others, except in the cases below that return or sort.
+        # The new slots are in order now.
         if not self._count:
             self._start = self._stop = 0
         elif order.item(slots[0]) < order.item(self._slots[self._stop - 1]):  # some slots do not go behind all others
+            # Slots that are older than all others go in front of them, if there is room.
             all_older = order.item(slots[-1]) < order.item(self._slots[self._start])
             has_room_in_front = self._start >= slots.size
             if all_older and has_room_in_front:
@@ -225,6 +227,7 @@ class Fifo(Placed):
             scanned = 2 * scanned + 16
 
     def select(self, n: int, rng: np.random.Generator, excluded: IntArray = NONE) -> tuple[IntArray, FloatArray]:
+        """As in Selector: the first n entries that are slots, and not excluded."""
         entries = self._slots[self._start : self._stop]
         if self._newest_first:
             entries = entries[::-1]
@@ -314,11 +317,12 @@ class Uniform(Placed):
         self._put(slots, start)
 
     def delete(self, slots: IntArray) -> None:
+        """As in Selector. Other slots move into the gaps, so that the first `_count` entries of `_slots` are in use."""
         self._count -= slots.size
         assert self._count >= 0, "slots are deleted that were not here"
         gaps = self._position[slots]
         self._position[slots] = -1
-        # The slots that remain move together: those beyond the new count fill the gaps before it.
+        # The slots beyond the new count that are not deleted fill the gaps before the new count.
         last = self._slots[self._count : self._count + slots.size]
         last = last[self._position[last] >= 0]
         gaps = gaps[gaps < self._count]
@@ -467,8 +471,8 @@ class Prioritized(Selector):
         n = min(n, self._tree.positive - excluded.size)
         self._lift()
         tree = self._tree
-        # The slots whose weights are set to 0 below, the excluded slots first, and their weights until then. All weights
-        # are restored at the end.
+        # The slots whose weights are set to 0 below, the excluded slots first, and their weights until then. At the end
+        # all of these weights are restored.
         hidden_slots = [excluded]
         hidden_weights = [tree.get(excluded)]
         tree.set(excluded, np.zeros(excluded.size))
@@ -550,7 +554,8 @@ class Tree(Generic[S]):
         """Makes the tree empty, with this many positions."""
         self.capacity = capacity
         self._nodes: npt.NDArray[S] = np.full(2 * capacity, self._nothing)
-        # Indexing a memoryview is much cheaper than indexing an array.
+        # The memory of the nodes as floats, two for each complex number. Indexing a memoryview is much cheaper than
+        # indexing an array.
         self._scalars = cast("memoryview[float]", self._nodes.view(np.float64).data)
 
     def positions(self) -> IntArray:

@@ -483,7 +483,7 @@ class Table:
         if request.values and self.balanced is not None:
             excluded = self._excluded_slots(request)
             codes, _ = self.balanced.rows_of(request.values, excluded, distinct=request.distinct)
-            return codes.size
+            return codes.size  # `rows_of` returns one code for each row that can be drawn
         selectable = self.sampler.selectable()
         if request.distinct:
             return selectable - len(self.excluded(request))
@@ -620,7 +620,7 @@ class Table:
 
         Call it before the hooks `on_acknowledge`: a retained row is not found any more.
         """
-        if batch.epoch != self.epoch:
+        if batch.epoch != self.epoch:  # a reset has removed the rows, and set all counts to 0
             return
         has_tags = any(len(tag) > 1 for tag in self.columns.tags.values())  # the value "" always counts
         if has_tags:

@@ -210,7 +210,7 @@ class Admission(Extension):
 
         The groups count even if their grant has expired in the meantime.
         """
-        if insert.moved:  # raises the capacity here, as the permit's own server lowers it (see the module)
+        if insert.moved:  # `accepted` rises, too, so the capacity stays: another server had granted the permits
             self._earlier += len(insert)
         else:
             grant = self._grants.get(insert.permits)
@@ -246,8 +246,7 @@ class Admission(Extension):
         """
         self._shard_index = change.shard_index or self._shard_index
         used = change.version * self._share  # groups of this server that all steps until now have used
-        # Accepted groups are those that finished steps have used, and those that no reader has acknowledged yet.
-        if change.rollback:
+        if change.rollback:  # accepted are the groups of finished steps, and the groups that no reader acknowledged
             self._earlier = used
             self.accepted = used + len(self.marked)
         elif self._begins_at(change.version):  # the steps until now were not counted here
@@ -375,7 +374,8 @@ class Admission(Extension):
         self._version = version if state["began"] else None
         self._shard_index = ShardIndex(*state["shard_index"]) if state["shard_index"] else None
         self._earlier = state["earlier"]
-        latest = self._clock() + self.config.permit_ttl  # the wall clock may have been set back
+        # The stored times are times of day. If that clock was set back, a grant would expire too late.
+        latest = self._clock() + self.config.permit_ttl
         self._grants = {}
         for grant_id, count, expires in state["leases"]:
             self._grants[grant_id] = Grant(grant_id, count, min(expires - offset, latest))

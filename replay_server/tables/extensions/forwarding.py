@@ -70,7 +70,7 @@ class Forwarding(Extension):
             return False
         if target.balanced is not None and target.balanced.one_too_many([item.labels]) is not None:
             return False
-        if key in target.columns.retained:
+        if key in target.columns.retained:  # the new row takes the place of a row that the target consumed earlier
             self._discard(target, [key])
         items = self.kernel.items
         items.hold([key])  # for the new row of `target`
@@ -114,6 +114,7 @@ class Copying(Extension):
         return None
 
     def on_insert(self, insert: InsertBatch) -> Iterable[Table]:
+        """Adds the items of each table that copies to its table of copies."""
         changed = []
         for source, copies in self._copies.items():
             priorities = insert.priorities.get(source)
@@ -124,6 +125,7 @@ class Copying(Extension):
         return changed
 
     def on_item_gone(self, keys: Sequence[int]) -> None:
+        """Notes the items that only copies hold from now on, and forgets the items that nothing holds."""
         for key in keys:
             if key in self.kernel.items:  # copies still hold the item
                 self._alone[key] = None
@@ -143,7 +145,8 @@ class Copying(Extension):
         while self._alone and items.bytes > before - needed:
             key = next(iter(self._alone))
             del self._alone[key]
-            only_rows = items[key].holders == self.spares(key)  # no batch and no reader of bytes holds the item
+            # If a batch or a reader of bytes holds the item, too, the item is noted again when that holder releases it.
+            only_rows = items[key].holders == self.spares(key)
             if only_rows:
                 self._evict(key)
         return items.bytes < before
