@@ -278,7 +278,8 @@ class ReplayBuffer:
             self._count(verdict, tables, insert)
             return 1, None  # the row is a retry: its first insert has put it into its tables
         is_blocked = verdict is not None  # only Blocked is left
-        if is_blocked or any_insert_waits(tables, self.lines):  # `insertable_at_once` allows one row behind an insert
+        # If another insert waits already, `insertable_at_once` has returned 1, and the row waits behind that insert.
+        if is_blocked or any_insert_waits(tables, self.lines):
             pending = PendingInsert(insert, tables, self.clock(), deadline_at)
             for table in tables:
                 self.lines[table.name].inserts.join(pending)
@@ -618,7 +619,7 @@ class ReplayBuffer:
         for table in self.tables.values():
             table.columns.check_each_key()
             holders.update(table.columns.key[table.columns.occupied()].tolist())
-            holders.update(list(table.columns.retained))
+            holders.update(list(table.columns.retained))  # the keys; the dict itself would be added as counts
         for _, batch in self.batches.values():
             holders.update(batch.keys.tolist())
         self.items.check_each(holders)
@@ -690,7 +691,7 @@ class ReplayBuffer:
         tables = [self.table(table_name)] if table_name else list(self.tables.values())
         for watcher in self.watchers:
             for table in tables:
-                watcher.changed(list(table.columns.reserved))  # `left` is called for all other rows
+                watcher.changed(list(table.columns.reserved))  # the keys; `left` is called for all other rows
                 watcher.scope_changed(table.name, "")
         for table in tables:
             for extension in self.extensions:

@@ -461,7 +461,7 @@ class Columns(RowFacts):
         """
         self.check_counts()
         self.check_free(self.state == FREE)
-        for owned in (self.reserved, self.retained):
+        for owned in (self.reserved, self.retained):  # slots by key
             slots = np.fromiter(owned.values(), dtype=np.int64, count=len(owned))
             assert self.key[slots].tolist() == list(owned), "a reservation names the slot of another key"
             assert (self.state[slots] == RESERVED).all(), "a reservation names a slot that is not reserved"

@@ -214,7 +214,11 @@ class FlowMeter:
         self._drawn = self._staleness = 0
 
     def measured(self) -> dict[str, Any] | None:
-        """The fields of the message Flow of replay.proto; None: nothing was drawn between two versions yet."""
+        """The fields of the message Flow of replay.proto; None: nothing was drawn between two versions yet.
+
+        These are the number of changes of the version, the mean number of items drawn for each version, and the mean
+        staleness of an item. One change may raise the version by several versions.
+        """
         versions = 0
         drawn = 0
         staleness = 0

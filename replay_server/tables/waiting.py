@@ -35,9 +35,9 @@ class Pending(Generic[T]):
         self.on_done: Callable[[], None] | None = None
         """Called when the request ends with a value or an error."""
         self.lines: list[Line[Any]] = []
-        """The lines in which it waits."""
+        """The lines in which the request waits."""
         self.value: T | None = None
-        """The result, if it ended without an error."""
+        """The result, if the request ended without an error; None until then."""
         self._error: Refused | None = None
 
     def finish(self, value: T) -> None:

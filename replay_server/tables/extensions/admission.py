@@ -210,7 +210,7 @@ class Admission(Extension):
 
         The groups count even if their grant has expired in the meantime.
         """
-        if insert.moved:  # `accepted` rises, too, so the capacity stays: another server had granted the permits
+        if insert.moved:  # `accepted` rises, too, so the capacity stays: another server has granted the permits
             self._earlier += len(insert)
         else:
             grant = self._grants.get(insert.permits)
@@ -246,7 +246,7 @@ class Admission(Extension):
         """
         self._shard_index = change.shard_index or self._shard_index
         used = change.version * self._share  # groups of this server that all steps until now have used
-        if change.rollback:  # accepted are the groups of finished steps, and the groups that no reader acknowledged
+        if change.rollback:  # `accepted`: the groups of finished steps, and those that no reader has acknowledged
             self._earlier = used
             self.accepted = used + len(self.marked)
         elif self._begins_at(change.version):  # the steps until now were not counted here
@@ -374,7 +374,8 @@ class Admission(Extension):
         self._version = version if state["began"] else None
         self._shard_index = ShardIndex(*state["shard_index"]) if state["shard_index"] else None
         self._earlier = state["earlier"]
-        # The stored times are times of day. If that clock was set back, a grant would expire too late.
+        # The stored times are times of day. If that clock was set back meanwhile, a grant would expire too late, so
+        # `latest` bounds its time.
         latest = self._clock() + self.config.permit_ttl
         self._grants = {}
         for grant_id, count, expires in state["leases"]:

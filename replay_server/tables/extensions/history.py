@@ -110,6 +110,7 @@ class History(Extension):
         table.discard(retained)
 
     def on_reset(self, table: Table) -> None:
+        """Discards all rows that the table retains."""
         self.discard(table, list(table.columns.retained))
 
     def _trim(self) -> None:
@@ -201,7 +202,7 @@ class History(Extension):
             self._go_back(change)
         elif change.state:
             self._name(change)
-        elif change.version < change.before:  # a rollback without a state: it undoes no versions
+        elif change.version < change.before:  # a rollback without a state: no version counts as undone
             self._undo(0)
 
     def _name(self, change: PolicyChange) -> None:
