@@ -109,6 +109,7 @@ class Balanced(Selector):
                 self._left[code] = 0
 
     def update(self, slots: IntArray) -> None:
+        """As in Selector. Copies the new priorities into the parts of the values first."""
         for code, value_slots in self._by_value(slots):
             part = self._parts[code]
             positions = self._position[value_slots]
@@ -135,6 +136,7 @@ class Balanced(Selector):
         return int(self._left.sum())
 
     def holds(self, slot: int) -> bool:
+        """As in Selector. False for an item whose value has weight 0, because `select` never returns such an item."""
         code = self.tag.codes.item(slot)
         part = self._parts.get(code)
         if part is None or not self._left[code]:  # nothing of the value can be drawn
@@ -149,6 +151,7 @@ class Balanced(Selector):
         return part.selector.holds(position)
 
     def check(self, slots: IntArray) -> None:
+        """As in Selector. Each value with an item must have a part, with exactly the items of the value."""
         slots_by_code = dict(self._by_value(slots))
         assert self._parts.keys() == slots_by_code.keys(), "a value has a part and no item, or an item and no part"
         for code, value_slots in slots_by_code.items():

@@ -189,6 +189,7 @@ class Fifo(Placed):
         self._put(held, self._start)
 
     def delete(self, slots: IntArray) -> None:
+        """As in Selector. Deleted entries become -1, and are skipped at both ends."""
         self._slots[self._position[slots]] = -1
         self._position[slots] = -1
         self._count -= slots.size
@@ -289,6 +290,7 @@ class Heap(Selector):
         return self._tree.holds(slot)
 
     def check(self, slots: IntArray) -> None:
+        """As in Selector. The tree must have the rank and the order of each slot."""
         self._tree.check()
         assert self._count == slots.size, (self._count, slots.size)
         assert np.array_equal(self._tree.positions(), np.sort(slots)), "the tree has other slots"
@@ -310,6 +312,7 @@ class Uniform(Placed):
     """
 
     def insert(self, slots: IntArray) -> None:
+        """As in Selector. The array doubles when it is full."""
         start = self._count
         self._count += slots.size
         while self._count > self._slots.size:
@@ -335,6 +338,7 @@ class Uniform(Placed):
         assert (self._position[slots] < self._count).all(), "a gap is left among the slots"
 
     def select(self, n: int, rng: np.random.Generator, excluded: IntArray = NONE) -> tuple[IntArray, FloatArray]:
+        """As in Selector. All slots that are not excluded have the same probability."""
         # Draw more without replacement, then drop the excluded slots: the rest is a draw without replacement too.
         wanted = min(n + excluded.size, self._count)
         slots = NONE
@@ -396,6 +400,7 @@ class Prioritized(Selector):
         self._tree.set(slots, np.zeros(slots.size))
 
     def update(self, slots: IntArray) -> None:
+        """As in Selector. Sets the weight of each slot, relative to the reference version."""
         priorities = self._columns.priority[slots]
         # Priority 0 means weight 0 with every exponent, but 0 ** 0 is 1.
         weights = np.where(priorities > 0, priorities**self._exponent, 0.0)
@@ -411,6 +416,7 @@ class Prioritized(Selector):
         self._tree.set(slots, weights)
 
     def version_moved(self, before: int) -> None:
+        """As in Selector. Only items that count as another version than before get another weight."""
         if self._half_life is None:
             return
         # After a rollback no item counts as newer than the current version. Nor may the reference be newer.
@@ -465,6 +471,7 @@ class Prioritized(Selector):
         return total * scale, squares * scale**2
 
     def select(self, n: int, rng: np.random.Generator, excluded: IntArray = NONE) -> tuple[IntArray, FloatArray]:
+        """As in Selector. Draws one slot after the other, each from the slots that are left."""
         # Independent draws, without repetitions, are distributed as successive draws without replacement. So draw
         # independently, drop the repetitions, and set the weights of the drawn slots to 0. Then draw as many slots
         # again as are missing, until no slot is missing.
@@ -643,6 +650,7 @@ class SumTree(Tree[np.float64]):
         assert self.positive == np.count_nonzero(leaves), (self.positive, np.count_nonzero(leaves))
 
     def _set_each(self, positions: list[int], values: list[float]) -> None:
+        """As in Tree. Also counts the leaves above 0."""
         nodes = self._scalars
         positive = self.positive
         for position, value in zip(positions, values, strict=True):
@@ -734,6 +742,7 @@ class MinTree(Tree[np.complex128]):
         return np.array([node - self.capacity])
 
     def _set_each(self, positions: list[int], values: list[complex]) -> None:
+        """As in Tree. Stops at the first node above a leaf that does not change."""
         nodes = self._scalars  # pairs, one after the other: node i at [2i], [2i + 1]
         for position, value in zip(positions, values, strict=True):
             node = position + self.capacity

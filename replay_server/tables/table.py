@@ -99,6 +99,7 @@ class InsertBatch:
     """Policy version of the newest row."""
 
     def __post_init__(self) -> None:
+        """Computes the sums and extremes of the rows."""
         sizes = costs(self.sizes, self.labels)
         versions = self.policy_versions
         if len(self.keys) == 1:  # 10 times as fast as reducing arrays of one element

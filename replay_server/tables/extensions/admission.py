@@ -340,6 +340,7 @@ class Admission(Extension):
     # ------------------------------------------------------------------------------------------------ state
 
     def state_dict(self, offset: float) -> dict[str, Any]:
+        """As in Extension, without accepted groups that nothing would release after a restart."""
         return {
             "accepted": self.accepted - self._held_by_batches_alone(),
             "expired": self.expired,
@@ -365,6 +366,7 @@ class Admission(Extension):
         return count
 
     def load_state_dict(self, state: dict[str, Any] | None, offset: float, version: int) -> None:
+        """As in Extension. Grants whose time is over by now end."""
         if state is None:  # the server ran without [admission]
             if version > 0:  # count the groups of all finished steps as used, as after a rollback to this version
                 self.on_policy(PolicyChange(version, version, rollback=True))
@@ -391,6 +393,7 @@ class Admission(Extension):
         return [grant.expires for grant in self._grants.values()]
 
     def check(self) -> None:
+        """As in Extension. No request may wait that could be granted."""
         super().check()
         for grant_id, grant in self._grants.items():
             assert grant.id == grant_id, (grant_id, grant)

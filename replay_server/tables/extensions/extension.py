@@ -157,7 +157,7 @@ class Extension:
     def state_dict(self, offset: float) -> dict[str, Any]:
         """The state of the extension, without marks.
 
-        `offset` is added to times of the server's clock. That makes them times of day, which stay valid after a restart.
+        `offset` is added to times of the server's clock. That makes them times of day, which outlive a restart.
         """
         return {}
 

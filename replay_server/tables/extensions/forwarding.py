@@ -92,6 +92,7 @@ class Copying(Extension):
     """Adds each item that enters a table to the table `copy_to`, too."""
 
     def attach(self, kernel: Kernel) -> None:
+        """As in Extension. Finds the tables that copy their items, and the table of copies of each."""
         super().attach(kernel)
         self._copies: dict[str, Table] = {}
         """By name of each table that copies its items: the table of the copies."""

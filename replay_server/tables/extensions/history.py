@@ -198,6 +198,7 @@ class History(Extension):
         return f"this server knows {known}"
 
     def on_policy(self, change: PolicyChange) -> None:
+        """Goes back to the state that the trainer names in a rollback, or remembers the state that it has saved."""
         if change.state and change.rollback:
             self._go_back(change)
         elif change.state:
@@ -276,6 +277,7 @@ class History(Extension):
         self._trim()
 
     def check(self) -> None:
+        """As in Extension. `rows` must be the rows that the tables retain, each of them after the oldest state."""
         super().check()
         retained: set[tuple[str, int]] = set()
         for table in self.kernel.tables.values():
