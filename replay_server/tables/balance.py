@@ -109,6 +109,7 @@ class Balanced(Selector):
                 self._left[code] = 0
 
     def update(self, slots: IntArray) -> None:
+        """As in Selector. Copies the new priorities into the parts of the values first."""
         for code, value_slots in self._by_value(slots):
             part = self._parts[code]
             positions = self._position[value_slots]
@@ -135,11 +136,12 @@ class Balanced(Selector):
         return int(self._left.sum())
 
     def holds(self, slot: int) -> bool:
+        """As in Selector. False for an item whose value has weight 0, because `select` never returns such an item."""
         code = self.tag.codes.item(slot)
         part = self._parts.get(code)
-        if part is None or not self._left[code]:
+        if part is None or not self._left[code]:  # nothing of the value can be drawn
             return False
-        if slot >= self._position.size:
+        if slot >= self._position.size:  # no slot as high as this was ever inserted here
             return False
         position = self._position.item(slot)
         # A slot that waits for columns is not here, but `_position` may still name the position of an earlier item of
@@ -149,6 +151,7 @@ class Balanced(Selector):
         return part.selector.holds(position)
 
     def check(self, slots: IntArray) -> None:
+        """As in Selector. Each value with an item must have a part, with exactly the items of the value."""
         slots_by_code = dict(self._by_value(slots))
         assert self._parts.keys() == slots_by_code.keys(), "a value has a part and no item, or an item and no part"
         for code, value_slots in slots_by_code.items():
@@ -171,7 +174,7 @@ class Balanced(Selector):
         for code, part in self._parts.items():
             excluded_positions = left_out.get(code, NONE)
             items = int(self._left[code]) - excluded_positions.size
-            if items <= 0:
+            if items <= 0:  # all are excluded, or the value has weight 0
                 continue
             total, squares = part.selector.weigh(excluded_positions)
             weights = {
@@ -196,6 +199,7 @@ class Balanced(Selector):
         return left
 
     def select(self, n: int, rng: np.random.Generator, excluded: IntArray = NONE) -> tuple[IntArray, FloatArray]:
+        """As in Selector. Chooses the value of each row first, and then the slots of each value together."""
         left_out = self._positions_by_code(excluded)
         left = self._left_without(left_out)
         n = min(n, int(left.sum()))
@@ -204,7 +208,7 @@ class Balanced(Selector):
 
     def select_repeated(self, n: int, rng: np.random.Generator) -> tuple[IntArray, FloatArray]:
         shares = self._shares(self._left)
-        codes = _draw(shares, n, rng) if shares.any() else NONE
+        codes = _draw(shares, n, rng) if shares.any() else NONE  # without a share above 0, no value can be drawn
         return self._select_each(codes, shares, rng, None)
 
     def _shares(self, left: IntArray) -> FloatArray:
@@ -254,10 +258,11 @@ class Balanced(Selector):
         tag = self.tag
         if labels is None or len(tag) + len(labels) <= MAX_BALANCED:  # there is room even if each item has a new value
             return None
+        # Not enough room in the worst case: count the values that are really new.
         texts = {of_item.text(tag.name) for of_item in labels}
         new = [text for text in texts if tag.code(text) is None]
         if new and len(tag) + len(new) > MAX_BALANCED:
-            return max(new)
+            return max(new)  # any of them would do, but the same one each time
         return None
 
     def rows_of(
@@ -275,7 +280,7 @@ class Balanced(Selector):
             code = self.tag.code(value_rows.value)
             if code is None or code not in self._parts:  # no item has the value
                 continue
-            if not left[code]:
+            if not left[code]:  # all items of the value are excluded, or its weight is 0
                 continue
             rows = value_rows.rows
             if distinct:

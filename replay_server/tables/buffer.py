@@ -209,7 +209,7 @@ class ReplayBuffer:
         """Finds the hooks of the extensions.
 
         A hook that gets a table is called only for tables that the extension concerns. The hooks that free bytes are
-        called only if the extension concerns a table of trainers or generators.
+        called only if the extension concerns a table of trainers or generators, because otherwise it can free none.
         """
         for extension in extensions:
             extension.attach(self)
@@ -270,13 +270,15 @@ class ReplayBuffer:
             n = 1
             insert = batch[:1]
             verdict = self._rules.verdict(insert, tables)
+        # From here on, a verdict is about all rows of `insert`: it is None, or `insert` is a single row.
         if isinstance(verdict, Refused):
             self._count(verdict, tables, insert)
             raise verdict
         if isinstance(verdict, Known):
             self._count(verdict, tables, insert)
             return 1, None  # the row is a retry: its first insert has put it into its tables
-        is_blocked = verdict is not None
+        is_blocked = verdict is not None  # only Blocked is left
+        # If another insert waits already, `insertable_at_once` has returned 1, and the row waits behind that insert.
         if is_blocked or any_insert_waits(tables, self.lines):
             pending = PendingInsert(insert, tables, self.clock(), deadline_at)
             for table in tables:
@@ -296,7 +298,8 @@ class ReplayBuffer:
     def _enter(self, insert: InsertBatch, tables: Sequence[Table]) -> Sequence[Table]:
         """Inserts rows that the rules allow, and acknowledges the batches that they close.
 
-        Returns the tables that have changed. Raises Refused if the server is full, and cannot evict enough.
+        Returns the tables that have changed. Raises Refused if the server is full, and cannot evict enough: then
+        nothing has changed.
         """
         why = self.items.why_full(insert.nbytes, tables)
         if why:
@@ -321,6 +324,7 @@ class ReplayBuffer:
                 table.counters.evicted_on_arrival += len(gone)
                 insert.evicted.extend((key, table.name) for key in gone)
         if insert.closes:
+            # An item that a remover chose at once may be gone already.
             self.items.closing.update(key for key in insert.keys if key in self.items)
             changed += self.outstanding.close(insert.closes)
         return changed
@@ -434,7 +438,8 @@ class ReplayBuffer:
             items.leaving.add(columns, slots)
             items.freed = True  # an insert that waits for these bytes clears as many rows away as it needs
             # `items.release` calls the hooks only when the rows are cleared away. The permits of marked items must not
-            # wait for that, so the hooks are called for these items now.
+            # wait for that, so the hooks are called for these items now. A hook may remove marks, so the marked items
+            # are read again for each hook.
             for hook in items.on_gone:
                 lost: list[int] = []
                 for extension in self.extensions:
@@ -463,7 +468,7 @@ class ReplayBuffer:
         """Ends `pending` with the rows that are available or, if these are fewer than min_samples, with an error."""
         table = pending.tables[0]
         request = pending.request
-        n = 0  # rows are for the first request of the line, even if it still waits for more rows
+        n = 0  # for requests behind the first: all rows are for the first, even if it still waits for more rows
         if self.lines[table.name].samples.head is pending:
             n = table.most_available(request)
         if n >= request.min_samples:
@@ -472,7 +477,10 @@ class ReplayBuffer:
             pending.fail(deadline(self.why_waiting(pending)))
 
     def why_waiting(self, pending: PendingInsert | PendingSample) -> str:
-        """Why `pending` waits: "replay: sampling blocked: items there: 3, wanted: 5 (size 3 < min_size 5)"."""
+        """Why `pending` waits.
+
+        An example for a table `replay`: "replay: sampling blocked: items there: 3, wanted: 5 (size 3 < min_size 5)".
+        """
         table = pending.tables[0]
         if isinstance(pending, PendingSample):
             what = "sampling"
@@ -485,6 +493,7 @@ class ReplayBuffer:
             why = self._rules.why_blocked(pending.insert, pending.tables)
         if why:
             return why + quiet_time(pending, self.clock(), self.extensions)
+        # No rule holds the request back, so it waits for the requests before it.
         earlier = pending.lines[0].ahead_of(pending)
         return f"{table.name}: {what} blocked: {counted(earlier, 'request')} came first"
 
@@ -496,7 +505,7 @@ class ReplayBuffer:
 
     def _progress(self, tables: Iterable[Table]) -> None:
         """Serves the lines of `tables`, and of every table that this changes, until nothing more can proceed."""
-        # The names of the tables whose lines are to be served, in this order. A dict is a set that has an order.
+        # The names of the tables whose lines are to be served, in this order. A dict of None serves as an ordered set.
         dirty = {table.name: None for table in tables}
         while dirty or self.items.freed:
             if self.items.freed:  # inserts into any table may have waited for the bytes
@@ -547,7 +556,7 @@ class ReplayBuffer:
             self._count(verdict, pending.tables, pending.insert)
         if isinstance(verdict, Refused):
             pending.fail(verdict)
-        else:
+        else:  # the row has entered its tables, or it is a retry of an insert that had
             pending.finish(None)
         dirty.update(dict.fromkeys(pending.insert.priorities))  # the lines of all its tables have a new first insert
         return True
@@ -610,7 +619,7 @@ class ReplayBuffer:
         for table in self.tables.values():
             table.columns.check_each_key()
             holders.update(table.columns.key[table.columns.occupied()].tolist())
-            holders.update(list(table.columns.retained))
+            holders.update(list(table.columns.retained))  # the keys; the dict itself would be added as counts
         for _, batch in self.batches.values():
             holders.update(batch.keys.tolist())
         self.items.check_each(holders)
@@ -622,7 +631,7 @@ class ReplayBuffer:
         refusal = closed("the server is shutting down")
         for lines in self.lines.values():
             for pending in [*lines.inserts, *lines.samples]:
-                if not pending.done:
+                if not pending.done:  # what `on_done` of an earlier request does may end this request
                     pending.fail(refusal)
         for extension in self.extensions:
             for line in extension.lines.values():
@@ -663,11 +672,12 @@ class ReplayBuffer:
         for key in keys:
             item = self.items.get(key)
             holding = [table for table in self.tables.values() if key in table]
-            if item is None or item.forwarded:  # a forwarded item was drawn
+            if item is None or item.forwarded:  # the item is gone, or it was drawn: only drawn items are forwarded
                 continue
-            if item.holders > len(holding) or key in self.items.closing:  # a batch or reader may hold the item, too
+            # A holder that is not a row of these tables may be a batch, or a reader of the bytes.
+            if item.holders > len(holding) or key in self.items.closing:
                 continue
-            if any(table.columns.times_sampled[table.columns.slot(key)] for table in holding):
+            if any(table.columns.times_sampled[table.columns.slot(key)] for table in holding):  # drawn, acknowledged
                 continue
             gone.add(key)
             self.known_keys.forget(key)
@@ -681,7 +691,7 @@ class ReplayBuffer:
         tables = [self.table(table_name)] if table_name else list(self.tables.values())
         for watcher in self.watchers:
             for table in tables:
-                watcher.changed(list(table.columns.reserved))  # `left` is called for all other rows
+                watcher.changed(list(table.columns.reserved))  # the keys; `left` is called for all other rows
                 watcher.scope_changed(table.name, "")
         for table in tables:
             for extension in self.extensions:
@@ -700,6 +710,7 @@ class ReplayBuffer:
         if fixed:
             raise invalid(f"{', '.join(sorted(fixed))} of a table cannot change while the server runs")
         try:
+            # Unset settings stay unset: a setting that a new type ignores is refused, even if it has its default value.
             config = TableConfig.model_validate(table.config.model_dump(exclude_unset=True) | changes)
         except ValidationError as error:
             raise invalid(f"table {table_name!r}: {explain(error)}") from error
@@ -740,7 +751,8 @@ class ReplayBuffer:
     ) -> Policy:
         """Sets the current version, drops items that have become too stale, and lets waiting generators go on.
 
-        `shard_index`, `state`: as in PolicyChange.
+        `weights`: the location of the weights; "": none. `shard_index`, `state`: as in PolicyChange. Raises Refused if
+        the version is refused: then nothing has changed.
         """
         if not 0 <= version <= MAX_VERSION:
             raise invalid(f"policy version {version}: must be from 0 to {MAX_VERSION}")
@@ -761,7 +773,7 @@ class ReplayBuffer:
         self.policy = Policy(version, weights, self.clock())
         for table in self.tables.values():
             table.set_policy_version(version)
-            table.flow.move(-1 if rollback else version - change.before)
+            table.flow.move(-1 if rollback else version - change.before)  # below 0: the flow is measured anew
             table.drop_stale()
         for extension in self.extensions:
             extension.on_policy(change)

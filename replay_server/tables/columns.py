@@ -139,7 +139,7 @@ class TagColumn:
         self._codes = {"": 0}
         """By value: its code."""
         self._rows = np.zeros(16, dtype=np.int64)
-        """By code, from 1: the number of slots that have the code."""
+        """By code, from 1: the number of slots that have the code. The entry of code 0 means nothing."""
         self._unused: list[int] = []
         """Codes without a value, to be used again."""
 
@@ -321,7 +321,7 @@ class Columns(RowFacts):
         return slots
 
     def _hashes(self, keys: KeyArray) -> KeyArray:
-        """The hash of each of `keys` (n,), as an index of `_guess`."""
+        """The hash of each of `keys` (n,), as an index of `_guess`: the highest bits of key * _HASH modulo 2 ** 64."""
         return np.asarray(keys * np.uint64(_HASH) >> np.uint64(self._shift))
 
     def last_rows(self, slots: IntArray) -> npt.NDArray[np.bool_]:
@@ -382,6 +382,7 @@ class Columns(RowFacts):
         self._slots.update(zip(keys, slots.tolist(), strict=True))
         self._size += len(keys)
         assert self._leaving or len(self._slots) == self._size, "a row returns, and its key is here already"
+        # Since the key was added, another key with the same hash may have replaced its guess.
         self._guess[self._hashes(self.key[slots])] = slots
         self.state[slots] = SELECTABLE
         return slots
@@ -460,7 +461,7 @@ class Columns(RowFacts):
         """
         self.check_counts()
         self.check_free(self.state == FREE)
-        for owned in (self.reserved, self.retained):
+        for owned in (self.reserved, self.retained):  # slots by key
             slots = np.fromiter(owned.values(), dtype=np.int64, count=len(owned))
             assert self.key[slots].tolist() == list(owned), "a reservation names the slot of another key"
             assert (self.state[slots] == RESERVED).all(), "a reservation names a slot that is not reserved"
@@ -511,7 +512,10 @@ class WaitingRows:
         return slots[~waits]
 
     def remove(self, slots: IntArray) -> IntArray:
-        """Subtracts rows (n,) that are removed from the counts. Returns the slots of the rows that did not wait."""
+        """Ends the wait of the waiting rows among these rows (n,), which the table removes from its selectors.
+
+        Returns the slots of the other rows.
+        """
         waits = self._columns.state[slots] == WAITING
         self._add(slots[waits], -1)
         return np.asarray(slots[~waits])

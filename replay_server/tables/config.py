@@ -47,7 +47,7 @@ for _power, _letter in enumerate("KMGT", start=1):
 
 
 def parse_bytes(value: Any) -> Any:
-    """The bytes in a text such as `"32GiB"`, `"1.5 GB"` or `"4096"`. Other values stay as they are."""
+    """The bytes in a text such as `"32GiB"`, `"1.5 GB"` or `"4096"`. pydantic checks other values."""
     if not isinstance(value, str):
         return value
     match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*", value)
@@ -175,9 +175,11 @@ class RateLimiterConfig(_Tagged):
         if self.type == "sample_to_insert_ratio":
             assert self.samples_per_insert is not None
             return sample_to_insert_ratio(self.samples_per_insert, self.min_size, self.error_buffer)
-        if self.type == "min_size":
+        # The arguments of RateLimiter: samples_per_insert, min_size, min_diff, max_diff.
+        if self.type == "min_size":  # an infinite range: only min_size decides
             return RateLimiter(1.0, self.min_size, -math.inf, math.inf)
         assert self.max_size is not None
+        # A queue or stack: inserts - samples is the number of items that are not sampled yet, from 0 to max_size.
         return RateLimiter(1.0, 1, 0.0, float(self.max_size))
 
 
@@ -322,7 +324,7 @@ def with_named(admission: AdmissionConfig | None, tables: Sequence[TableConfig])
     each item is drawn once. A table of partial groups evicts nothing, and drops groups that the admitted table would
     refuse as too old. Raises ValueError for settings that do not fit the use.
     """
-    for source in tables:
+    for source in tables:  # the tables as they were given, although the loop binds `tables` to longer sequences
         name = source.copy_to
         if name is None:
             continue
@@ -351,7 +353,7 @@ def _with(tables: Sequence[TableConfig], name: str, use: str, defaults: dict[str
     fields: dict[str, Any] = {"sampler": "fifo", "remover": "fifo", "max_times_sampled": 1}
     fields |= defaults
     declared = [table for table in tables if table.name == name]
-    if declared:
+    if declared:  # only the settings that the user has set replace the defaults
         fields |= declared[0].model_dump(exclude_unset=True)
     else:
         fields["name"] = name
@@ -373,7 +375,7 @@ def admitted_table(admission: AdmissionConfig, tables: Sequence[TableConfig]) ->
             names = ", ".join(table.name for table in tables)
             raise ValueError(f"[admission] table = {admission.table!r}: there is no such table; tables: {names}")
         return admission.table
-    candidates = _candidates(admission, tables)
+    candidates = _candidates(admission, tables)  # empty only if no table is configured
     if len(candidates) == 1:
         return candidates[0].name
     names = ", ".join(table.name for table in candidates)

@@ -181,7 +181,8 @@ class Items(dict[int, Item]):
     def release(self, keys: Iterable[int]) -> None:
         """Removes a holder from each of `keys`. Deletes the items that have no holder left.
 
-        Calls the hooks with these items, and with the items that only tables of copies hold now.
+        Calls the hooks `on_gone` with these items, and with the items that are lost to trainers (`lost`) from now on,
+        although tables of copies or rows to clear away still hold them.
         """
         gone = []
         lost = []
@@ -196,7 +197,7 @@ class Items(dict[int, Item]):
                 gone.append(key)
             elif may_be_lost and self.lost(key):
                 lost.append(key)
-                self.freed = True  # an insert that waits for these bytes discards the item
+                self.freed = True  # an insert that waits for bytes can discard the item
             elif self.spares and item.holders == self.spare(key):
                 self.freed = True  # extensions can discard all rows that still hold the item
         if gone:

@@ -4,9 +4,10 @@
     can_insert(n):  size + n <= min_size  or  (inserts + n) * spi - samples <= max_diff
 
 with size = inserts - deletes, and spi = samples_per_insert. These are Reverb's inequalities (google-deepmind/reverb,
-reverb/cc/rate_limiter.cc). Deletes and evictions change `size`, and never the difference inserts * spi - samples. In a
-queue or stack that difference is the number of places in use. An item that leaves a queue or stack unsampled counts as
-sampled.
+reverb/cc/rate_limiter.cc). Deletes and evictions change `size`, and not the difference inserts * spi - samples. There
+are two exceptions, in which the samples that a leaving item still owed count as samples. In a queue or stack, where the
+difference is the number of places in use, this holds for every item that leaves. In other tables, it holds for items
+that are dropped as stale or undone.
 
 Items that wait for a column do not count as `size` in can_sample, but count everywhere else: they fill a queue, and
 cannot be sampled.
@@ -74,8 +75,9 @@ class RateLimiter:
 
     def largest_batch(self) -> float:
         """The largest batch that can be sampled at once. Inserting stops before a larger batch is complete."""
-        # Inserting stops when inserts * spi - samples reaches this difference. A sample must leave it at min_diff or
-        # above.
+        # Inserting stops when inserts * spi - samples reaches this difference: max_diff or, if that is more, the
+        # difference of the first min_size items, which may always be inserted. A sample must leave the difference at
+        # min_diff or above.
         largest_difference = max(self.max_diff, self.samples_per_insert * self.min_size)
         return largest_difference - self.min_diff
 
@@ -84,6 +86,7 @@ class RateLimiter:
         spi = self.samples_per_insert
         difference = (self.inserts + n) * spi - self.samples
         if spi == 1 and self.min_diff == 0:  # a queue or stack
+            # Without the n new items, the difference is the number of items that are not sampled yet.
             words = f"it is full, {difference - n:.12g} of {self.max_diff:.12g} items are not sampled yet"
         else:
             words = "inserts are too far ahead of samples"
@@ -128,13 +131,14 @@ def sample_to_insert_ratio(spi: float, min_size: int, error_buffer: float | tupl
             error = error_buffer
         least = middle - error
         most = middle + error
+    # An insert raises the difference by spi, and a sample lowers it by 1. The range has room for the larger step twice.
     narrowest = 2 * max(1.0, spi)
     if not most - least >= narrowest:  # also for NaN
         raise ValueError(
             f"max_diff {most:.12g} - min_diff {least:.12g} must be at least 2 * max(1, samples_per_insert) = "
             f"{narrowest:.12g}, or inserts and samples block each other: widen error_buffer"
         )
-    if least > middle:
+    if least > middle:  # after min_size inserts the difference is `middle`, which would not allow a sample yet
         raise ValueError(
             f"min_diff {least:.12g} is above samples_per_insert * min_size = {middle:.12g}: sampling would begin later "
             f"than min_size says; lower min_diff or raise min_size"

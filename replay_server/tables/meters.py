@@ -171,7 +171,7 @@ class BlockedTime:
         if self.since is None:
             return
         start = max(self.since, now - WINDOW)  # earlier seconds have left the window
-        while start < now:  # a second at a time, so that every bucket holds at most a second
+        while start < now:  # up to the next full second each time, so that every bucket holds at most a second
             end = min(now, float(int(start) + 1))
             assert start < end <= start + 1.0, (start, end)
             self._meter.add(end - start, start)
@@ -202,7 +202,7 @@ class FlowMeter:
         """The policy version rises by `versions`.
 
         Below 0: the trainer went back to an older version, and the count begins anew. 0: the trainer sent the same
-        version again, which changes nothing.
+        version again, which changes nothing. The first call begins the count, whatever `versions` is.
         """
         if versions == 0 and self._began:
             return
@@ -214,7 +214,11 @@ class FlowMeter:
         self._drawn = self._staleness = 0
 
     def measured(self) -> dict[str, Any] | None:
-        """The fields of the message Flow of replay.proto; None: nothing was drawn between two versions yet."""
+        """The fields of the message Flow of replay.proto; None: nothing was drawn between two versions yet.
+
+        These are the number of changes of the version, the mean number of items drawn for each version, and the mean
+        staleness of an item. One change may raise the version by several versions.
+        """
         versions = 0
         drawn = 0
         staleness = 0

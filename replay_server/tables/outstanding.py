@@ -71,12 +71,13 @@ class OutstandingBatches:
         slots = slots[slots >= 0]
         if not slots.size:
             return 0
-        batch = table.draw_slots(slots, np.ones(slots.size), scope)
+        batch = table.draw_slots(slots, np.ones(slots.size), scope)  # not drawn by chance: all probabilities are 1
         return self._begin(table, batch, batch_id or new_id())
 
     def _begin(self, table: Table, batch: SampleBatch, batch_id: int) -> int:
         """Makes a drawn batch outstanding. Returns its id."""
-        # The table held the item of each row. If the draw has used up a row, the batch becomes that holder.
+        # The batch holds the item of each row. If the draw has used up a row, the row has left the table, and the batch
+        # takes over the table's hold. For each other row, the table stays a holder, and the batch becomes another one.
         self._items.hold(batch.keys[~batch.consumed].tolist())
         assert batch_id not in self.by_id, f"batch {batch_id} is outstanding already"
         self.by_id[batch_id] = (table, batch)
@@ -109,7 +110,7 @@ class OutstandingBatches:
             watcher.changed(keys)
             if batch.scope:
                 watcher.scope_changed(table.name, batch.scope)
-        table.count_sampled(batch)
+        table.count_sampled(batch)  # before the hooks, because it does not find rows that are retained
         changed = [table]
         for hook in table.on_acknowledge:  # here the history retains rows, which `table.acknowledge` then spares
             changed += hook(table, batch)
@@ -148,7 +149,10 @@ class OutstandingBatches:
         return None
 
     def lease(self, batch_id: int, seconds: float) -> list[Table]:
-        """Notes that the reader has a lease of the batch. Returns the tables that have changed."""
+        """Notes that the reader has a lease of the batch. Returns the tables that have changed.
+
+        The caller requeues the batch when the lease ends.
+        """
         table, batch = self.by_id[batch_id]
         if self.leased.get(batch_id) == seconds:  # the lease is renewed, which changes no record on disk
             return []
@@ -179,7 +183,8 @@ class OutstandingBatches:
         table, batch = self._end(batch_id)
         if by_reader:
             self.requeued.remember([batch_id])
-        self._items.hold(table.requeue(batch))  # the table holds these items again, before the batch releases them
+        # The table becomes a holder of the used-up rows again, before the batch releases all its rows.
+        self._items.hold(table.requeue(batch))
         self._items.release(batch.keys.tolist())
         # Reserved rows count as gone, so earlier calls of these methods could not drop them.
         table.drop_stale()

@@ -93,7 +93,8 @@ class Remembered(Generic[Answer]):
     def load(self, ids: Collection[int], answer: Answer | None = None) -> None:
         """Remembers ids that a record on disk has already, so watchers are not called."""
         if self.has_bytes:
-            for id in ids:  # if two copies of a request were served at the same time, the second answer replaces one
+            # If two copies of a request were served at the same time, the id has an answer, which is replaced.
+            for id in ids:
                 self._bytes += _bytes_of(answer) - _bytes_of(self._answers.get(id))
         self._answers.update(dict.fromkeys(ids, answer))
         # A dict steps over all entries that were deleted at its front to find its first entry. To do that rarely,

@@ -56,7 +56,8 @@ class Outdated(Refused):
     def count(self, insert: InsertBatch | None = None) -> None:
         """Counts the refusal at the table.
 
-        `insert`: the row that a client inserts; None: another table forwards the item.
+        `insert`: the row that a client inserts. If it is too stale, it counts by its tags, too. None: another table
+        forwards the item, whose refusal is not counted by tags.
         """
         counters = self.table.counters
         setattr(counters, self.counter, getattr(counters, self.counter) + 1)
@@ -99,7 +100,10 @@ class InsertRules:
         """The most bytes of one item."""
 
     def verdict(self, batch: InsertBatch, tables: Sequence[Table]) -> Refused | Known | Blocked | None:
-        """The decision on all rows of `batch`; None: they may enter `tables` now."""
+        """The decision on all rows of `batch` together; None: they may enter `tables` now.
+
+        Refused, Known and Blocked may be true of only some of the rows.
+        """
         refusal = self.why_invalid(batch, tables)
         if refusal is not None:
             return refusal
@@ -115,7 +119,7 @@ class InsertRules:
         if refusal is not None:
             return refusal
         for table in tables:
-            if table.balanced is not None:
+            if table.balanced is not None:  # such a table has a bound on the values of its tag
                 refusal = _why_not_balanced(table, table.balanced, batch)
                 if refusal is not None:
                     return refusal
@@ -127,12 +131,12 @@ class InsertRules:
         """Why an insert with a known key is refused: it names other tables than the first insert; None: it is a retry.
 
         If it were confirmed as a retry, the item would be in none of the tables that this insert names. Only the first
-        row of the batch is looked at.
+        row is looked at, because the caller does not use this result for a batch of several rows.
         """
         before = self._known_keys.get(batch.keys[0])
         if before is None:  # nobody knows the tables any more: the key is forgotten, or the server was restarted
             return None
-        if before == batch.priorities.keys():
+        if before == batch.priorities.keys():  # the same names of tables
             return None
         return invalid(
             f"key {batch.keys[0]} was inserted into {', '.join(sorted(before))}, and now comes for "
@@ -140,7 +144,11 @@ class InsertRules:
         )
 
     def why_invalid(self, batch: InsertBatch, tables: Sequence[Table]) -> Refused | None:
-        """Why the rows are refused, whatever the server holds; None: they are valid."""
+        """Why the rows are refused, whatever the server holds; None: they are valid.
+
+        The errors name the first row, even if only another row is invalid. For several rows, the caller then ignores
+        the error, and decides the first row alone.
+        """
         if batch.oldest < 0 or batch.newest > MAX_VERSION:
             return invalid(f"policy version {batch.newest} of item {batch.keys[0]}: must be from 0 to {MAX_VERSION}")
         for table in tables:
@@ -162,7 +170,7 @@ class InsertRules:
         if why:
             return storage_failed(why)
         for table in tables:
-            refusal = why_outdated(table, batch.oldest)
+            refusal = why_outdated(table, batch.oldest)  # if any row is too stale, the oldest row is
             if refusal is not None:
                 return refusal
             if len(batch) > 1:
@@ -184,7 +192,7 @@ class InsertRules:
             why = table.why_no_insert(len(batch), batch.nbytes)
             if why:
                 return f"{table.name}: inserting blocked: {why}"
-            if table.config.when_full == "block":
+            if table.config.when_full == "block":  # otherwise a full server evicts items, or refuses the insert
                 why = self._items.why_full(batch.nbytes)
                 if why:
                     return f"{table.name}: inserting blocked: server: {why}"

@@ -105,7 +105,7 @@ class Placed(Selector):
         """The number of slots that the selector has."""
 
     def _put(self, slots: IntArray, start: int) -> None:
-        """Writes `slots` (n,) to [start, start + n) of `_slots`, and notes their positions."""
+        """Writes `slots` (n,) to [start, start + n) of `_slots`, which has room there, and notes their positions."""
         lacking = self._columns.order.size - self._position.size
         if lacking > 0:  # the columns have grown
             more = np.full(lacking, -1, dtype=np.int64)
@@ -143,12 +143,15 @@ class Fifo(Placed):
         self._stop = 0
 
     def insert(self, slots: IntArray) -> None:
+        """As in Selector. Usually all new slots are newer than the old ones, and go behind them."""
         order = self._columns.order
         if slots.size > 1 and (np.diff(order[slots]) < 0).any():  # requeued items come in any order
             slots = slots[np.argsort(order[slots])]
+        # The new slots are in order now.
         if not self._count:
             self._start = self._stop = 0
         elif order.item(slots[0]) < order.item(self._slots[self._stop - 1]):  # some slots do not go behind all others
+            # Slots that are older than all others go in front of them, if there is room.
             all_older = order.item(slots[-1]) < order.item(self._slots[self._start])
             has_room_in_front = self._start >= slots.size
             if all_older and has_room_in_front:
@@ -156,7 +159,7 @@ class Fifo(Placed):
                 self._count += slots.size
                 self._put(slots, self._start)
                 return
-            # Sort all slots, old and new. All of them are written anew below.
+            # Sort all slots, old and new. All of them are written and counted anew below, as in an empty selector.
             held = self._held()
             slots = np.concatenate([held, slots])
             slots = slots[np.argsort(order[slots], kind="stable")]
@@ -186,6 +189,7 @@ class Fifo(Placed):
         self._put(held, self._start)
 
     def delete(self, slots: IntArray) -> None:
+        """As in Selector. Deleted entries become -1, and are skipped at both ends."""
         self._slots[self._position[slots]] = -1
         self._position[slots] = -1
         self._count -= slots.size
@@ -212,7 +216,7 @@ class Fifo(Placed):
     def _first_held(self, slots: IntArray) -> int:
         """The index of the first entry that is a slot, and not -1. There is such an entry.
 
-        Looks at 16 entries, and then at more than twice as many each time.
+        Looks at 16 entries, and then each time at 16 entries more than it has looked at until then.
         """
         scanned = 0
         while True:
@@ -224,6 +228,7 @@ class Fifo(Placed):
             scanned = 2 * scanned + 16
 
     def select(self, n: int, rng: np.random.Generator, excluded: IntArray = NONE) -> tuple[IntArray, FloatArray]:
+        """As in Selector: the first n entries that are slots, and not excluded."""
         entries = self._slots[self._start : self._stop]
         if self._newest_first:
             entries = entries[::-1]
@@ -269,6 +274,7 @@ class Heap(Selector):
         """The rank (n,) of each of `slots` (n,). The lowest rank comes first."""
         ranks = self._columns.priority[slots]
         if self._half_life is not None:
+            # Entries of priority 0 keep the value in `out`.
             logs = np.log2(ranks, out=np.full(slots.size, _LOG_OF_ZERO), where=ranks > 0)
             ranks = logs + half_lives(self._columns, slots, self._half_life)
         return self._sign * ranks
@@ -284,6 +290,7 @@ class Heap(Selector):
         return self._tree.holds(slot)
 
     def check(self, slots: IntArray) -> None:
+        """As in Selector. The tree must have the rank and the order of each slot."""
         self._tree.check()
         assert self._count == slots.size, (self._count, slots.size)
         assert np.array_equal(self._tree.positions(), np.sort(slots)), "the tree has other slots"
@@ -305,6 +312,7 @@ class Uniform(Placed):
     """
 
     def insert(self, slots: IntArray) -> None:
+        """As in Selector. The array doubles when it is full."""
         start = self._count
         self._count += slots.size
         while self._count > self._slots.size:
@@ -312,11 +320,12 @@ class Uniform(Placed):
         self._put(slots, start)
 
     def delete(self, slots: IntArray) -> None:
+        """As in Selector. Other slots move into the gaps, so that the first `_count` entries of `_slots` are in use."""
         self._count -= slots.size
         assert self._count >= 0, "slots are deleted that were not here"
         gaps = self._position[slots]
         self._position[slots] = -1
-        # The slots that remain move together: those beyond the new count fill the gaps before it.
+        # The slots beyond the new count that are not deleted fill the gaps before the new count.
         last = self._slots[self._count : self._count + slots.size]
         last = last[self._position[last] >= 0]
         gaps = gaps[gaps < self._count]
@@ -329,6 +338,7 @@ class Uniform(Placed):
         assert (self._position[slots] < self._count).all(), "a gap is left among the slots"
 
     def select(self, n: int, rng: np.random.Generator, excluded: IntArray = NONE) -> tuple[IntArray, FloatArray]:
+        """As in Selector. All slots that are not excluded have the same probability."""
         # Draw more without replacement, then drop the excluded slots: the rest is a draw without replacement too.
         wanted = min(n + excluded.size, self._count)
         slots = NONE
@@ -390,6 +400,7 @@ class Prioritized(Selector):
         self._tree.set(slots, np.zeros(slots.size))
 
     def update(self, slots: IntArray) -> None:
+        """As in Selector. Sets the weight of each slot, relative to the reference version."""
         priorities = self._columns.priority[slots]
         # Priority 0 means weight 0 with every exponent, but 0 ** 0 is 1.
         weights = np.where(priorities > 0, priorities**self._exponent, 0.0)
@@ -405,6 +416,7 @@ class Prioritized(Selector):
         self._tree.set(slots, weights)
 
     def version_moved(self, before: int) -> None:
+        """As in Selector. Only items that count as another version than before get another weight."""
         if self._half_life is None:
             return
         # After a rollback no item counts as newer than the current version. Nor may the reference be newer.
@@ -415,7 +427,10 @@ class Prioritized(Selector):
             self.update(recounted(self._columns, self._tree.positions(), before))
 
     def _rebase(self, reference: float, new: IntArray = NONE) -> None:
-        """Computes the weights of all items anew, and of the new slots `new` (n,), relative to `reference`; O(size)."""
+        """Makes `reference` the reference, and computes the weights of all items anew; O(size).
+
+        `new` (n,): slots that are not in the tree yet, and that get a weight, too.
+        """
         self._reference = reference
         self.update(np.union1d(self._tree.positions(), new))
 
@@ -456,13 +471,15 @@ class Prioritized(Selector):
         return total * scale, squares * scale**2
 
     def select(self, n: int, rng: np.random.Generator, excluded: IntArray = NONE) -> tuple[IntArray, FloatArray]:
+        """As in Selector. Draws one slot after the other, each from the slots that are left."""
         # Independent draws, without repetitions, are distributed as successive draws without replacement. So draw
         # independently, drop the repetitions, and set the weights of the drawn slots to 0. Then draw as many slots
         # again as are missing, until no slot is missing.
         n = min(n, self._tree.positive - excluded.size)
         self._lift()
         tree = self._tree
-        # The slots whose weights are set to 0 here, and these weights. All are restored at the end.
+        # The slots whose weights are set to 0 below, the excluded slots first, and their weights until then. At the end
+        # all of these weights are restored.
         hidden_slots = [excluded]
         hidden_weights = [tree.get(excluded)]
         tree.set(excluded, np.zeros(excluded.size))
@@ -496,7 +513,7 @@ class Prioritized(Selector):
         """
         if self._half_life is None:
             return
-        has_low_total = 0 < self._tree.total < _LOW_TOTAL
+        has_low_total = 0 < self._tree.total < _LOW_TOTAL  # 0: no item has a weight
         if not has_low_total:
             return
         newest = float(half_lives(self._columns, self._tree.positions(), self._half_life).max())
@@ -544,7 +561,8 @@ class Tree(Generic[S]):
         """Makes the tree empty, with this many positions."""
         self.capacity = capacity
         self._nodes: npt.NDArray[S] = np.full(2 * capacity, self._nothing)
-        # Indexing a memoryview is much cheaper than indexing an array.
+        # The memory of the nodes as floats, two for each complex number. Indexing a memoryview is much cheaper than
+        # indexing an array.
         self._scalars = cast("memoryview[float]", self._nodes.view(np.float64).data)
 
     def positions(self) -> IntArray:
@@ -562,7 +580,7 @@ class Tree(Generic[S]):
         top = int(positions.max())
         if top >= self.capacity:
             self._grow(top + 1)
-        if positions.size < _LOOP_BELOW:
+        if positions.size < _LOOP_BELOW:  # a loop is faster
             self._set_each(positions.tolist(), values.tolist())
         else:
             self._set_all(positions + self.capacity, values)
@@ -632,6 +650,7 @@ class SumTree(Tree[np.float64]):
         assert self.positive == np.count_nonzero(leaves), (self.positive, np.count_nonzero(leaves))
 
     def _set_each(self, positions: list[int], values: list[float]) -> None:
+        """As in Tree. Also counts the leaves above 0."""
         nodes = self._scalars
         positive = self.positive
         for position, value in zip(positions, values, strict=True):
@@ -712,7 +731,7 @@ class MinTree(Tree[np.complex128]):
         """The position of the smallest pair (1,), by following the pair from the root to its leaf; empty: no pair."""
         nodes = self._scalars  # pairs, one after the other: node i at [2i], [2i + 1]
         node = 1
-        rank = nodes[2]
+        rank = nodes[2]  # the pair of the root is the smallest pair
         order = nodes[3]
         if rank == math.inf:
             return np.zeros(0, dtype=np.int64)
@@ -723,13 +742,14 @@ class MinTree(Tree[np.complex128]):
         return np.array([node - self.capacity])
 
     def _set_each(self, positions: list[int], values: list[complex]) -> None:
+        """As in Tree. Stops at the first node above a leaf that does not change."""
         nodes = self._scalars  # pairs, one after the other: node i at [2i], [2i + 1]
         for position, value in zip(positions, values, strict=True):
             node = position + self.capacity
             nodes[2 * node] = value.real
             nodes[2 * node + 1] = value.imag
             while node := node >> 1:  # the parent; 0: the root was the last node
-                left = 4 * node  # where the pair of the left child begins, and the pair of the right child follows
+                left = 4 * node  # the index of the left child's pair, behind which the right child's pair stands
                 rank = nodes[left]
                 order = nodes[left + 1]
                 right_rank = nodes[left + 2]

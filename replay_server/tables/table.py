@@ -99,6 +99,7 @@ class InsertBatch:
     """Policy version of the newest row."""
 
     def __post_init__(self) -> None:
+        """Computes the sums and extremes of the rows."""
         sizes = costs(self.sizes, self.labels)
         versions = self.policy_versions
         if len(self.keys) == 1:  # 10 times as fast as reducing arrays of one element
@@ -275,7 +276,7 @@ class Table:
     def why_full(self, n: int, nbytes: int) -> str | None:
         """The bound that n more items, with `nbytes` more bytes together, would break; None: they fit.
 
-        n is 0 for a segment.
+        If n is 0, for example for a segment, only the bytes are checked.
         """
         config = self.config
         if n and self.size + n > config.max_size:
@@ -297,14 +298,14 @@ class Table:
         """True if n items of `nbytes` together may be inserted now with the same outcome as one after the other.
 
         The items must fit without eviction. There is one exception: if a fifo is the remover, items may be evicted for
-        the size of the table. It evicts the oldest items, whatever is inserted. Any other remover would choose anew
-        after each item. And how many items are evicted for their bytes depends on the size of each item.
+        the size of the table. A fifo evicts the oldest items, whatever is inserted. Any other remover would choose anew
+        after each item. How many items are evicted for their bytes depends on the size of each item.
         """
         config = self.config
         if n > config.max_size:
             return False
         evicts_in_order = config.when_full == "evict" and config.remover.type == "fifo"
-        items_to_fit = 0 if evicts_in_order else n
+        items_to_fit = 0 if evicts_in_order else n  # 0: only the bytes must fit
         if self.why_full(items_to_fit, nbytes) is not None:
             return False
         return self.limiter.can_insert(n)
@@ -483,7 +484,7 @@ class Table:
         if request.values and self.balanced is not None:
             excluded = self._excluded_slots(request)
             codes, _ = self.balanced.rows_of(request.values, excluded, distinct=request.distinct)
-            return codes.size
+            return codes.size  # `rows_of` returns one code for each row that can be drawn
         selectable = self.sampler.selectable()
         if request.distinct:
             return selectable - len(self.excluded(request))
@@ -620,7 +621,7 @@ class Table:
 
         Call it before the hooks `on_acknowledge`: a retained row is not found any more.
         """
-        if batch.epoch != self.epoch:
+        if batch.epoch != self.epoch:  # a reset has removed the rows, and set all counts to 0
             return
         has_tags = any(len(tag) > 1 for tag in self.columns.tags.values())  # the value "" always counts
         if has_tags:
@@ -685,7 +686,8 @@ class Table:
             self.scopes.requeue(batch.scope, batch.keys.tolist())
         if returned:
             self._show(columns.return_rows(returned), self._labels_where_required(returned))
-        # A row of the batch may be reserved by another batch, or it may be gone: then its slot is -1.
+        # A row of the batch that another batch reserves is found, too. The slot of a row that is gone is -1. A row may
+        # be in the batch several times: then `subtract.at` counts each time.
         slots = columns.find_with_reserved(batch.keys)
         np.subtract.at(columns.times_sampled, slots[slots >= 0], 1)
         assert self.limiter.size == self.size, (self.limiter, self.size)
@@ -797,7 +799,8 @@ class Table:
             self._count_tags("stale", never_sampled)
         self.limiter.deletes += slots.size
         # An item that has left can give no more samples. If the limiter did not count the samples that the item still
-        # owed, the difference between inserts and samples would never fall again: a queue would lose a place.
+        # owed, the difference between inserts and samples would never fall again: a queue would lose a place. In other
+        # tables, evictions and deletions do not change the difference (`limiter.py`).
         if self.config.rate_limiter.type in ("queue", "stack") or reason in ("stale", "undone"):
             owed = np.maximum(0.0, self.limiter.samples_per_insert - self.columns.times_sampled[slots])
             self.limiter.samples += float(owed.sum())
@@ -809,7 +812,7 @@ class Table:
         columns = self.columns
         slots = columns.used()
         self.counters = Counters()
-        self._clear(columns.current_version)  # the table has new columns now, and the old rows leave the old ones
+        self._clear(columns.current_version)  # replaces `self.columns`; the rows leave the old `columns` next
         self.on_leave(columns, slots)
         return int(slots.size)
 
@@ -868,7 +871,7 @@ class Table:
         slots = self.columns.used()
         if slots.size:
             labels = self._labels_where_required(self.columns.key[slots].tolist())
-            self._offer(slots, labels)
+            self._offer(slots, labels)  # not `_show`: `bytes` counts these rows already
 
     def _fit(self) -> None:
         """Removes the items that the configuration does not allow."""
@@ -954,10 +957,10 @@ class Table:
 
         Returns the number of missing items: the counters count them, but they were not loaded.
         """
-        lost = self.limiter.size - self.size
+        lost = self.limiter.size - self.size  # the limiter's counts were loaded, the size is that of the loaded items
         self.limiter.deletes += lost
         if self.config.rate_limiter.type in ("queue", "stack"):
-            self.limiter.samples += lost  # as in `_drop`
+            self.limiter.samples += lost  # as in `_drop`: otherwise the queue would lose places
         # A table that blocks or rejects never evicts. It may exceed its bounds for a while, because items that were
         # outstanding have returned.
         if self.config.when_full == "evict":

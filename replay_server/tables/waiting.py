@@ -35,9 +35,9 @@ class Pending(Generic[T]):
         self.on_done: Callable[[], None] | None = None
         """Called when the request ends with a value or an error."""
         self.lines: list[Line[Any]] = []
-        """The lines in which it waits."""
+        """The lines in which the request waits."""
         self.value: T | None = None
-        """The result, if it ended without an error."""
+        """The result, if the request ended without an error; None until then."""
         self._error: Refused | None = None
 
     def finish(self, value: T) -> None:
@@ -64,6 +64,7 @@ class Pending(Generic[T]):
         return self.value  # type: ignore[return-value]
 
     def _end(self, served: bool) -> None:
+        """Leaves all lines, and then calls `on_done`. The caller has set the value or the error."""
         assert not self.done
         self.done = True
         self._leave(served)
@@ -102,14 +103,14 @@ async def result_of(
         loop = asyncio.get_running_loop()
         done: asyncio.Future[None] = loop.create_future()
 
-        def wake() -> None:
+        def wake() -> None:  # `pending` calls it when it ends, perhaps before the task has handled its cancellation
             if not done.done():  # a cancelled future is done, too
                 done.set_result(None)
 
         pending.on_done = wake
         timer = None
         if remaining < math.inf:
-            timer = loop.call_later(remaining, time_out, pending)
+            timer = loop.call_later(remaining, time_out, pending)  # ends `pending`, which calls `wake`
         try:
             await done
         except asyncio.CancelledError:
@@ -164,6 +165,7 @@ class Line(Generic[P]):
 
     def _await(self, since: float) -> None:
         """Counts one more request that somebody waits for, from the time `since`."""
+        # Others wait already, or the last one that waited has left just now without being served.
         continues_wait = self.awaited > 0 or since - self._left_at <= ASKS_AGAIN
         if not continues_wait:
             self._still_since = since
@@ -186,7 +188,7 @@ class Line(Generic[P]):
             now = self._clock()
             self._count(-1, now)
             if not self.awaited:
-                self._left_at = now
+                self._left_at = now  # if the request was served, `moved` is called next and resets this
 
     def moved(self) -> None:
         """Notes that a request was served, whether it had waited in the line or not."""

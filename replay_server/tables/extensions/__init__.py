@@ -30,7 +30,7 @@ def configured(
         partial_groups: Collection[int] = ()
         if admission.permit_tables:
             permit_tables = PermitTables(admission.permit_tables)
-            partial_groups = permit_tables.marked
+            partial_groups = permit_tables.marked  # the set itself, which `permit_tables` changes and admission reads
             extensions.append(permit_tables)
         admitting = Admission(admission, admitted_table(admission, tables), clock, partial_groups)
         permits[admitting.table] = admitting.marked

@@ -172,7 +172,7 @@ class Admission(Extension):
             if request and earlier.request == request:  # a retry replaces it
                 earlier.fail(try_again("the client has asked for these permits again"))
         self.line.join(pending)
-        grant = self._grants.get(request)
+        grant = self._grants.get(request)  # no grant has the id 0
         if grant is not None:  # a retry, whose first attempt was granted
             grant.attempt = pending
             pending.finish(grant)
@@ -192,7 +192,7 @@ class Admission(Extension):
         if count > grant.count and not moved:
             raise invalid(f"permit lease {grant_id:#x} has {counted(grant.count, 'permit')} left, not {count}")
         released = count or grant.count
-        self._use(grant, released)
+        self._use(grant, released)  # with `moved`, the grant may have fewer permits left: then it ends
         self.progress()
         return released
 
@@ -210,7 +210,7 @@ class Admission(Extension):
 
         The groups count even if their grant has expired in the meantime.
         """
-        if insert.moved:
+        if insert.moved:  # `accepted` rises, too, so the capacity stays: another server has granted the permits
             self._earlier += len(insert)
         else:
             grant = self._grants.get(insert.permits)
@@ -246,10 +246,10 @@ class Admission(Extension):
         """
         self._shard_index = change.shard_index or self._shard_index
         used = change.version * self._share  # groups of this server that all steps until now have used
-        if change.rollback:
+        if change.rollback:  # `accepted`: the groups of finished steps, and those that no reader has acknowledged
             self._earlier = used
             self.accepted = used + len(self.marked)
-        elif self._begins_at(change.version):
+        elif self._begins_at(change.version):  # the steps until now were not counted here
             self._earlier = used
             self.accepted = max(self.accepted, used + len(self.marked))
         else:  # the share may have changed since the last version, so only the new steps count with this share
@@ -340,6 +340,7 @@ class Admission(Extension):
     # ------------------------------------------------------------------------------------------------ state
 
     def state_dict(self, offset: float) -> dict[str, Any]:
+        """As in Extension, without accepted groups that nothing would release after a restart."""
         return {
             "accepted": self.accepted - self._held_by_batches_alone(),
             "expired": self.expired,
@@ -365,8 +366,9 @@ class Admission(Extension):
         return count
 
     def load_state_dict(self, state: dict[str, Any] | None, offset: float, version: int) -> None:
+        """As in Extension. Grants whose time is over by now end."""
         if state is None:  # the server ran without [admission]
-            if version > 0:
+            if version > 0:  # count the groups of all finished steps as used, as after a rollback to this version
                 self.on_policy(PolicyChange(version, version, rollback=True))
             return
         self.accepted = state["accepted"]
@@ -374,7 +376,9 @@ class Admission(Extension):
         self._version = version if state["began"] else None
         self._shard_index = ShardIndex(*state["shard_index"]) if state["shard_index"] else None
         self._earlier = state["earlier"]
-        latest = self._clock() + self.config.permit_ttl  # the wall clock may have been set back
+        # The stored times are times of day. If that clock was set back meanwhile, a grant would expire too late, so
+        # `latest` bounds its time.
+        latest = self._clock() + self.config.permit_ttl
         self._grants = {}
         for grant_id, count, expires in state["leases"]:
             self._grants[grant_id] = Grant(grant_id, count, min(expires - offset, latest))
@@ -389,6 +393,7 @@ class Admission(Extension):
         return [grant.expires for grant in self._grants.values()]
 
     def check(self) -> None:
+        """As in Extension. No request may wait that could be granted."""
         super().check()
         for grant_id, grant in self._grants.items():
             assert grant.id == grant_id, (grant_id, grant)

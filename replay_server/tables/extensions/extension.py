@@ -155,7 +155,10 @@ class Extension:
     # ------------------------------------------------------------------------------------------------ state on disk
 
     def state_dict(self, offset: float) -> dict[str, Any]:
-        """The state of the extension, without marks. `offset` is added to times of the server's clock."""
+        """The state of the extension, without marks.
+
+        `offset` is added to times of the server's clock. That makes them times of day, which outlive a restart.
+        """
         return {}
 
     def load_state_dict(self, state: dict[str, Any] | None, offset: float, version: int) -> None:

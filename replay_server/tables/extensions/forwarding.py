@@ -70,10 +70,10 @@ class Forwarding(Extension):
             return False
         if target.balanced is not None and target.balanced.one_too_many([item.labels]) is not None:
             return False
-        if key in target.columns.retained:
+        if key in target.columns.retained:  # the new row takes the place of a row that the target consumed earlier
             self._discard(target, [key])
         items = self.kernel.items
-        items.hold([key])
+        items.hold([key])  # for the new row of `target`
         joining = InsertBatch(
             keys=[key],
             priorities={},  # `Table.insert` gets the priority as an argument
@@ -83,7 +83,7 @@ class Forwarding(Extension):
             labels=items.labels([key]),
         )
         target.insert(joining, np.array([priority]))
-        if key not in target:
+        if key not in target:  # the remover of `target` has chosen the new row
             target.counters.evicted_on_arrival += 1
         return True
 
@@ -92,6 +92,7 @@ class Copying(Extension):
     """Adds each item that enters a table to the table `copy_to`, too."""
 
     def attach(self, kernel: Kernel) -> None:
+        """As in Extension. Finds the tables that copy their items, and the table of copies of each."""
         super().attach(kernel)
         self._copies: dict[str, Table] = {}
         """By name of each table that copies its items: the table of the copies."""
@@ -114,16 +115,18 @@ class Copying(Extension):
         return None
 
     def on_insert(self, insert: InsertBatch) -> Iterable[Table]:
+        """Adds the items of each table that copies to its table of copies."""
         changed = []
         for source, copies in self._copies.items():
             priorities = insert.priorities.get(source)
             if priorities is not None:
-                self.kernel.items.hold(insert.keys)
+                self.kernel.items.hold(insert.keys)  # for the new rows of the table of copies
                 copies.insert(insert, priorities)
                 changed.append(copies)
         return changed
 
     def on_item_gone(self, keys: Sequence[int]) -> None:
+        """Notes the items that only copies hold from now on, and forgets the items that nothing holds."""
         for key in keys:
             if key in self.kernel.items:  # copies still hold the item
                 self._alone[key] = None
@@ -143,7 +146,8 @@ class Copying(Extension):
         while self._alone and items.bytes > before - needed:
             key = next(iter(self._alone))
             del self._alone[key]
-            only_rows = items[key].holders == self.spares(key)  # no batch and no reader of bytes holds the item
+            # If a batch or a reader of bytes holds the item, too, the item is noted again when that holder releases it.
+            only_rows = items[key].holders == self.spares(key)
             if only_rows:
                 self._evict(key)
         return items.bytes < before

@@ -97,7 +97,7 @@ class History(Extension):
         table.columns.retain(consumed)
         for key in consumed:
             self._consumed += 1
-            permit = key in self._permits.get(table.name, ())
+            permit = key in self._permits.get(table.name, ())  # the admission removes the key after this hook
             self.rows[table.name, key] = Consumed(self._consumed, permit)
         self.kernel.items.freed = True  # an insert that waits for bytes may discard these rows
         return ()
@@ -110,6 +110,7 @@ class History(Extension):
         table.discard(retained)
 
     def on_reset(self, table: Table) -> None:
+        """Discards all rows that the table retains."""
         self.discard(table, list(table.columns.retained))
 
     def _trim(self) -> None:
@@ -197,11 +198,12 @@ class History(Extension):
         return f"this server knows {known}"
 
     def on_policy(self, change: PolicyChange) -> None:
+        """Goes back to the state that the trainer names in a rollback, or remembers the state that it has saved."""
         if change.state and change.rollback:
             self._go_back(change)
         elif change.state:
             self._name(change)
-        elif change.version < change.before:  # a rollback without a state: only the version goes back
+        elif change.version < change.before:  # a rollback without a state: no version counts as undone
             self._undo(0)
 
     def _name(self, change: PolicyChange) -> None:
@@ -224,7 +226,8 @@ class History(Extension):
             if after:
                 self._restore(table, after)
         self._undo(max(self.undone, change.before))  # an earlier rollback may have undone even newer versions
-        # After `_restore`: a drop releases unused permits, and `_restore` has noted which permits are unused again.
+        # Only after `_restore`: rows that returned may be dropped, too. A drop releases unused permits, and `_restore`
+        # has noted which permits are unused again.
         for table in self.kernel.trained:
             table.drop_stale()
             table.drop_undone()
@@ -274,6 +277,7 @@ class History(Extension):
         self._trim()
 
     def check(self) -> None:
+        """As in Extension. `rows` must be the rows that the tables retain, each of them after the oldest state."""
         super().check()
         retained: set[tuple[str, int]] = set()
         for table in self.kernel.tables.values():

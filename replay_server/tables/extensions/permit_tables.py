@@ -63,6 +63,7 @@ class PermitTables(Extension):
         self.marked.difference_update(keys)
 
     def load_marked(self, keys: Sequence[int]) -> None:
+        """Marks the items, among these, that are in a permit table."""
         loaded = np.array(keys, dtype=np.uint64)
         # If the configuration has changed, some of the items may be in tables that are no permit tables any more.
         for table in self.tables:
@@ -73,7 +74,7 @@ class PermitTables(Extension):
 def closes(insert: InsertBatch, marked: Collection[int], kernel: Kernel) -> bool:
     """True if an insert closes a batch that has one of the `marked` keys. Then it takes the place of that item."""
     for batch_id in insert.closes:
-        _, batch = kernel.batches[batch_id]
+        _, batch = kernel.batches[batch_id]  # the insert rules have checked that the batch is outstanding
         if any(key in marked for key in batch.keys.tolist()):
             return True
     return False
