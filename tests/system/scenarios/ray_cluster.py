@@ -38,9 +38,13 @@ def lives(pid: int) -> bool:
 
 
 def wait_longer_for_nodes() -> None:
-    """Makes Ray wait until a node has started. By itself Ray gives up after 30 seconds, also on a busy machine."""
+    """Makes Ray wait until a node has started. By itself Ray gives up after 30 seconds, also on a busy machine.
+
+    First the node's own program waits for its agent, and ends if the agent is late. Then Python waits for the node.
+    """
     from ray._private import services
 
+    os.environ.update(RAY_agent_register_timeout_ms=str(int(1000 * NODE_SECONDS)))
     look_up = services.get_node
 
     def get_node(gcs_address: str, node_id: str) -> Any:
