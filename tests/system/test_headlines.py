@@ -111,9 +111,14 @@ class Run:
         assert is_right(seen), f"the doctor: {seen}"
 
     def knows(self, name: str) -> None:
-        """Waits until a client has connected to the server that runs now."""
+        """Waits until a client has connected to the server that runs now, and has said which part of the run it is."""
+
+        def has_described_itself() -> bool:
+            clients = client.server_info().clients
+            return any(known.name == name and known.settings for known in clients)
+
         with ReplayClient(self.address) as client:
-            until(lambda: name in [known.name for known in client.server_info().clients], timeout=PATIENCE)
+            until(has_described_itself, timeout=PATIENCE)
 
     def _doctor(self) -> dict[str, str]:
         done = run_replay("doctor", "--json", address=self.address)

@@ -14,6 +14,7 @@ import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -24,12 +25,42 @@ RECONNECT = {"RAY_gcs_rpc_server_reconnect_timeout_s": "3"}
 """After so many seconds without a head Ray ends the others; by default it is a minute."""
 
 
+NODE_SECONDS = 300.0
+"""Seconds in which a node must start."""
+
+
 def lives(pid: int) -> bool:
     """Whether a process runs: one that has ended and that its parent has not read yet does not."""
     try:
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
+
+
+def wait_longer_for_nodes() -> None:
+    """Makes Ray wait until a node has started. By itself Ray gives up after 30 seconds, also on a busy machine.
+
+    First the node's own program waits for its agent, and ends if the agent is late. Then Python waits for the node.
+    """
+    from ray._private import services
+
+    os.environ.update(RAY_agent_register_timeout_ms=str(int(1000 * NODE_SECONDS)))
+    look_up = services.get_node
+
+    def get_node(gcs_address: str, node_id: str) -> Any:
+        answers = []
+
+        def is_registered() -> bool:
+            try:
+                answers.append(look_up(gcs_address, node_id))
+            except RuntimeError:  # the node has not registered yet
+                return False
+            return True
+
+        until(is_registered, "the node of Ray has not started", timeout=NODE_SECONDS, pause=0.5)
+        return answers[-1]
+
+    services.get_node = get_node
 
 
 @dataclass
@@ -75,6 +106,7 @@ def main() -> None:
     from replay_server import shards
     from replay_server.config import Config, SecurityConfig
 
+    wait_longer_for_nodes()
     config, folder, port, count = Config.load(sys.argv[1]), sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
     # Ray gives a shard the address of its node, which other machines may reach.
     config = config.model_copy(update={"security": SecurityConfig(insecure=True)})

@@ -19,6 +19,7 @@ from replay_server.config import AdmissionConfig, Config, SecurityConfig
 from replay_server.shards import ShardError, ShardStatus
 from tests.kit.faults import Books, Crew
 from tests.kit.groups import keys_in
+from tests.system.scenarios.ray_cluster import wait_longer_for_nodes
 
 ADDRESS = "ray://replay/replay"
 TABLES = (
@@ -37,6 +38,7 @@ def cluster() -> Iterator[object]:
     import ray
     from ray.cluster_utils import Cluster
 
+    wait_longer_for_nodes()
     memory = 80 << 20
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 4, "object_store_memory": memory})
     for _ in range(2):
