@@ -134,7 +134,8 @@ class Access:
     shared_memory: bool = True
     """Payloads go through shared memory if the server is on this host. Otherwise they always go over gRPC."""
     name: str | None = None
-    """The name by which the server lists this client, if it inserts, samples or publishes. None: host:pid."""
+    """The name by which the server lists this client, if it inserts, samples or publishes. None: host:pid. Empty: the
+    server does not list it."""
     _credentials: grpc.ChannelCredentials | None = field(init=False, repr=False, compare=False)
     """The content of the files of `tls`, read when this object is made. None: not encrypted."""
 
@@ -195,7 +196,7 @@ class Access:
     def channel(self, options: list[tuple[str, Any]]) -> grpc.aio.Channel:
         """A channel that sends the name of this client with every call. It belongs to the running event loop."""
         name = own_name() if self.name is None else self.name
-        if name:
+        if name:  # with an empty `name`, the server does not list this client
             # The server reads the name from the user agent. Every call has a user agent anyway, so the name costs
             # nothing.
             options = [*options, ("grpc.primary_user_agent", f"replay/{name}")]
@@ -298,7 +299,7 @@ def _find_settings(options: Mapping[str, Any], environment: Mapping[str, str]) -
     variables: dict[str, _Found] = {}
     for name in (*SETTINGS, "client_config"):
         variable = f"REPLAY_{name.upper()}"
-        if environment.get(variable):
+        if environment.get(variable):  # an empty variable counts as absent
             variables[name] = _Found(environment[variable], variable)
     settings: dict[str, _Found] = {}
     config = arguments.get("client_config") or variables.get("client_config")
@@ -398,6 +399,7 @@ class ListenAddress:
         """
         if self.token_file is None:
             return True
+        # `surrogatepass`, because a wrong header may have characters that UTF-8 cannot encode.
         token = authorization.removeprefix("Bearer ").encode(errors="surrogatepass")
         expected = read_token(self.token_file, self.token_setting).encode()
         # This comparison takes the same time for every wrong token, so its time does not help to guess the token.

@@ -441,6 +441,7 @@ class AsyncReplayClient:
         """
         wanted = list(keys)
         request = message_of(pb.GetRequest, keys=wanted, without_payloads=not payloads)
+        # `answer` is a frame: the message with the columns, and the payloads.
         items = await self._fleet.ask("Get", request, self._seconds(timeout), lambda answer: stored_items_of(*answer))
         items_by_key = {item.key: item for item in items}
         # In the order of `keys`, each item once.
@@ -495,6 +496,7 @@ class AsyncReplayClient:
         Raises InvalidRequestError for a field that does not exist or cannot change.
         """
         request = pb.UpdateTableRequest(table=table, changes=json.dumps(changes))
+        # The response is the TableInfo already.
         return await self._fleet.ask_all(
             "UpdateTable", once(request), self._seconds(timeout), lambda response: response
         )
@@ -542,6 +544,7 @@ class AsyncReplayClient:
 
         Connects again by itself after a broken connection.
         """
+        # `aclosing` ends the calls to the servers as soon as the caller closes this generator.
         async with aclosing(self._board.watch()) as watch:
             async for policy in watch:
                 yield policy

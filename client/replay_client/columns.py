@@ -145,7 +145,7 @@ def decode_arrays(view: memoryview, header_length: int) -> Decoded:
     arrays: dict[str, Array] = {}
     extras: dict[str, Array] = {}
     axes: dict[str, str] = {}
-    end = 0
+    end = 0  # the end of the array that lies last in `body`, in bytes
     for entry in table:
         if len(entry) > _FIELDS:
             *entry, axis = entry
@@ -300,7 +300,7 @@ def encode_columns(extras: Mapping[str, npt.ArrayLike], axes: Mapping[str, str] 
 
     `extras` and `axes` are as in RolloutGroup. Raises ValueError if there are no columns. Raises ValueError that names
     the column for an unknown dtype or axis, and for arrays of one axis that differ in rows. This function does not know
-    the group, so it cannot check that the columns fit. `RolloutGroup.decode` refuses a group with columns that do not.
+    the group, so it cannot check that the columns fit the group. `RolloutGroup.decode` refuses columns that do not fit.
     """
     columns = checked_columns(extras)
     axes = axes or {}

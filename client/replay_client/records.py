@@ -317,9 +317,9 @@ def restarted(last: ServerInfo, info: ServerInfo) -> bool:
 def rates_between(last: ServerInfo | None, info: ServerInfo) -> dict[str, tuple[float, float]]:
     """Inserts a second and samples a second between two answers, by the name of the table.
 
-    `last` is the earlier answer. The result is empty if there is none, and if other servers answered then than now: a
-    shard that answers again brings counts of the time in which it did not answer. A table is absent if `last` does not
-    have it, or if its counters were set to 0 in between.
+    `last` is the earlier answer. The result is empty if there is none, if a server has restarted in between, and if
+    other servers answered then than now: a shard that answers again brings counts of the time in which it did not
+    answer. A table is absent if `last` does not have it, or if its counters were set to 0 in between.
     """
     if last is None or starts_of(last) != starts_of(info):
         return {}
@@ -455,7 +455,7 @@ def item_page_of(response: pb.ListItemsResponse) -> ItemPage:
         response.payload_sizes,
         response.effective_priorities,
         _labels(response.columns, response.tags, len(response.keys)),
-        _labels(response.missing_columns, (), len(response.keys)),
+        _labels(response.missing_columns, (), len(response.keys)),  # labels that hold the names of missing columns
         strict=True,
     )
     now = response.policy_version

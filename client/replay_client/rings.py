@@ -84,9 +84,9 @@ class SharedMemory:
                     pass
                 if self.carries:
                     return
-                request = self.ask(0)
+                request = self.ask(0)  # 0: only find out
                 if request is not None:
-                    await asyncio.wait({request})
+                    await asyncio.wait({request})  # does not cancel the task when the time is up
 
     def ask(self, capacity: int = _CAPACITY) -> asyncio.Task[Segment | None] | None:
         """Starts a task that asks the server for a ring, and returns the task. None: do not ask now.
@@ -100,7 +100,7 @@ class SharedMemory:
         return self._start(self._ask(capacity))
 
     async def ring(self, kind: type[R]) -> R | None:
-        """A ring for one call; None: there is no ring now."""
+        """A ring for one call; None: there is no ring now. If none is idle, asks for one and waits for it briefly."""
         idle = self._idle[kind]
         if not idle and kind not in self._requested_kinds:
             request = self.ask()
@@ -116,7 +116,7 @@ class SharedMemory:
     def _on_answer(self, kind: type[Ring], request: asyncio.Task[Segment | None]) -> None:
         """Makes a ring of the memory that the server gave, if it gave any, and keeps the ring for later calls."""
         self._requested_kinds.discard(kind)
-        if request.cancelled() or request.exception() is not None:  # `_ask` has closed the stream
+        if request.cancelled() or request.exception() is not None:  # `_ask` has dropped the stream
             return
         segment = request.result()
         if segment is not None:
@@ -133,7 +133,7 @@ class SharedMemory:
 
     def close(self, ring: Ring) -> None:
         """Tells the server that this client no longer uses the ring."""
-        if self._stream is not None:
+        if self._stream is not None:  # else all rings have ended with the stream
             self._start(self._ask_to_close(ring.segment.ring_id))
 
     async def end(self) -> None:
@@ -348,7 +348,7 @@ class RingInserts(Stream):
 
     @property
     def bytes_per_message(self) -> int:
-        if self._writer is None or self._writer.stalled:
+        if self._writer is None or self._writer.stalled:  # stalled: the ring has no room, so payloads go in messages
             return super().bytes_per_message
         return BYTES_PER_FRAME  # a message carries more if its payloads travel in a ring
 

@@ -282,7 +282,7 @@ class RolloutGroup:
         for sequence, span in enumerate(self.sequence_spans()):
             unknown = int(unknown_T[span].sum())
             trained = int(trained_T[span].sum())
-            if 0 < unknown < trained:
+            if 0 < unknown < trained:  # if all are unknown, the engine has reported none
                 token = span.start + int(unknown_T[span].argmax())
                 raise ValueError(
                     f"rollout_logprobs is NaN at token {token}, and other trained tokens of sequence {sequence} have a "

@@ -143,8 +143,8 @@ class DrawStream:
     def give_up(self, draw_id: int) -> None:
         """Requeues a batch that the reader no longer wants. If the batch is not drawn yet, the draw ends."""
         self._draws.pop(draw_id, None)
-        if self._stream is not None:  # the end of a stream has requeued its batches
-            self.end(pb.DrawRequest(requeue=[draw_id]))
+        if self._stream is not None:  # else the end of the stream has requeued its batches
+            self.end(pb.DrawRequest(requeue=[draw_id]))  # nobody waits for the answer
 
     async def result(self, future: asyncio.Future[Any], seconds: float | None) -> Any:
         """The result of the future that `draw` or `end` returned.
@@ -191,7 +191,7 @@ class DrawStream:
         if self._stream is None:
             self._loop = asyncio.get_running_loop()
             self._stream = self._connection.transport.stream("Draw")
-            self._unsent.clear()
+            self._unsent.clear()  # requests for the stream before, which have failed with it
             self._tasks = [
                 self._loop.create_task(self._read(self._stream)),
                 self._loop.create_task(self._write(self._stream)),
@@ -321,7 +321,7 @@ class SingleBatches:
             if drawn is None:
                 drawn = await self._draw(request, deadline)
             draw_id, samples = drawn
-            if request.lease:
+            if request.lease:  # the caller acknowledges the batch
                 return samples
             if await self._acknowledge(draw_id, samples, same_call, deadline.seconds):
                 return samples
@@ -461,7 +461,7 @@ class AsyncSampler(AbstractAsyncContextManager["AsyncSampler"]):
             except grpc.aio.AioRpcError as error:
                 # `_received` stays: the next attempt acknowledges the same id again.
                 self._drop()
-                await patience.pause_or_raise(error)
+                await patience.pause_or_raise(error)  # raises if no other attempt follows
 
     async def _receive(self) -> tuple[int, list[Sample]]:
         """The id and the samples of the next batch that is drawn. Waits for one if none has been drawn ahead."""

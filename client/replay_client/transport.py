@@ -189,7 +189,8 @@ class Rows:
         sizes = self._sizes
         row = len(self.payloads)
         # Then the rows that begin in `data`. An empty row needs no bytes: it is added as soon as the row before it is
-        # complete, because no more message may follow.
+        # complete, because no more message may follow. (`not (sizes[row] or self._gap)`: the row is empty, and the row
+        # before it is complete.)
         while row < len(sizes) and (at < end or not (sizes[row] or self._gap)):
             size = sizes[row]
             if at + size <= end:
@@ -222,6 +223,7 @@ class BatchStream(Stream):
         head = frame.head  # the first message has the head of the whole answer; the later ones have only bytes
         rows = Rows(head.payload_sizes)
         await self._on_first_frame(frame)
+        # `pass_on` calls `rows.add` with the payload bytes of the frame, which are in the message or in a ring.
         pass_on(frame, self._reader_of, rows.add)
         while rows.missing:
             frame = await super().read()

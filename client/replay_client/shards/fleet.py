@@ -345,6 +345,7 @@ class Fleet:
                 raise error
 
         async def attempt_when_reachable() -> T:
+            """One attempt, as soon as a shard is up. Runs after `deadline` below has its value."""
             await self.reachable(deadline)
             return await attempt(deadline)
 
@@ -394,7 +395,7 @@ class Fleet:
         async def attempt(deadline: Deadline) -> dict[Shard, Any]:
             reachable = self.up() if shards is None else [shard for shard in shards if shard.is_up]
             answers = await self.try_to_ask(method, request, deadline.seconds, reachable)
-            if reachable and not answers:
+            if reachable and not answers:  # all went away meanwhile: `insist` tries again
                 raise self.unavailable()
             return answers
 
@@ -423,7 +424,7 @@ class Fleet:
         for shard, result in zip(shards, results, strict=True):
             if isinstance(result, DeadlineExceededError):
                 late = result
-            elif isinstance(result, GONE):
+            elif isinstance(result, GONE):  # the shard went away: the result leaves it out
                 continue
             elif isinstance(result, BaseException):
                 raise result

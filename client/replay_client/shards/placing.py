@@ -228,7 +228,7 @@ class Placement:
         async def attempt(deadline: Deadline) -> pb.UnchangedRow | None:
             """Tries the owner first, then the other shards, until one has the item."""
             rendezvous, shards = self._ranking()
-            silent: list[str] = []
+            silent: list[str] = []  # the names of the shards that are away, or did not answer
             for shard in [shards[index] for index in rendezvous.order(item.key)]:
                 item.timeout = deadline.seconds
                 answer = None

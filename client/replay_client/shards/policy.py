@@ -97,7 +97,7 @@ class PolicyBoard:
             for shard in self._divided:
                 if shard not in answers:
                     self._owed[shard] = self._with_index(request, shard)
-            if request.rollback:
+            if request.rollback:  # a shard that missed this gets the rollback later, and no version before it
                 self._owed = {}
                 self._missed_rollbacks = {shard: request for shard in self._fleet.shards if shard not in answers}
                 self._with_state = None
@@ -303,6 +303,7 @@ class PermitOffice:
                     return await self._ask(shard, request, 0.0)  # 0: the shard answers at once
             return await self._race(up, request, deadline.within(_SECONDS_PER_ROUND))
 
+        # DeadlineExceededError: no shard has granted permits in this round, so another round follows.
         return await self._fleet.insist(attempt, seconds, DeadlineExceededError)
 
     async def release(self, grant: PermitGrant, request: pb.ReleasePermitsRequest, timeout: float | None) -> int:
@@ -317,6 +318,7 @@ class PermitOffice:
 
     async def _ask(self, shard: Shard, request: pb.AcquirePermitsRequest, timeout: float) -> PermitGrant:
         """Permits of one shard. Raises DeadlineExceededError if the shard can grant none within `timeout` seconds."""
+        # This index counts only until a trainer has published a version, with indices among the granting shards.
         shard_index = shard_index_of(shard, self._fleet.shards)
         shard_request = once(pb.AcquirePermitsRequest(count=request.count, timeout=timeout, shard_index=shard_index))
         return grant_of(await shard.ask("AcquirePermits", shard_request, timeout), shard.name)

@@ -354,6 +354,8 @@ class Drawer:
         requests: dict[Shard, pb.SampleRequest] = {}
         for shard, (count, values) in plan.items():
             weight = weights[shard]
+            # Half of WEIGHTS_AGE: a weight that comes with this answer costs no message, but a request for only the
+            # weight, when it has become too old, does.
             is_old = shard not in known or time.monotonic() - known[shard][0] > WEIGHTS_AGE / 2
             # If the table has no order, only the shard knows by how much a draw lowers the weight.
             changes_unseen = weight.consuming and not weight.ordered
@@ -591,7 +593,10 @@ def _part_of(sample: Sample) -> Part:
 
 
 def rest_of(request: pb.SampleRequest, acknowledged: list[Sample]) -> pb.SampleRequest:
-    """The request for the rest of a batch that has the samples `acknowledged` already. It excludes their keys."""
+    """The request for the rest of a batch that has these samples already: acknowledged ones, or only drawn ones.
+
+    The request excludes their keys, unless an item may be in the batch twice.
+    """
     if not acknowledged:
         return request
     rest = pb.SampleRequest()

@@ -74,6 +74,7 @@ def share_out(weights: Sequence[Weight], rows: int, *, distinct: bool, rng: np.r
         for weight, count, rest in zip(weights, counts, left, strict=True):
             gives = min(missing, rest, _most_at_once(weight, missing))
             at_once.append(gives)
+            # In proportion to weight / rows at once, as the head of this module explains.
             chances.append(_weight_left(weight, count, distinct) / gives if gives else 0.0)
         index = _random_index(chances, rng)
         if index is None:  # no shard can give more
