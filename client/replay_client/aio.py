@@ -90,7 +90,8 @@ def servers_of(access: Access, timeout: float | None) -> Servers:
             board=server,
             permits=server,
         )
-    # Imported here, because a client of one server needs none of these modules.
+    # Several servers, or a ray:// address, for which `split_addresses` returns no server. Imported here, because a
+    # client of one server needs none of these modules.
     from replay_client.shards.fleet import Fleet
     from replay_client.shards.placing import Placement
     from replay_client.shards.policy import PermitOffice, PolicyBoard
@@ -374,6 +375,7 @@ class AsyncReplayClient:
         The items count as sampled once more. `missing` has the keys that are not in the table.
         """
         request = message_of(pb.ConsumeItemsRequest, table=table, keys=list(keys))
+        # `once` gives the request an id, so that a retry does not consume the items again.
         return await self._placement.change("ConsumeItems", once(request), self._seconds(timeout))
 
     def sampler(
@@ -496,7 +498,7 @@ class AsyncReplayClient:
         Raises InvalidRequestError for a field that does not exist or cannot change.
         """
         request = pb.UpdateTableRequest(table=table, changes=json.dumps(changes))
-        # The response is the TableInfo already.
+        # `once` gives the request an id, so that a retry changes nothing more. The response is the TableInfo already.
         return await self._fleet.ask_all(
             "UpdateTable", once(request), self._seconds(timeout), lambda response: response
         )

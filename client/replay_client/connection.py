@@ -181,7 +181,7 @@ class Connection:
             transport = self.transport
             if data is not None and transport.short_calls.free:
                 requests = [pb.CallRequest(method=method, request=data)]
-                # `exchange` passes the bytes that a message should carry, which play no role for a short request.
+                # `exchange` calls the lambda with the bytes that a message should carry. A short request ignores them.
                 answer = await transport.short_calls.exchange(lambda _: requests, seconds)
                 if answer.code:  # 0 is the code of success
                     raise failure(answer.code, answer.message, answer.reason)

@@ -368,6 +368,7 @@ def grant_of(message: pb.Permits, shard: str = "") -> PermitGrant:
 
 def server_info_of(message: pb.ServerInfo) -> ServerInfo:
     """The record of a message about a server and its tables."""
+    # The message has fields of the same names. The record has four of them in another form.
     values: dict[str, Any] = {field.name: getattr(message, field.name) for field in fields(ServerInfo)}
     values["admission"] = message.admission if message.HasField("admission") else None
     values["tables"] = {table.name: table for table in message.tables}

@@ -107,7 +107,7 @@ class SharedMemory:
             if request is not None:
                 self._requested_kinds.add(kind)
                 request.add_done_callback(partial(self._on_answer, kind))  # adds the new ring to `idle`
-                await asyncio.wait({request}, timeout=_RING_WAIT)
+                await asyncio.wait({request}, timeout=_RING_WAIT)  # a ring that is made later serves a later call
         if not idle:
             return None
         ring: R = idle.pop()
@@ -358,7 +358,7 @@ class RingInserts(Stream):
         if self._writer is None:
             await super().write(frame)
         else:
-            await super().write(await self._writer.place(frame))
+            await super().write(await self._writer.place(frame))  # `place` moves the payload into the ring if it fits
 
     async def end(self, reader: asyncio.Task[None] | None = None) -> bool:
         """As `Stream.end`. If the server ends the stream in good order too, a later stream uses the ring.

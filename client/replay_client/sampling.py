@@ -239,7 +239,7 @@ class DrawStream:
     def _receive(self, answer: Batch) -> None:
         """Sets the result of the future that waits for this answer."""
         head = answer.head
-        if not head.batch:  # the answer to an acknowledgement, requeue or renewal
+        if not head.batch:  # no id of a draw: the answer to an acknowledgement, requeue or renewal
             _settle(self._answers.popleft(), head, head)
             return
         future = self._draws.pop(head.batch, None)
@@ -252,7 +252,7 @@ class DrawStream:
         self._stream = None
         assert stream is not None
         for task in self._tasks:
-            if task is not asyncio.current_task():
+            if task is not asyncio.current_task():  # the task that reads calls this when the stream has ended
                 task.cancel()
         stream.cancel()
         waiting: list[asyncio.Future[Any]] = [*self._draws.values(), *self._answers]

@@ -121,7 +121,8 @@ class Stream:
     async def end(self, reader: asyncio.Task[None] | None = None) -> bool:
         """Ends the stream in good order. `reader` is the task that reads the stream, if there is one.
 
-        Returns True if the server has ended the stream too. Otherwise cancels the stream and returns False.
+        Returns True if the server has ended the stream too, or if the stream had broken before. Otherwise cancels the
+        stream and returns False.
         """
         # Why not `cancel` at once: gRPC would call the event loop once more afterwards, and the loop may be closed by
         # then.
@@ -203,8 +204,8 @@ class Rows:
     def _begin(self, size: int, start: memoryview) -> None:
         """Allocates the payload of a row that spans several messages, and copies its first bytes into it."""
         try:
-            if size < LARGE_BUFFER:
-                buffer = np.empty(size, dtype=np.uint8).data  # numpy asks for huge pages, too
+            if size < LARGE_BUFFER:  # malloc keeps freed memory of this size for the next payload
+                buffer = np.empty(size, dtype=np.uint8).data  # numpy asks for huge pages, as `large_buffer` does
             else:
                 buffer = large_buffer(size).data
         except (MemoryError, OSError, OverflowError, ValueError) as error:

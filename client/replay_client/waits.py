@@ -256,7 +256,7 @@ class Patience:
         left = deadline.seconds
         is_late = left is not None and left <= self._pause  # the time would be up before the next attempt
         await self._judge(error, is_late)
-        if not isinstance(error, DeadlineExceededError):
+        if not isinstance(error, DeadlineExceededError):  # the docstring of the class says why no pause follows
             await self._sleep(self._pause)
             self._pause = min(2 * self._pause, self._longest)
 

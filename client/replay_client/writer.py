@@ -104,8 +104,8 @@ class AsyncWriter(AbstractAsyncContextManager["AsyncWriter"]):
         self._unreported: list[ReplayError] = []
         """The errors of refused items that no call has raised yet."""
         self._lost: deque[ReplayError] = deque()
-        """The error that ended each line of several, if no call has raised the error yet. The items of the line are
-        lost: they may or may not be inserted."""
+        """The errors that ended the lines of some servers, while the lines of other servers go on. A call that raises
+        such an error removes it. The items of an ended line are lost: they may or may not be inserted."""
         self._failure: ReplayError | None = None
         """The reason why this writer sends nothing more; None: it still sends."""
         self._room: list[Callable[[], None]] = []
@@ -246,7 +246,7 @@ class AsyncWriter(AbstractAsyncContextManager["AsyncWriter"]):
 
         If the client has other servers, the writer goes on with them, and the items of the line are lost.
         """
-        if self._fleet.shards == [line.shard]:
+        if self._fleet.shards == [line.shard]:  # the client has no other server
             self._fail(error)
             return
         with self.lock:
@@ -495,7 +495,7 @@ class InsertLine:
             raise
 
     async def _stream(self, connection: Connection, patience: Patience) -> None:
-        """Sends items and reads acknowledgements until the stream breaks."""
+        """Sends items and reads acknowledgements over one stream. Raises AioRpcError when the stream has ended."""
         stream = connection.transport.stream("InsertStream")
         doubting = asyncio.create_task(self._doubt())
         reader = asyncio.create_task(self._read(stream, patience))
@@ -541,7 +541,7 @@ class InsertLine:
             self._unsent_bytes -= sum(item.nbytes for item in items)
             assert self._unsent_bytes >= 0, self._unsent_bytes
             self.unacknowledged.extend(items)
-            self._awake = bool(items)
+            self._awake = bool(items)  # with nothing to send, the task waits until it is woken
         return items
 
     async def _read(self, stream: Stream, patience: Patience) -> None:
@@ -550,6 +550,7 @@ class InsertLine:
             response = await stream.read()
             patience.renew()  # the server answers: timeout and pauses begin anew
             with self._lock:
+                # `response.decided` is the number of items about which the server has decided, in the order of sending.
                 items = [self.unacknowledged.popleft() for _ in range(response.decided)]
             await self._writer.decided(self, items, response)
             with self._lock:

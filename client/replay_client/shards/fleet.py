@@ -168,7 +168,7 @@ class Shard(Connection):
         while True:
             if not self.is_up and self._names is not None:  # Ray may have restarted the server at another address
                 await self._find(self._names)
-            if not self.has_address:
+            if not self.has_address:  # Ray does not know the server yet
                 await asyncio.sleep(_LOOK_AGAIN)
                 self._report(False)
                 continue

@@ -185,10 +185,10 @@ class Placement:
             shard = self.shard_for(item)
             item.timeout = deadline.seconds  # the seconds that are left
             try:
-                with shard.expected():
+                with shard.expected():  # probes the shard if the answer is late
                     await shard.insert(item)
             except ShardDrainingError:
-                self.forget(item.key, shard)  # the next attempt chooses another shard
+                self.forget(item.key, shard)  # the next attempt, which `insist` makes, chooses another shard
                 raise
             except ServerUnavailableError as error:
                 self._remember(item, shard)

@@ -104,7 +104,8 @@ class PolicyBoard:
             elif request.state:
                 self._with_state = request
             self._record_draining(answers)
-        # These shards get the version later. Before the first version, `_reachability_changed` did nothing for them.
+        # Shards that are away, or did not answer, get the version later. Before the first version,
+        # `_reachability_changed` did nothing for them.
         for shard in self._fleet.shards:
             if not shard.is_up or shard not in answers:
                 self._reachability_changed(shard)
@@ -160,7 +161,10 @@ class PolicyBoard:
             await asyncio.sleep(0.1)  # an error that comes at once, again and again, must not use a whole core
 
     def _reachability_changed(self, shard: Shard) -> None:
-        """Called by the fleet when a shard has become reachable or unreachable."""
+        """Brings a shard that is up again up to date, or gives away the share of one that stays away, as a task.
+
+        The fleet calls this method when a shard has become reachable or unreachable.
+        """
         if not shard.is_up:
             self._informed_shards.discard(shard)
         if self._published is None:  # this client has no version to send
@@ -199,15 +203,17 @@ class PolicyBoard:
         if rollback is not None:
             await self._roll_back(shard, rollback)
         current = await shard.ask("GetPolicy", pb.GetPolicyRequest(), _SECONDS_PER_QUESTION)
+        # The version of which the shard still has to grant its share, with the index that it had then.
         owed = self._owed.get(shard)
         if owed is not None and current.version < owed.version:
             await self._set_version(shard, owed)
+        # The last version that named a state, because later versions may name none.
         with_state = self._with_state
         if with_state is not None:
             lacks_state = current.state != with_state.state and current.version <= with_state.version
             if lacks_state:
                 await self._set_version(shard, self._with_index(with_state, shard))
-        if current.version <= self._published.version:
+        if current.version <= self._published.version:  # a newer version is of another client, and stays
             await self._set_version(shard, self._with_index(self._published, shard))
         self._away.discard(shard)
         self._informed_shards.add(shard)

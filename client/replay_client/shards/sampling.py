@@ -189,7 +189,7 @@ class Drawer:
             return drawn
         pause = _FIRST_PAUSE
         while True:
-            is_last_attempt = deadline.passed
+            is_last_attempt = deadline.passed  # when the time is up, one more attempt follows, for fewer rows
             weights = await self._weigh(request, await self._fleet.reachable(deadline))
             # When the time is up, `min_samples` rows are enough. This number is 0 for the rest of a batch that has
             # enough rows already, but `_fill` returns an empty list if there is no row.
@@ -354,8 +354,8 @@ class Drawer:
         requests: dict[Shard, pb.SampleRequest] = {}
         for shard, (count, values) in plan.items():
             weight = weights[shard]
-            # Half of WEIGHTS_AGE: a weight that comes with this answer costs no message, but a request for only the
-            # weight, when it has become too old, does.
+            # A weight that comes with this answer costs no message. A request for only a weight, which follows when the
+            # last one is older than WEIGHTS_AGE, costs one. So renew the weight at half of that age.
             is_old = shard not in known or time.monotonic() - known[shard][0] > WEIGHTS_AGE / 2
             # If the table has no order, only the shard knows by how much a draw lowers the weight.
             changes_unseen = weight.consuming and not weight.ordered
