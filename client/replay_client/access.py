@@ -140,6 +140,7 @@ class Access:
     """The content of the files of `tls`, read when this object is made. None: not encrypted."""
 
     def __post_init__(self) -> None:
+        """Checks the settings, and reads the files of `tls`."""
         if self.token is not None:
             check_token(self.token, "token")
         if self.name is not None:
@@ -367,6 +368,7 @@ class ListenAddress:
     """The name, in errors, of the user's setting that gives `token_file`."""
 
     def __post_init__(self) -> None:
+        """Checks the address and the files. Warns of an address that other machines reach without TLS."""
         only_this_machine = is_loopback(check_address(self.address, self.what))
         # The files are read for their errors only: `tls` and `authorized` read them again at each use.
         PemFiles.read(cert=self.cert, key=self.key, ca=None)

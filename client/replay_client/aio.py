@@ -533,7 +533,8 @@ class AsyncReplayClient:
             state=state,
         )
         if rollback and state:
-            # The server must not repeat this rollback when it answers a retry, so the request needs an id.
+            # The server must not repeat this rollback when it answers a retry. `once` gives the request an id, by which
+            # the server recognises a retry.
             once(request)
         return await self._board.publish(request, self._seconds(timeout))
 

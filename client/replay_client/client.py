@@ -278,6 +278,7 @@ class ReplayClient:
         self._thread.close(self._close())
 
     async def _close(self) -> None:
+        """Closes the asyncio client, and ends the iterators of `watch_policy`, on the loop's thread."""
         await self._aio.close()
         # End the watches here: an iterator of `watch_policy` that outlives the client can no longer use this loop.
         for watch in list(self._watches):
@@ -448,6 +449,7 @@ class LoopThread:
         self._closed = True
 
         async def finish() -> None:
+            """Runs `last`, and then cancels all other tasks of the loop."""
             await last
             others = asyncio.all_tasks() - {asyncio.current_task()}  # the calls of other threads
             for task in others:

@@ -178,6 +178,7 @@ class Connection:
             data = request.SerializeToString()
 
         async def attempt(seconds: float | None) -> Any:
+            """Sends the request once: on an idle stream if it is short and few streams are busy, else as a call."""
             transport = self.transport
             if data is not None and transport.short_calls.free:
                 requests = [pb.CallRequest(method=method, request=data)]

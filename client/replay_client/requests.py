@@ -47,6 +47,7 @@ class KeySequence:
         """The remaining keys with the present random bits."""
 
     def __next__(self) -> int:
+        """The next key, which is the last one plus 1, except after 2**24 keys."""
         key = next(self._keys, None)
         if key is None:  # at the first key, and when the counter has reached its end: draw new random bits
             start = FIRST_KEY | secrets.randbits(38) << 24

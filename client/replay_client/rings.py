@@ -255,6 +255,7 @@ class RingTransport(Transport):
         await self._shared.find_out()
 
     async def call(self, method: str, request: Message, timeout: float | None) -> Any:
+        """As `Transport.call`. The payloads of an answer to Get may come through a ring."""
         if not isinstance(request, pb.GetRequest):
             return await super().call(method, request, timeout)
         # The request names the ring, before the size of the answer is known. So ask for a ring if the last answer was
@@ -278,6 +279,7 @@ class RingTransport(Transport):
         return answer
 
     def stream(self, method: str, request: Message | None = None, timeout: float | None = None) -> Stream:
+        """As `Transport.stream`. The payloads of inserts and draws may go through rings."""
         if method == "InsertStream":
             return RingInserts(self._open(method), self._shared)
         if method == "Draw":
@@ -319,6 +321,7 @@ class RingDraws(RingAnswer):
         """True once a message has named the ring to the server."""
 
     async def write(self, request: pb.DrawRequest) -> None:
+        """As `Stream.write`. The first message after this call has taken a ring also names the ring."""
         if self._ring is not None and not self._is_named:
             self._is_named = True
             assert not request.ring, "a stream has one ring"
@@ -353,6 +356,7 @@ class RingInserts(Stream):
         return BYTES_PER_FRAME  # a message carries more if its payloads travel in a ring
 
     async def write(self, frame: Frame[pb.InsertRequest]) -> None:
+        """As `Stream.write`. The payload goes through the ring of this call, if the call has one."""
         if self._writer is None and is_large(frame.payloads):
             self._writer = await self._shared.ring(FrameWriter)
         if self._writer is None:

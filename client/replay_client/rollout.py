@@ -137,6 +137,7 @@ class RolloutGroup:
     stored."""
 
     def __post_init__(self, validate: bool) -> None:
+        """Converts the arrays, and checks all fields. Without `validate`, accepts values that no trainer can use."""
         for name, (dtype, _) in _ARRAYS.items():
             value = getattr(self, name)
             is_left_out = value is None and name in _OPTIONAL

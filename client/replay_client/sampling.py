@@ -351,6 +351,7 @@ class SingleBatches:
         request.id = new_id()
 
         async def attempt(rpc_timeout: float | None) -> Any:
+            """Sends the draw once, and waits for its batch."""
             seconds = deadline.seconds
             if seconds is not None:
                 request.timeout = seconds  # at a later attempt, the server waits only for the seconds that are left

@@ -148,6 +148,7 @@ async def in_daemon_thread(work: Callable[[], Any]) -> Any:
     result: Future[Any] = Future()
 
     def run() -> None:
+        """Runs `work` in the thread, and sets its result or its error."""
         # Marks the future as running. A caller that stops waiting then does not cancel the future, and `set_result`
         # does not fail.
         result.set_running_or_notify_cancel()

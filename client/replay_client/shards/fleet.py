@@ -372,6 +372,7 @@ class Fleet:
         begins = read_page(request.page)  # the page of each shard's own list at which this page begins
 
         def request_for(shard: Shard) -> pb.ListItemsRequest:
+            """A copy of the request, with the page that begins at the right item of this shard."""
             shard_request = pb.ListItemsRequest()
             shard_request.CopyFrom(request)
             shard_request.page = begins.get(shard.name, "")
@@ -393,6 +394,7 @@ class Fleet:
         """
 
         async def attempt(deadline: Deadline) -> dict[Shard, Any]:
+            """Asks each shard that is up once."""
             reachable = self.up() if shards is None else [shard for shard in shards if shard.is_up]
             answers = await self.try_to_ask(method, request, deadline.seconds, reachable)
             if reachable and not answers:  # all went away meanwhile: `insist` tries again

@@ -182,6 +182,7 @@ class Placement:
         """Inserts the item into its shard within its timeout. Raises the errors of `AsyncReplayClient.insert`."""
 
         async def attempt(deadline: Deadline) -> None:
+            """Sends the item to its shard once. Remembers the shard if it may have the item after an error."""
             shard = self.shard_for(item)
             item.timeout = deadline.seconds  # the seconds that are left
             try:

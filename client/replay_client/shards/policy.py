@@ -302,6 +302,7 @@ class PermitOffice:
         """Permits of one shard: the next in turn that has free permits, or else the first that can grant some later."""
 
         async def attempt(deadline: Deadline) -> PermitGrant:
+            """Asks each shard in turn for free permits, and then waits for all shards together, for one round."""
             up = self._fleet.up()
             begin = next(self._turns) % len(up)
             for shard in up[begin:] + up[:begin]:

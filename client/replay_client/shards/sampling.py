@@ -113,10 +113,11 @@ class Drawer:
         self._warn_of_unknown({name for name, shard in shards.items() if shard is None})
 
         async def end_on(name: str, ids: list[int]) -> MutationResult:
+            """Ends or renews the leases `ids` on one shard. All count as missing if it cannot be reached."""
             shard = shards[name]
             if shard is not None:
                 request = ending(what, ids, lease)
-                with suppress(*GONE):
+                with suppress(*GONE):  # the shard cannot be reached
                     answer = await shard.run(self.stream(shard).finish(request, deadline.seconds))
                     return MutationResult(len(answer.done), tuple(answer.missing))
             return MutationResult(0, tuple(ids))  # all are missing
