@@ -412,7 +412,8 @@ class AsyncReplayClient:
     ) -> MutationResult:
         """Sets the priorities of items of one table, by key.
 
-        Raises InvalidRequestError for a priority that the table does not take; then no priority has changed.
+        Raises InvalidRequestError for a priority that the table does not take. Then the server of that item has changed
+        no priority. Other servers of the client may have changed theirs.
         """
         keys = column("keys", priorities.keys(), np.uint64)
         values = column("priorities", priorities.values(), np.float64)

@@ -77,9 +77,9 @@ class Decoded(NamedTuple):
 def encode_arrays(
     magic: bytes, fields: dict[str, Any], arrays: Arrays, extras: Arrays, axes: Mapping[str, str]
 ) -> list[Buffer]:
-    """The bytes of the arrays, as consecutive buffers: the header, then each array without a copy, and its padding.
+    """The bytes of the arrays, as consecutive buffers: the header, then each array and its padding.
 
-    `axes` has the axis of each extra that has one, by its name.
+    A contiguous array is not copied. `axes` has the axis of each extra that has one, by the name of the extra.
 
     Raises ValueError for fields that msgpack cannot hold, and for a header that is too long.
     """

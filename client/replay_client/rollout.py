@@ -384,7 +384,7 @@ class RolloutGroup:
         "token": a row for each token of the sequence, its context included. "whole": a row for each token of the shared
         prompt, then a row for each token of the sequence. "sequence": the row of the sequence. "rollout": the row of
         its rollout. "ragged:token": the values of its tokens, which `offsets_of` cuts. "group": the whole array. The
-        result is a view, except for "whole", which needs a copy.
+        result is a view, except for "whole" and for a row that is one number, which are copies.
         """
         array = self.extras[name]
         axis = self.axes.get(name, "group")
@@ -419,7 +419,7 @@ class RolloutGroup:
         return b"".join(self.encode_pieces())
 
     def encode_pieces(self) -> list[bytes | memoryview]:
-        """The encoded group as consecutive buffers: the header, then each array without a copy."""
+        """The encoded group as consecutive buffers: the header, then each array, without a copy if it is contiguous."""
         self._check_texts()  # the caller may have set texts since the group was made
         return columns.encode_arrays(MAGIC, self._fields(), self._arrays(), self.extras, self.axes)
 

@@ -125,8 +125,8 @@ class Placement:
            4 to 6 choose the shard, and the admission of that shard counts the group. If the granting shard is
            draining, the client then releases the permit (`settle`). If it is away, the permit stays in use until its
            lease ends.
-        4. The owner of the key, if the owner is up. Rules 4 to 6 pass over shards that are draining, because these have
-           answered that they lack the key.
+        4. The owner of the key, if the owner is up. Rules 4 to 6 pass over a shard that has lately refused an item
+           because it is draining (`takes_inserts`), unless all shards have.
         5. The shard with the next highest score that is up, if a client chose the key at random: then no other process
            has tried the key on the owner.
         6. The owner of the key, although it is away. Another process may have tried the key there before, so the insert
