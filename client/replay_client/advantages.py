@@ -103,7 +103,7 @@ def advantages_by(
     """
     function = load_advantages(advantages)
     try:
-        # A copy of the rewards, because the function may change them.
+        # Pass a copy of the rewards, because the function may change them.
         result = function(rewards_G.copy(), **facts_for(function, facts))
     except (Exception, SystemExit) as error:  # SystemExit: a `sys.exit` of the user must not end the generator
         place = raised_in(error, skip=1)  # the outermost frame is this function

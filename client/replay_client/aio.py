@@ -447,7 +447,7 @@ class AsyncReplayClient:
         # `answer` is a frame: the message with the columns, and the payloads.
         items = await self._fleet.ask("Get", request, self._seconds(timeout), lambda answer: stored_items_of(*answer))
         items_by_key = {item.key: item for item in items}
-        # In the order of `keys`, each item once.
+        # The server answers in an order of its own. The result has the order of `keys`, and each item once.
         return [items_by_key[key] for key in dict.fromkeys(wanted) if key in items_by_key]
 
     async def list_items(

@@ -42,7 +42,7 @@ def blocking(
     def call(self: ReplayClient, /, *args: P.args, **kwargs: P.kwargs) -> T:
         return self._thread.run(method(self._aio, *args, **kwargs))
 
-    # `wraps` copies these from the method of AsyncReplayClient. Tracebacks and the reference must name this class.
+    # `wraps` copies both names from the method of AsyncReplayClient. Tracebacks and the reference must name this class.
     call.__module__ = __name__
     call.__qualname__ = f"ReplayClient.{method.__name__}"
     return call

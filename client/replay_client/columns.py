@@ -176,7 +176,7 @@ def _view(body: memoryview, name: str, dtype_name: str, shape: list[int], offset
     dtype = DTYPES.get(dtype_name)
     if dtype is None:
         raise ValueError(f"array {name!r} has dtype {dtype_name!r}, not one of {', '.join(DTYPES)}")
-    # `type`, because True is an instance of int. numpy 1 has at most 32 dimensions.
+    # Compare `type`, because True is an instance of int. numpy 1 has at most 32 dimensions.
     are_counts = all(type(number) is int and number >= 0 for number in (offset, *shape))
     if not are_counts or len(shape) > 32:
         raise ValueError(f"array {name!r} has shape {shape} and offset {offset}")

@@ -168,7 +168,7 @@ def _column(
         return {name: np.concatenate([*of_shared_prompt, *of_rows])}
     if axis == "token":
         return {name: _behind(contexts_S, map(np.asarray, rows))}
-    # A ragged column: the values of all rows one after the other, and T + 1 offsets. The offsets of a row count from
+    # A ragged column has the values of all rows one after the other, and T + 1 offsets. The offsets of a row count from
     # its own first value, so add the number of values of the rows before.
     offsets = [np.zeros(1, np.int8)]  # int8, so that `concatenate` below keeps the dtype of signed `row_offsets`
     start = 0

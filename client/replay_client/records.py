@@ -398,7 +398,7 @@ def samples_of(first: pb.SampleResponse, payloads: Sequence[Buffer], leased: boo
     )
     now = first.policy_version
     size = first.table_size
-    # A comprehension and positional arguments, because they are fast: this code runs for every sample.
+    # This code runs for every sample, so it has a comprehension and positional arguments, which are fast.
     return [
         Sample(
             SampleInfo(key, priority, chance, age, version, max(0, now - version), times, size, lease, "", of_row),

@@ -347,7 +347,7 @@ class SingleBatches:
 
     async def _draw(self, request: pb.SampleRequest, deadline: Deadline) -> tuple[int, list[Sample]]:
         """The id and the samples of a new batch. Tries again if the stream breaks."""
-        # The same id at each attempt: the server then requeues the batch that an earlier attempt has drawn.
+        # Each attempt has the same id, so that the server requeues the batch that an earlier attempt has drawn.
         request.id = new_id()
 
         async def attempt(rpc_timeout: float | None) -> Any:

@@ -124,8 +124,7 @@ class Stream:
         Returns True if the server has ended the stream too, or if the stream had broken before. Otherwise cancels the
         stream and returns False.
         """
-        # Why not `cancel` at once: gRPC would call the event loop once more afterwards, and the loop may be closed by
-        # then.
+        # `cancel` is the last resort: gRPC calls the event loop once more after it, and the loop may be closed by then.
         ended = False
         # InternalError: the call broke at this moment, and gRPC cannot send more to the server.
         with suppress(grpc.aio.AioRpcError, grpc.aio.InternalError, asyncio.InvalidStateError, TimeoutError):
@@ -182,16 +181,16 @@ class Rows:
         if end > self.missing:
             raise ReplayError(f"the server sent {end - self.missing} payload bytes more than payload_sizes says")
         self.missing -= end
-        # First the rest of the last payload, if it is not complete.
+        # First complete the last payload, if some of its bytes are missing.
         at = min(len(self._gap), end)
         if at:
             self._gap[:at] = data[:at]
             self._gap = self._gap[at:]
         sizes = self._sizes
         row = len(self.payloads)
-        # Then the rows that begin in `data`. An empty row needs no bytes: it is added as soon as the row before it is
-        # complete, because no more message may follow. (`not (sizes[row] or self._gap)`: the row is empty, and the row
-        # before it is complete.)
+        # Then add the rows that begin in `data`. An empty row needs no bytes: it is added as soon as the row before it
+        # is complete, because no more message may follow. (`not (sizes[row] or self._gap)`: the row is empty, and the
+        # row before it is complete.)
         while row < len(sizes) and (at < end or not (sizes[row] or self._gap)):
             size = sizes[row]
             if at + size <= end:

@@ -299,7 +299,7 @@ class Placement:
             return int(answer.applied)
 
         applied = 0
-        # First each owner for its own keys, then each shard for the keys that their owners lack.
+        # Ask each owner first for its own keys, and then each shard for the keys that their owners lack.
         for owned in (True, False):
             counts = await asyncio.gather(*(change_on(shard, owned) for shard in up))
             applied += sum(counts)

@@ -84,7 +84,7 @@ class PolicyBoard:
         Returns the lowest policy that the shards answer with.
         """
         async with self._one_at_a_time:
-            # First the shards that are up again: they then have a share of this version.
+            # Bring the shards that are up again up to date first, so that they have a share of this version.
             for shard in [shard for shard in self._away if shard.is_up]:
                 with suppress(ReplayError):  # the shard is gone again
                     await self._bring_up_to_date(shard)
@@ -344,7 +344,7 @@ class PermitOffice:
                     error = failure
             raise error
         finally:
-            # Not cancelled: a shard may have granted permits already, and only the answer has the id to release them.
+            # Cancel no request: a shard may have granted permits already, and only its answer has their id.
             for task in requests:
                 self._fleet.spawn(self._release_unless_first(task, first))
 

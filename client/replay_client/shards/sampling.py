@@ -270,7 +270,7 @@ class Drawer:
                 known.pop(shard, None)
         unknown = [shard for shard in up if shard not in known]
         if unknown:
-            # A request without `scope` and `exclude`, because the answers serve other requests too.
+            # Ask without `scope` and `exclude`, because the answers serve other requests too.
             plain = pb.SampleRequest(table=request.table, allow_repeats=request.allow_repeats)
             await self._weigh(plain, unknown)
         return {shard: known[shard][1] for shard in up if shard in known}
@@ -484,7 +484,7 @@ class ShardedSampler(AsyncSampler):
                 drawn = await self._drawer.draw(rest_of(self._request, self._acknowledged), deadline)
             else:
                 drawn = await self._drawn_ahead(deadline)
-                # Before the acknowledgement below, which then travels in the messages of these draws.
+                # Start the next draws before the acknowledgement below, which then travels in their messages.
                 self._draw_ahead(self._series.prefetch)
             if self._lease:
                 self._series.on_lease(drawn)
