@@ -135,7 +135,7 @@ class Access:
     """Payloads go through shared memory if the server is on this host. Otherwise they always go over gRPC."""
     name: str | None = None
     """The name by which the server lists this client, if it inserts, samples or publishes. None: host:pid. Empty: the
-    server does not list it."""
+    server does not list this client."""
     _credentials: grpc.ChannelCredentials | None = field(init=False, repr=False, compare=False)
     """The content of the files of `tls`, read when this object is made. None: not encrypted."""
 

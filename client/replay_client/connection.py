@@ -36,9 +36,9 @@ T = TypeVar("T")
 _SHORT_BYTES = 1 << 20
 """The most bytes of a request that is sent on an idle stream. For a larger request, a call of its own costs no more."""
 _GRACE = 5.0
-"""Seconds that an RPC may last after the timeout of its call, so that the server can still answer why it waited."""
+"""Seconds that an RPC may last after the timeout of its call, so that the server can still say why the call waited."""
 _FIRST_PAUSE = 0.05
-"""Seconds between the first two attempts to reach a server that does not answer. Each pause doubles the last one."""
+"""Seconds between the first two attempts to reach a server that does not answer. Each pause is twice the one before."""
 _LONGEST_PAUSE = 1.0
 """Seconds of the longest of these pauses."""
 LATE_SECONDS = 0.5

@@ -88,7 +88,7 @@ class Series:
 
 
 class DrawStream:
-    """A stream of draws to one server. The first request opens the stream, as does the first one after a break."""
+    """A stream of draws to one server. The first request opens it, and so does the first request after a break."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection

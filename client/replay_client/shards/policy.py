@@ -295,7 +295,7 @@ class PermitOffice:
     def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet
         self._turns = itertools.count()
-        """The number of the next request. The request tries the shards in turn, beginning with the shard of this
+        """Numbers the requests. A request tries the shards that are up in turn, beginning with the shard of its
         number."""
 
     async def acquire(self, request: pb.AcquirePermitsRequest, seconds: float | None) -> PermitGrant:

@@ -66,7 +66,7 @@ Part = tuple[str, int]
 Plan = dict[Shard, tuple[int, Sequence[pb.ValueRows]]]
 """The number of rows to draw from each shard; for a table that balances, also the number of rows of each value."""
 MOST_UNSURE = 256
-"""The most parts that a client remembers because no shard confirmed them. The oldest are forgotten first."""
+"""The most parts that a client remembers because their shards did not confirm them. The oldest are forgotten first."""
 
 
 class Drawer:
