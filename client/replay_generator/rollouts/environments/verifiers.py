@@ -113,7 +113,7 @@ class VerifiersEnvironment(SessionServer):
         Raises ValueError if the tasks cannot be loaded, or if there are none.
         """
         taskset = self._env.taskset
-        if not taskset.bounded:
+        if not taskset.bounded:  # endless, so it cannot be listed or shuffled
             return map(_prompt, taskset)
         try:
             prompts = [_prompt(task) for task in taskset]
@@ -132,9 +132,9 @@ class VerifiersEnvironment(SessionServer):
         renderers.client._max_prompt_len_lock = asyncio.Lock()
         async with AsyncExitStack() as held:  # ends the server if the environment cannot be entered
             await super().__aenter__()
-            held.push_async_exit(super().__aexit__)
+            held.push_async_exit(super().__aexit__)  # the first exit that is pushed is called last
             await held.enter_async_context(self._env.serving())
-            self._held = held.pop_all()
+            self._held = held.pop_all()  # all went well: the exits move, and the end of this block ends nothing
         return self
 
     async def __aexit__(self, *error: object) -> None:
@@ -146,7 +146,7 @@ class VerifiersEnvironment(SessionServer):
         async with self.playing(session) as address:
             (slot,) = self._env.slots(task.row["task"])  # a slot is the plan of one episode
             episode = await self._env.run_slot(slot, self._context(task, f"{address}/v1"))
-            if not self._env.complete(episode):
+            if not self._env.complete(episode):  # the environment decides whether the episode failed
                 raise RolloutError(_why(episode))
         return _rollout(episode, session)
 
@@ -196,6 +196,7 @@ async def _generate(dialect: Dialect, session: Session, request: web.Request, ra
     """Answers a request of vLLM's `/inference/v1/generate`. `raw`: its body."""
     assert isinstance(session, EpisodeSession)
     size = len(raw)
+    # `parsed` checks the body, and then calls `_ask_of` with it.
     parse = partial(parsed, _PATH, raw, session.task.max_length, partial(_ask_of, size))
     ask = await worked(size, parse)
     session.trace_ids.add(request.headers.get(_TRACE, ""))
@@ -248,10 +249,12 @@ def _prompt(task: Any) -> Prompt:
 def _rollout(episode: Any, session: EpisodeSession) -> Rollout:
     """The rollout of an episode, with its reward. Raises RolloutError if there is nothing to train on, or if the agents
     have different rewards."""
+    # The traces of agents that are trained, if they have asked this session for a completion.
     traces = [trace for trace in episode.traces if trace.agent.trainable and trace.id in session.trace_ids]
     ends: list[Exchange] = []  # the last exchange of each branch
     for trace in traces:
         for tokens in _branches(trace):
+            # `besides`: branches with equal tokens get different exchanges.
             ends.append(session.exchanges.that_drew(tokens, besides=ends))
     sequences = session.exchanges.sequences(session.task.sampling, ends)
     if not sequences:
@@ -278,7 +281,7 @@ def _reward_of(traces: Sequence[Any]) -> float | None:
             f"a rollout has one reward, and the agents of the environment got different ones ({listed}): make all but "
             "one not trainable, or give them the same"
         )
-    if not any(trace.rewards for trace in traces):
+    if not any(trace.rewards for trace in traces):  # no trace has any part of a reward
         return None
     reward: float = rewards[0]
     return reward

@@ -172,7 +172,7 @@ def load_agent(name: str) -> Agent:
     is_function = re.fullmatch(r"[\w.]+:\w+", name) is not None
     if not is_function:
         return Command(name)
-    function = load_function("agent", name, {})
+    function = load_function("agent", name, {})  # {}: no agent is built in
     if not user_code.is_async(function):
         raise ValueError(f"agent {name!r} must be async: the server that answers it has the same event loop")
     return function
@@ -217,8 +217,9 @@ class Command:
             error.add_note(f"the agent's output ends with: {_shown(stdout, stderr)}")
             raise
         finally:
-            code = await in_daemon_thread(partial(_end, process))  # in a thread, because it waits for the processes
-        if code:
+            # After a normal end, `_end` only returns the exit code. It runs in a thread because it may have to wait.
+            code = await in_daemon_thread(partial(_end, process))
+        if code:  # after a cancellation, the error above is raised instead
             raise RolloutError(f"the agent ended with exit code {code}, its output with: {_shown(stdout, stderr)}")
         result = _last_object(bytes(stdout))
         result["info"] = {"output": _shown(stdout, stderr)}
@@ -284,6 +285,7 @@ async def _keep_end(pipe: Any, end: bytearray) -> None:
     """Reads a pipe to its end, and puts the last _KEPT bytes into `end`. `end` always has the last bytes so far."""
     stream = asyncio.StreamReader()
     protocol = asyncio.StreamReaderProtocol(stream)
+    # From now on, the event loop passes the bytes of the pipe through `protocol` to `stream`.
     transport, _ = await asyncio.get_running_loop().connect_read_pipe(lambda: protocol, pipe)
     try:
         while piece := await stream.read(_KEPT):

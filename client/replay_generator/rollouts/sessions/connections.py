@@ -75,7 +75,7 @@ class _Connection(asyncio.Protocol):
 
     def begin(self) -> None:
         """Notes that bytes of a request have come. Only the first byte after an idle time starts a time limit."""
-        if self.is_idle:
+        if self.is_idle:  # otherwise the time limit of the request, or of a new connection, has begun already
             self.is_idle = False
             self.since = self._loop.time()
             self.wait(connection_bounds.SECONDS_PER_REQUEST)
@@ -89,7 +89,8 @@ class _Connection(asyncio.Protocol):
 
     def answered(self) -> None:
         """Notes that the request is answered. From now on the client has a limited time for its next request."""
-        if not self.is_answered:  # the answer came before the whole request, whose end calls this method again
+        # The answer came before the whole request. When the rest has come, `on_whole_request` calls this method again.
+        if not self.is_answered:
             return
         self.is_answered = False
         if self._has_next:  # the next request has begun already
@@ -201,12 +202,12 @@ class Connections:
             yield
             return
         connection.begin()
-        is_answer_made = False
+        is_answer_made = False  # `on_whole_request` reads the newest value
 
         def on_whole_request() -> None:
             """aiohttp calls this when the last byte of the request has come, or at once if it has come already."""
             connection.answer()
-            if is_answer_made:  # the answer was made without the whole body, and the call of `answered` did nothing
+            if is_answer_made:  # the answer was made without the whole body, so `answered` below did nothing
                 connection.answered()
 
         request.content.on_eof(on_whole_request)
@@ -232,7 +233,7 @@ class Connections:
                 await asyncio.sleep(_PAUSE)
                 continue
             try:
-                await self._make_room()
+                await self._make_room()  # the accepted connection is not in `self._open` yet
                 connection = _Connection(self._make(), self._begun, self._lost)
             except BaseException:
                 accepted.close()
@@ -307,7 +308,7 @@ class Connections:
                 oldest.abort()
                 return None
         if idle:
-            idle[0].abort()
+            idle[0].abort()  # the one that was opened first; `_lost` then wakes `_make_room`
         return seconds_safe
 
 

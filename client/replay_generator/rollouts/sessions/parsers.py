@@ -46,7 +46,7 @@ class Parsers:
         _check_parser("reasoning_parser", reasoning_parser, ReasoningParserManager.list_registered())
         self._request = ChatCompletionRequest
         """The class of the requests that vLLM's parser takes."""
-        self._kind = ParserManager.get_parser(tool_parser, reasoning_parser, True)
+        self._kind = ParserManager.get_parser(tool_parser, reasoning_parser, True)  # True: the policy decides on calls
 
     def ready(
         self, tokenizer: Any, prompt_ids: Sequence[int], tools: Sequence[Mapping[str, Any]], template: Mapping[str, Any]
@@ -66,7 +66,7 @@ class Parsers:
         try:
             parser = self._kind(tokenizer, request.tools, chat_template_kwargs=dict(template))
             parser.set_prompt_token_ids(list(prompt_ids))  # the prompt may have begun the thoughts
-            adjusted = parser.adjust_request(request)
+            adjusted = parser.adjust_request(request)  # has False in `skip_special_tokens` if the parser needs them
         except Exception as error:  # each parser raises errors of its own if the tokenizer lacks something
             raise Refusal(
                 f"the parser that the generator names does not fit the tokenizer: {type(error).__name__}: {error}: "
@@ -108,8 +108,8 @@ class TurnParser:
         """The thoughts, the text and the calls of a turn, in this order.
 
         `stopped_by`: the text of `Ask.stop` that ended the turn; this text, and all that stands behind it, is left out.
-        None: there is no such text. `objects_only`: see Ask. The policy may write anything: if the parser fails, the
-        result is the whole turn as text.
+        None: there is no such text. `objects_only` True: if the arguments of any call are no object, all calls stay
+        part of the text. The policy may write anything: if the parser fails, the result is the whole turn as text.
         """
         if self.parser is None:
             return "", _up_to(stopped_by, completion.text), []
@@ -120,7 +120,7 @@ class TurnParser:
                 thoughts, content, calls = _parsed(self.parser, text, self.request, ids, with_calls=True)
             except Exception as error:  # each parser raises errors of its own
                 logger.debug("a turn of the policy is a text: its parser fails: %s: %s", type(error).__name__, error)
-            else:
+            else:  # the parser has not failed
                 if not objects_only or all(call.object is not None for call in calls):
                     return thoughts, content, calls
         # The request has no tools, or the calls cannot be used. Calls stay part of the text, and thoughts are parsed.
@@ -151,6 +151,7 @@ def _parsed(
     calls = []
     for call in parsed_calls or ():
         id = call.id or f"call_{secrets.token_hex(12)}"  # most models write no ids of calls
+        # `whole_text` replaces halves of surrogate pairs, which no answer can hold.
         calls.append(WrittenCall(whole_text(id), whole_text(call.name), whole_text(call.arguments)))
     return whole_text(thoughts or ""), whole_text(content or ""), calls
 
