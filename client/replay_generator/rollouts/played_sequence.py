@@ -50,7 +50,7 @@ class PlayedSequence:
     @classmethod
     def of(cls, head: int, drawn: DrawnExtras, turns: Sequence[Any], **parts: Sequence[Any]) -> PlayedSequence:
         """A sequence made of lists. `parts`: a list for each name of TOKENS, with one value for each token. Raises an
-        error for values that are no numbers. Lists of different lengths are found by `check`, and not here."""
+        error for values that are no numbers. `check` finds lists of different lengths."""
         # A hook may have replaced a list by an array of any shape: `reshape(-1)` takes its values in order.
         token_ids = np.asarray(parts["token_ids"]).reshape(-1)
         return cls(
@@ -64,8 +64,8 @@ class PlayedSequence:
         )
 
     def check(self) -> None:
-        """Raises ValueError for tokens, or for log-probabilities, that no group can hold, and if TOKENS have different
-        lengths."""
+        """Raises ValueError for tokens, or for log-probabilities, that no group can hold, and if the attributes in TOKENS have
+        different lengths."""
         lengths = [getattr(self, name).size for name in TOKENS]
         if len(set(lengths)) > 1:
             raise ValueError(
@@ -117,7 +117,7 @@ class PlayedSequence:
         first = np.asarray(first_extras[name])
         if len(parts) == 1 and first_start == 0 and len(first) == size:
             return first  # needs no copy, because a single completion has all values
-        values = np.zeros((size, *first.shape[1:]), first.dtype)  # tokens that no completion has a value for keep 0
+        values = np.zeros((size, *first.shape[1:]), first.dtype)  # a token for which no completion has a value keeps 0
         for start, extras in parts:
             values[start : start + len(extras[name])] = extras[name]
         return values

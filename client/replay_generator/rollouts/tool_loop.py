@@ -85,6 +85,7 @@ def tool_loop(
             raise RolloutError("a tool loop needs prompts of messages (--chat), and a chat template that knows tools")
         row_tools = tools_of(task.row.get("tools"))
         callable_tools = _chosen(by_name, row_tools)
+        # `prompt_ids`: the tokens of the messages and tools, as the chat template renders them.
         conversation, prompt_ids = Conversation.begin(task, task.messages, row_tools or tools)
         sequence = RolloutSequence(prompt_ids)
         calls: list[ToolCall] = []

@@ -513,7 +513,7 @@ class _Exercise:
             requests.append(answer(self._prompts[number % 3], sampling, 1 + number % 4))
         await asyncio.gather(*requests)
         for _ in range(TRIES):
-            if not await self._long_before_short():  # one attempt is enough: a wrong engine fails all of them
+            if not await self._long_before_short():  # the attempt shows no fault, and one such attempt is enough
                 return
         self._fail(
             "a request for one token waited until a long request that came before it had ended: each must return when "

@@ -176,7 +176,8 @@ class VerifiersEnvironment(SessionServer):
         return vf.ModelContext(model=MODEL, client=client, sampling=vf.SamplingConfig(**sampling))
 
     def _asks_for_date(self, tokenizer: Any, model: str) -> bool:
-        """True if the chat template asks for today's date, and TemplateRenderer is the renderer."""
+        """True if the chat template asks for today's date, and TemplateRenderer is the renderer. No other renderer
+        knows the argument DAY."""
         renderer = self._renderer_of(model) or {}
         if renderer.get("import_path") != _TEMPLATE_RENDERER:
             return False
@@ -189,6 +190,7 @@ class VerifiersEnvironment(SessionServer):
             return dict(self._renderer)
         if model in MODEL_RENDERER_MAP and not self._renderer:
             return None
+        # TemplateRenderer, with the fields that the user gave.
         return {"name": "custom", "import_path": _TEMPLATE_RENDERER, **self._renderer}
 
 

@@ -201,7 +201,7 @@ class Command:
         """
         stdout = bytearray()
         stderr = bytearray()
-        words = supervisor.supervised(self._words)
+        words = supervisor.supervised(self._words)  # a program that runs the command, and later ends all its processes
         variables = _variables(address, os.environ)
         with TemporaryFile() as row:  # a file needs nobody who writes into it while the process reads
             line = json.dumps(dict(task.row), default=str)

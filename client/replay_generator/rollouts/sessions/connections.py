@@ -62,7 +62,7 @@ class _Connection(asyncio.Protocol):
         """True while the client has the answer to its last request and has sent no byte since."""
         self._has_next = False
         """True if the client sent more bytes, while its request was being answered."""
-        self.wait(connection_bounds.SECONDS_PER_REQUEST)
+        self.wait(connection_bounds.SECONDS_PER_REQUEST)  # for the TLS handshake and the first request together
 
     def wait(self, seconds: float | None) -> None:
         """Starts the time limit of the client anew: the connection ends after `seconds`, unless `wait` is called again
@@ -185,7 +185,7 @@ class Connections:
         return self._listeners[0].getsockname()[:2]  # type: ignore[no-any-return]
 
     async def close(self) -> None:
-        """Accepts no more connections. Open connections stay open."""
+        """Accepts no more connections, and ends those that are still being set up. Other connections stay open."""
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -239,6 +239,7 @@ class Connections:
                 accepted.close()
                 raise
             self._open[connection] = None
+            # An empty context, as in `listen`.
             opening = loop.create_task(self._serve(connection, accepted), context=contextvars.Context())
             connection.opening = opening
             self._tasks.add(opening)

@@ -184,6 +184,8 @@ class SessionServer(Watch):
         self._connections: Connections | None = None
         """The listening address; None: the server is not entered yet."""
         self._runner = web.AppRunner(self.app, access_log=None, shutdown_timeout=1.0, logger=_AtDebug(logger, {}))
+        """Makes aiohttp's protocol for each connection. Connections does the listening. At the end of the server,
+        requests under way have one more second."""
 
     async def __aenter__(self) -> SessionServer:
         """Starts the server. Raises OSError if its address is not available."""
@@ -294,7 +296,7 @@ class SessionServer(Watch):
                 raise Refusal("no session is open at this address: it has ended, or never began", status=404)
             raw = await read_body(request)
             async with line.turn(len(raw)):
-                if request.transport is None or request.transport.is_closing():  # no turn is drawn for nobody
+                if request.transport is None or request.transport.is_closing():  # nobody would read the turn
                     raise Refusal("the client has hung up while its request waited", status=410)
                 return await work(dialect, session, request, raw)
         except Exception as error:
@@ -321,8 +323,8 @@ async def _answer(dialect: Dialect, session: Session, request: web.Request, raw:
     # Requests with equal digests are the same request: they have the same path, key and body.
     head = b"\n".join([dialect.path.encode(), key.encode(errors="surrogatepass"), b""])
     digest = await worked(size, partial(_digest_of, head, raw))
-    # A task, and `wait` instead of `await`: meanwhile comments can be written, and if the client hangs up, only this
-    # handler is cancelled.
+    # `asyncio.wait` below waits for this task without cancelling it. Between two waits, comments are written. If the
+    # client hangs up, only this handler is cancelled.
     drawing = asyncio.ensure_future(session.ask(ask, digest, may_be_repeated))
     streams = bool(body.get("stream"))
     content_type = "text/event-stream" if streams else "application/json"
@@ -463,7 +465,7 @@ def parsed(path: str, raw: bytes, max_length: int, read: Callable[[dict[str, Any
         if is_deep(body, _MOST_NESTED):
             raise Refusal(f"the request has more than {_MOST_NESTED} lists and objects in each other", field="body")
         if rb"\u" in raw:
-            # Only an escape can stand for half of a surrogate pair, which is no text. Then `encode` raises an error.
+            # An escape may stand for half of a surrogate pair, which is no text. Then `encode` raises an error.
             json.dumps(body, ensure_ascii=False).encode()
         return read(body)
     except Refusal:

@@ -175,8 +175,8 @@ class Exchanges:
         stands for the answer. If several exchanges have equal answers, `_rank` decides among them, and then their age:
         the oldest wins.
         """
-        messages = in_order(messages, self._call_ids)
-        start = begun(tools)
+        messages = in_order(messages, self._call_ids)  # puts the results of parallel calls into the order of the calls
+        start = begun(tools)  # the digest before the first message
         # The digests of the known conversations that the messages up to here stand for. There may be several, because a
         # message of the assistant may match the answers of several exchanges.
         reached: set[bytes] = {start}
@@ -231,14 +231,14 @@ class Exchanges:
             what = f" in {differs}"
         say_once(
             f"a conversation begins a new sequence: message {number}, of the {role}, is another one than before{what}",
-            f"differs {role} {differs}",
+            f"differs {role} {differs}",  # one notice for each role and part that differs
         )
 
     def after_tokens(self, token_ids: Sequence[int]) -> Exchange | None:
         """The longest exchange whose tokens stand at the beginning of `token_ids`; None: there is no such exchange."""
         longest: Exchange | None = None
         for exchange in self._drawn:
-            if exchange.size > len(token_ids) or not exchange.begins(token_ids):  # the size is compared first: fast
+            if exchange.size > len(token_ids) or not exchange.begins(token_ids):  # the size first: `begins` is slow
                 continue
             if longest is None or exchange.size > longest.size:
                 longest = exchange
@@ -297,7 +297,7 @@ class Exchanges:
         on_path: set[Exchange] = set()  # the exchanges of all branches
         for exchange in self._drawn:
             if exchange.read and exchange.is_trained:
-                on_path.update(exchange.path)  # with earlier exchanges that nobody has read: they are its context
+                on_path.update(exchange.path)  # also those that nobody has read: they are its context
         inner = {exchange.before for exchange in on_path}  # the exchanges that another one of a branch continues
         return [exchange for exchange in self._drawn if exchange in on_path and exchange not in inner]
 

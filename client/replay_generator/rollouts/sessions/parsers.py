@@ -46,7 +46,8 @@ class Parsers:
         _check_parser("reasoning_parser", reasoning_parser, ReasoningParserManager.list_registered())
         self._request = ChatCompletionRequest
         """The class of the requests that vLLM's parser takes."""
-        self._kind = ParserManager.get_parser(tool_parser, reasoning_parser, True)  # True: the policy decides on calls
+        # True (`enable_auto_tools`): the policy decides whether it calls tools.
+        self._kind = ParserManager.get_parser(tool_parser, reasoning_parser, True)
 
     def ready(
         self, tokenizer: Any, prompt_ids: Sequence[int], tools: Sequence[Mapping[str, Any]], template: Mapping[str, Any]
@@ -57,6 +58,7 @@ class Parsers:
         if self._kind is None:
             return TurnParser(tokenizer)
         try:
+            # Only the tools and the template arguments of this request matter.
             request = self._request(
                 model="", messages=[], tools=list(tools) or None, chat_template_kwargs=dict(template) or None
             )
@@ -66,7 +68,8 @@ class Parsers:
         try:
             parser = self._kind(tokenizer, request.tools, chat_template_kwargs=dict(template))
             parser.set_prompt_token_ids(list(prompt_ids))  # the prompt may have begun the thoughts
-            adjusted = parser.adjust_request(request)  # has False in `skip_special_tokens` if the parser needs them
+            # `skip_special_tokens` of the result is False if the parser needs special tokens in the text.
+            adjusted = parser.adjust_request(request)
         except Exception as error:  # each parser raises errors of its own if the tokenizer lacks something
             raise Refusal(
                 f"the parser that the generator names does not fit the tokenizer: {type(error).__name__}: {error}: "

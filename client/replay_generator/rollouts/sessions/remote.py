@@ -92,7 +92,7 @@ class RemoteHook(SessionHook):
             config.sessions_token_file,
             config.sessions_tls_cert,
             config.sessions_tls_key,
-            "sessions_token_file",
+            "sessions_token_file",  # the setting that errors name
         )
         host, port = self._listen.socket_address
         super().__init__(
@@ -214,6 +214,7 @@ class RemoteHook(SessionHook):
         self._taken[offered.address.key] = offered  # `_end` looks here for the rollout
         self.take(offered.address.key)  # from now on, `description` counts the session as taken
         offered.taken.set()  # `_play` goes on, and the time limit of the rollout begins
+        # This client may have reached the server by another name than that in `base_url`.
         path = offered.address.url.removeprefix(self.base_url)
         url = f"{origin}{path}"
         offer = {
@@ -223,7 +224,7 @@ class RemoteHook(SessionHook):
             "address": url,
             "openai_base_url": f"{url}/v1",
             "anthropic_base_url": url,
-            "deadline": self._config.session_timeout,
+            "deadline": self._config.session_timeout,  # seconds from now
         }
         return web.json_response(offer, dumps=partial(json.dumps, default=str))
 

@@ -82,7 +82,8 @@ class Session:
         self._turns = 0
         """The number of turns that were drawn, or are being drawn."""
         self._bytes = 0
-        """The bytes of the texts and tokens of these turns."""
+        """The bytes of the texts and tokens of these turns. Each token counts as _TOKEN bytes, and turns that are being
+        drawn count with the most tokens that they may draw."""
         self._turns_by_request: dict[bytes, asyncio.Task[Answer]] = {}
         """The newest turn of each request, by the digest of the request. Turns that failed are removed."""
         self._answered: dict[str, Exchange] = {}
@@ -127,7 +128,7 @@ class Session:
             return
         # Only the text is stored: the traceback of the refusal would keep the whole request in memory.
         self.last_refusal = str(refusal)
-        if refusal.code != "context_length_exceeded":  # clients compact the conversation after this one
+        if refusal.code != "context_length_exceeded":  # after this refusal, clients compact the conversation
             self.refusals += 1
             say_once(f"a request of an agent is refused: {refusal}", f"refused {refusal.kind}")
 
@@ -273,7 +274,7 @@ class Session:
     ) -> Completion:
         """Draws a turn, if the bounds of the session allow it. `limit`: the most tokens of the turn. `sampling`: values
         that replace those of the generator, by name. Raises Refusal, and any error of the engine."""
-        text_bytes = len(exchange.words)
+        text_bytes = len(exchange.words)  # counts a character as one byte
         if exchange.before is None:  # the whole request is new; its tools, for example, are not in `words`
             text_bytes = max(ask.size, text_bytes)
         # Room for all tokens that the turn may draw is reserved here, because other turns may begin while this turn is
@@ -320,7 +321,7 @@ class Session:
         """The new exchange for a request, without its completion, and the known beginning of its messages; None in the
         place of the beginning: the request has no messages. Raises Refusal."""
         prompt = ask.prompt
-        # A prompt of tokens whose length is known, so that it can be refused before any work.
+        # The length of a prompt of tokens is known, so a prompt that is too long is refused before any work.
         if prompt is not None and not isinstance(prompt, str) and len(prompt) >= self.task.max_length:
             raise self._full(counted(len(prompt), "token"))
         size = ask.size or characters_of(ask)  # `ask.size` is 0 if the request did not come through a network
@@ -355,7 +356,7 @@ class Session:
         """The new exchange for a prompt that is a text. The prompt continues the exchange whose text it begins with."""
         tokenizer = self.task.tokenizer
         before = self.exchanges.after_text(text)
-        if before is None:
+        if before is None:  # unlike `rendered_ids`, `text_ids` adds tokens such as BOS at the beginning
             return Exchange(None, text_ids(tokenizer, text), words=text)
         # The client may have written the end-of-sequence token of the policy's turn as text.
         ending = text_of(tokenizer, before.token_ids[-1:])
@@ -379,7 +380,7 @@ class Session:
         # An exchange that `after_messages` has found always has a conversation and a completion.
         if before and before.conversation and before.completion:
             turn_ids = before.completion.token_ids or before.new_ids  # the engine may have drawn no token
-            before.followed = True
+            before.followed = True  # for later requests: among exchanges with equal answers, others are now preferred
             try:
                 conversation, new_ids = before.conversation.go_on(before.completion.text, turn_ids[-1], new)
             except RolloutError as error:  # the template changes earlier turns: the messages begin a new tree below
@@ -403,7 +404,7 @@ class Session:
         """
         for call in message.get("tool_calls") or ():
             function = call["function"]
-            if not isinstance(function["arguments"], str):
+            if not isinstance(function["arguments"], str):  # the arguments are an object
                 continue
             written = WrittenCall(call["id"], function["name"], function["arguments"])
             text = self._malformed.get(written)

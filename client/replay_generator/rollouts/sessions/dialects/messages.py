@@ -22,7 +22,7 @@ class Messages:
 
     def ask(self, body: dict[str, Any]) -> Ask:
         """The request with this body. Raises Refusal for a request that is not served."""
-        fields.check(body.get("output_config") or {}, "format", fields.FREE)  # refuses a form that the answer must have
+        fields.check(body.get("output_config") or {}, "format", fields.FREE)  # refuses a forced form of the answer
         system = _without_billing(body.get("system") or "")
         received = [*fields.few("messages", body["messages"])]
         if system:  # Anthropic has the system prompt in a field of the body, and OpenAI in a message
@@ -96,7 +96,7 @@ def _without_billing(system: Any) -> Any:
     blocks = _as_blocks(system)
     # For a block without text, `str` gives "None", so this block stays.
     kept = [block for block in blocks if not str(block.get("text")).startswith("x-anthropic-billing-header:")]
-    if len(kept) == len(blocks):  # no billing block: a text stays a text
+    if len(kept) == len(blocks):  # there is no billing block, and a text stays a text
         return system
     return kept
 

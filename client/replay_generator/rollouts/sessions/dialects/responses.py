@@ -34,7 +34,7 @@ class Responses:
         instead of the items.
         """
         fields.check(body, "prompt", fields.WHOLE)  # refuses the id of a stored prompt
-        fields.check(body.get("text") or {}, "format", fields.FREE)  # refuses a form that the answer must have
+        fields.check(body.get("text") or {}, "format", fields.FREE)  # refuses a forced form of the answer
         included = [name for name in body.get("include") or () if "logprobs" in name]
         fields.check({"include": included}, "include", fields.LOGPROBS_STORED)  # an empty list passes
         inputs = fields.few("messages", body.get("input") or ())
@@ -199,7 +199,7 @@ def _item_events(index: int, item: dict[str, Any]) -> Iterator[dict[str, Any]]:
         name = "response.function_call_arguments"
         yield {"type": f"{name}.delta", **place, "delta": item["arguments"]}
         yield {"type": f"{name}.done", **place, "name": item["name"], "arguments": item["arguments"]}
-    for part in item.get("content", ()):  # a message or thoughts have one part, which has the index 0; calls have none
+    for part in item.get("content", ()):  # messages and thoughts have one part, whose index is 0; calls have none
         name = f"response.{part['type']}"
         place["content_index"] = 0
         yield {"type": "response.content_part.added", **place, "part": {**part, "text": ""}}
