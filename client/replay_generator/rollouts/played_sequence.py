@@ -21,8 +21,8 @@ TOKENS = {"token_ids": np.int32, "sampled_mask": np.bool_, "logprobs": np.float3
 """The attributes of a sequence with one value per token, and their dtypes. RolloutSequence and PlayedSequence both have
 these attributes."""
 DrawnExtras = Sequence[tuple[int, Mapping[str, npt.NDArray[Any]], Mapping[str, str]]]
-"""The extra arrays of a sequence. An entry for each completion that has extras: the index of its first token in the
-sequence, the extras by name, and the axis of each extra by name (`Completion.axes`)."""
+"""The extra arrays of a sequence: one entry for each completion that has extras. An entry has the index in the sequence
+of the completion's first token, the extras by name, and the axis of each extra by name (`Completion.axes`)."""
 Columns = dict[str, tuple[str, list[Any]]]
 """The columns of several sequences, by name. A column consists of its axis, and of a list with one entry for each
 sequence: an array, or with the axis "ragged:token" a pair of values and offsets. `group_from_rows` takes this form."""
@@ -64,8 +64,8 @@ class PlayedSequence:
         )
 
     def check(self) -> None:
-        """Raises ValueError for tokens, or for log-probabilities, that no group can hold, and if the attributes in TOKENS have
-        different lengths."""
+        """Raises ValueError for tokens, or for log-probabilities, that no group can hold. Raises ValueError if the
+        attributes in TOKENS have different lengths."""
         lengths = [getattr(self, name).size for name in TOKENS]
         if len(set(lengths)) > 1:
             raise ValueError(
@@ -106,6 +106,7 @@ class PlayedSequence:
                 part_counts = np.diff(extras[name + OFFSETS])
                 counts[start : start + len(part_counts)] = part_counts
             offsets = np.concatenate(([0], np.cumsum(counts))).astype(np.int32)
+            # `parts` has the completions in the order of their tokens, so the values get this order too.
             values = np.concatenate([extras[name] for _, extras in parts])
             return values, offsets
         if axis == "whole":

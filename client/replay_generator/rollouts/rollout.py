@@ -116,8 +116,8 @@ class RolloutSequence:
         """The policy version that drew each token. A token that the policy did not write has the version of the token
         before it. -1: no drawn token stands before it."""
         self.drawn: list[tuple[int, Mapping[str, npt.NDArray[Any]], Mapping[str, str]]] = []
-        """An entry for each completion that has extras: the index of its first token in the sequence, the extras by
-        name, and the axis of each extra by name."""
+        """One entry for each completion that has extras. An entry has the index in the sequence of the completion's
+        first token, the extras by name, and the axis of each extra by name."""
         self.turns: list[Turn] = []
         self.finish_reason = ""
         """The reason why the last completion ended; "": there was no completion."""

@@ -636,8 +636,8 @@ class _Exercise:
         return any(len({*completion.policy_versions}) == 2 for _, completion in drawn)
 
     async def _check_damaged(self, first: str, second: str) -> None:
-        """Checks that the engine draws no token after it was given damaged weights, until it has loaded whole weights.
-        `first` and `second`: folders with different weights."""
+        """Checks that the engine draws no token with damaged weights: it must wait for whole weights, or go on with the
+        old ones. `first` and `second`: folders with different weights."""
         await self._load(first)
         old = self._version
         sampling = SamplingConfig(max_tokens=self._longest)

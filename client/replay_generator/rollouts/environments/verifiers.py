@@ -166,6 +166,7 @@ class VerifiersEnvironment(SessionServer):
             # The day without the time: `verifiers` caches a renderer for each set of arguments, so a time would add a
             # renderer for each rollout.
             template_kwargs[DAY] = task.began.date().isoformat()
+        # For settings that are not sent, such as top_k, the session takes the values of the generator.
         sampling: dict[str, Any] = {
             "temperature": task.sampling.temperature,
             "top_p": task.sampling.top_p,
@@ -317,7 +318,7 @@ def _branches(trace: Any) -> Iterator[list[int]]:
             is_of_policy = any(node.mask)  # the mask is True for tokens that the policy drew
             if is_of_policy:
                 end = len(tokens)
-        if branch.trainable and end:
+        if branch.trainable and end:  # `end` 0: the policy wrote nothing
             yield tokens[:end]
 
 

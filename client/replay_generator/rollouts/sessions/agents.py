@@ -101,7 +101,7 @@ def result_of(end: Any, *, needs_reward: bool) -> Result:
     fields: Mapping[str, Any] = {"reward": end}
     if isinstance(end, Mapping):
         fields = end
-    result: Result = user_code.call_here(Result, **fields)
+    result: Result = user_code.call_here(Result, **fields)  # raises ValueError for values of wrong types
     numbers_of(result.reward, result.metrics)  # only for its checks: raises ValueError for numbers that no group holds
     if result.reward is None and needs_reward:
         raise ValueError('the agent gave no {"reward": NUMBER}, and no --reward names a function that gives one')
@@ -150,6 +150,7 @@ class SessionHook(SessionServer):
         )
         async with self.playing(session) as url:
             try:
+                # The id of the session is also the API key, so that RemoteHook finds the session of an address.
                 playing = user_code.call_here(self._agent, task, Address(url, session.id))
                 end = await user_code.awaited(self._agent, playing)
             except asyncio.CancelledError as error:

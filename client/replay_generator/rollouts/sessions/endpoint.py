@@ -189,7 +189,8 @@ class SessionServer(Watch):
 
     async def __aenter__(self) -> SessionServer:
         """Starts the server. Raises OSError if its address is not available."""
-        # These routes come last: they fit every path, and a subclass has added its own routes before.
+        # These routes come last: they fit every path, and a subclass has added its own routes before. The second one
+        # fits paths without a session, which `_serve` refuses.
         self.app.router.add_route("*", "/sessions/{id}{rest:/.*|}", self._serve)
         self.app.router.add_route("*", "/{rest:.*}", self._serve)
         await self._runner.setup()
@@ -320,7 +321,7 @@ async def _answer(dialect: Dialect, session: Session, request: web.Request, raw:
     may_be_repeated = bool(key) or request.headers.get("x-stainless-retry-count", "0") != "0"
     ask, body = await _ask(dialect, session, raw)
     size = len(raw)
-    # Requests with equal digests are the same request: they have the same path, key and body.
+    # Requests with equal digests are the same request: they have the same path, key and body, one on each line.
     head = b"\n".join([dialect.path.encode(), key.encode(errors="surrogatepass"), b""])
     digest = await worked(size, partial(_digest_of, head, raw))
     # `asyncio.wait` below waits for this task without cancelling it. Between two waits, comments are written. If the

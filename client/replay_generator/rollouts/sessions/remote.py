@@ -63,6 +63,7 @@ class _OfferedRollout:
 
     task: Task
     address: Address
+    """The address of the session. Its `key` is the id of the session."""
     taken: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when an agent takes the rollout."""
     ended: asyncio.Future[Any] = field(default_factory=_new_future)
