@@ -247,8 +247,8 @@ def where(function: Function, error: BaseException | None = None) -> str:
 
 
 def _users_frames(error: BaseException) -> list[traceback.FrameSummary]:
-    """The frames of users' code in the traceback of an error, after the last frame of this file. Empty: no function of
-    this file is in the traceback."""
+    """The frames of users' code in the traceback of an error, after the last frame of this file. Empty: the traceback
+    has no such frame."""
     frames = list(traceback.extract_tb(error.__traceback__))
     own_indices = [index for index, frame in enumerate(frames) if frame.filename == __file__]
     if not own_indices:

@@ -380,7 +380,7 @@ def _read(connection: Connection, questions: queue.SimpleQueue[bytes]) -> None:
     while True:
         try:
             questions.put(connection.recv_bytes())
-        except (EOFError, OSError):
+        except (EOFError, OSError):  # the parent has ended
             os._exit(0)
 
 

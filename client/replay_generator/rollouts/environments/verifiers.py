@@ -245,6 +245,7 @@ def _prompt(task: Any) -> Prompt:
     """A task as a prompt. The text of the prompt is for people and reward functions only: the episode decides what the
     policy reads."""
     text = task.data.prompt_text or task.data.name or "(the user of the environment begins)"
+    # `__call__` takes the task itself from the row.
     row = {**task.data.model_dump(mode="json"), "prompt": text, "task": task}
     return Prompt(prompt_id=task.key, content=text, row=row)
 

@@ -321,7 +321,7 @@ async def _answer(dialect: Dialect, session: Session, request: web.Request, raw:
     may_be_repeated = bool(key) or request.headers.get("x-stainless-retry-count", "0") != "0"
     ask, body = await _ask(dialect, session, raw)
     size = len(raw)
-    # Requests with equal digests are the same request: they have the same path, key and body, one on each line.
+    # Requests with equal digests are the same request: they have the same path, key and body.
     head = b"\n".join([dialect.path.encode(), key.encode(errors="surrogatepass"), b""])
     digest = await worked(size, partial(_digest_of, head, raw))
     # `asyncio.wait` below waits for this task without cancelling it. Between two waits, comments are written. If the

@@ -45,7 +45,7 @@ class Chat:
         stream_options = body.get("stream_options") or {}
         if stream_options.get("include_usage"):
             yield about | {"choices": [], "usage": _usage(answer)}
-        yield "[DONE]"
+        yield "[DONE]"  # with this text, OpenAI ends every stream
 
     def error(self, refusal: Refusal) -> dict[str, Any]:
         """The body of a refusal."""

@@ -142,6 +142,7 @@ def _max_tokens_of(body: Mapping[str, Any]) -> int | None:
 
 def _stop_of(body: Mapping[str, Any]) -> tuple[str, ...]:
     """The texts that end a turn. Raises Refusal for a value that is no text, and for an empty text."""
+    # `stop` is OpenAI's name of the field, and `stop_sequences` Anthropic's.
     stop = few("texts of stop", body.get("stop") or body.get("stop_sequences") or ())
     texts = (stop,) if isinstance(stop, str) else tuple(stop)
     if not all(isinstance(text, str) and text for text in texts):
