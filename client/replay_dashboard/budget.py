@@ -64,8 +64,9 @@ class Budget:
                     finally:
                         if server_worked:
                             self._durations.append(self._clock() - begin)
+                            # The call costs the least of the durations that are kept: see `_durations`.
                             self._credit -= min(DEAREST, *self._durations)
                     return
-            # Sleeps without the lock, so that a call that needs less credit can run first.
+            # There is too little credit. Sleeps without the lock, so that a call that needs less credit can run first.
             seconds_to_credit = (floor - self.credit) / self._share
             await asyncio.sleep(min(1.0, max(0.01, seconds_to_credit)))

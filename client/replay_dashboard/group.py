@@ -88,6 +88,7 @@ class TokenText:
             if token < 0 or self._tokenizer.id_to_token(token) is None:
                 pieces.append(f"⟨{token}⟩")
             else:
+                # `step` returns None for a token that ends in the middle of a character.
                 pieces.append(stream.step(self._tokenizer, token) or "")
         return pieces[start - first :]
 

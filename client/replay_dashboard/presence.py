@@ -134,6 +134,7 @@ def trainer_of(info: ServerInfo) -> Part:
     sampled_by_stages = _described_texts(info.clients, "source_table")
     not_sampled_by_trainers = copies | sampled_by_generators | sampled_by_stages
     tables = [table for name, table in info.tables.items() if name not in not_sampled_by_trainers]
+    # The seconds since the last sample of each table, by whichever client.
     ages = [_age(table.samples, table.sampled.age, table.sampling.count, info) for table in tables]
     only_by_trainers = [age for age in ages if age is not None and not _other_parts_may_have_sampled(info, age)]
     return _part(info, TRAINER, _playing(info, TRAINER), only_by_trainers)

@@ -55,7 +55,7 @@ def tag_counts(info: ServerInfo, table: TableInfo) -> Iterator[TagCounts]:
             counts.values[value.name] = ValueCounts(value.generated, value.stale, value.sampled)
         if counts.tag == ENVIRONMENT:
             _add(counts, given_up)
-            given_up = {}
+            given_up = {}  # they are counted now
         yield counts
     if given_up:  # no group of an environment has ever reached the table
         counts = TagCounts(ENVIRONMENT)
