@@ -393,8 +393,8 @@ def _why_nobody(info: ServerInfo, wait: Waiting, role: str, table: str = "") -> 
     """The facts `why`, `what` (the remedy) and `blocked` (the headline) if requests wait in vain for a role.
 
     None: no request waits, or the role may still serve them. `role` is TRAINER or GENERATOR. `table` is the table whose
-    inserts or samples wait; empty: permit requests wait. Requests wait in vain only after a long wait, or as soon as the
-    part that serves them has said that it ends.
+    inserts or samples wait; empty: permit requests wait. Requests wait in vain only after a long wait, or as soon as
+    the part that serves them has said that it ends.
     """
     if not wait.count:
         return None

@@ -51,7 +51,8 @@ class FinishedGroups(GroupPool):
         """Stores a group. Returns when the server has confirmed or refused the group, or was away for `timeout`."""
         epoch, uid = place
         tags: dict[str, str | int] = {"run": self.run, "epoch": epoch, "uid": uid}
-        key = uuid.uuid4().int >> 65  # one key for all attempts, so that no group is stored twice
+        # A random key of 63 bits, the same for all attempts, so that no group is stored twice.
+        key = uuid.uuid4().int >> 65
         try:
             stored = self.ask(self.client.insert, group, {self.table: 1.0}, key=key, tags=tags)
         except (StaleItemError, TableFullError):
@@ -81,6 +82,7 @@ class FinishedGroups(GroupPool):
                 return
             for item in listed.items:  # the oldest item comes first
                 place = (int(item.tags["epoch"]), str(item.tags["uid"]))
+                # False for an item that is listed on two pages: that is one group.
                 has_older_group = self.held.get(place, item.key) != item.key
                 if has_older_group:
                     older.append(self.held[place])

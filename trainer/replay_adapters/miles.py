@@ -231,6 +231,8 @@ class ServerDataBuffer(DataBuffer):  # type: ignore[misc]  # Miles has no types 
             queue.close(leave=False)
             raise
         self._drains = Drains(args, folder)
+        # None: Miles' checkpoints hold no state of the server, so only their groups are acknowledged, and all other
+        # groups of the run before are requeued.
         queue.protocol.resume(self._drains.before(), None)
         self._leases.start()
         self._drawing = threading.Lock()
@@ -279,7 +281,8 @@ class ServerDataBuffer(DataBuffer):  # type: ignore[misc]  # Miles has no types 
     def _insert(self, input: DataBufferInput) -> bool:
         """Inserts a group. Returns False if the table refused the group because it is stale already."""
         group = self._group_of(input)
-        key = uuid.uuid4().int >> 65  # one key for all attempts, so that no group is stored twice
+        # A random key of 63 bits, the same for all attempts, so that no group is stored twice.
+        key = uuid.uuid4().int >> 65
         insert = partial(self.client.insert, group, {self.settings.table: trained_priority(group)}, key=key)
         try:
             self._reach(insert)
@@ -335,6 +338,7 @@ class ServerDataBuffer(DataBuffer):  # type: ignore[misc]  # Miles has no types 
             self._settle()
             if version is not None:
                 self._policy_version = self._reach(partial(self._pool.advance, version))
+            # True if the share is not exceeded by one replayed group more.
             share_allows_replay = self._replayed + 1 <= self.settings.share * (self._handed + 1)
             if share_allows_replay:
                 self._ready.extend((sample, True) for sample in self._draw_again())

@@ -114,6 +114,7 @@ class SampleStore:
             packed_fields = self._rest(sample, in_arrays)
             packed_fields[_FORMS] = self._packb(forms)
             packed_samples.append(packed_fields)
+        # "samples": for each sample, its packed fields by name. "lists": for each rollout, True if it is a list.
         packed = {
             "samples": packed_samples,
             "lists": [isinstance(rollout, list) for rollout in rollouts],
@@ -148,7 +149,7 @@ class SampleStore:
                 and all(_FORMS in fields for fields in fields_S)
             )
         except (KeyError, TypeError, ValueError, AttributeError, RecursionError, msgpack.UnpackException):
-            return None
+            return None  # no extra of this name, or another program has written the extra
         if not fits_group:
             return None
         samples = []
@@ -203,7 +204,8 @@ class SampleStore:
             "loss_mask": group.loss_mask[span].astype(int).tolist(),
         }
         for name, form in fields[_FORMS].items():
-            row = row_of(group, name, k) if name in group.extras else None  # None: the field of a ragged one's offsets
+            # None: `name` is a field with offsets, which are restored together with the values of their field.
+            row = row_of(group, name, k) if name in group.extras else None
             if isinstance(row, tuple):  # of a ragged column
                 ids, offsets = row
                 form_of_ids, form_of_offsets = form
@@ -245,6 +247,7 @@ class SampleStore:
         if kind is tuple:
             return self._extension(_TUPLE, list(value))
         is_enum = isinstance(value, enum.Enum)
+        # Only a class that `_unpacked` will find again under its name.
         if (is_enum or dataclasses.is_dataclass(kind)) and self._named(kind.__qualname__) is kind:
             content = value.value if is_enum else vars(value)
             return self._extension(_OBJECT, [kind.__qualname__, content])
@@ -268,7 +271,8 @@ class SampleStore:
         if code == _ARRAY:
             is_number, dtype, shape, raw = content
             array = np.frombuffer(raw, _plain(dtype)).reshape(shape)
-            return array[()] if is_number else array.copy()  # a copy, because frombuffer's array is read-only
+            # `array[()]` is the number in an array without dimensions. A copy, because frombuffer's array is read-only.
+            return array[()] if is_number else array.copy()
         if code == _TENSOR:
             from safetensors.torch import load
 
@@ -328,7 +332,7 @@ class _Row:
         exact: set[str] = set()
         tokens = _ids(sample.tokens)
         length = sample.response_length
-        if tokens is not None and isinstance(length, int) and 0 <= length < tokens.size:
+        if tokens is not None and isinstance(length, int) and 0 <= length < tokens.size:  # the prompt has a token
             exact |= {"tokens", "response_length"}
             prompt = tokens[: tokens.size - length]
             completion = tokens[tokens.size - length :]

@@ -188,6 +188,7 @@ class WithServer:
         if epoch is None:
             epoch = step // self.num_steps_per_epoch
         self._finished.saved(epoch, uids or set())
+        # At once, and not at the next checkpoint: the checkpoint that was loaded is on the disk.
         self._finished.forget(dict(self._finished.contained))
         return loaded
 

@@ -143,11 +143,14 @@ class ReplayGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         """The generation under way; None: there is none, or it is one without replay."""
         rows_of_rank = self.args.per_device_train_batch_size * self.args.steps_per_generation
         self._groups_span_ranks = bool(rows_of_rank % self.num_generations)
+        """True if a group may have rows on two ranks."""
         scorers = [*self.reward_funcs]
         if type(self)._calculate_rewards is not GRPOTrainer._calculate_rewards:  # a subclass computes rewards, too
             scorers.append(type(self)._calculate_rewards)
         self._fingerprint = fingerprint(self.reward_func_names, scorers)
+        """The fingerprint of the reward functions. Stored groups with another fingerprint teach another objective."""
         self._warned_of_rewards = False
+        """True once a warning has told that the pool has groups of other reward functions."""
         self.pool = self._connect() if self._replay.replay_buffer_size else None
 
     def _connect(self) -> GroupPool:
@@ -405,6 +408,7 @@ class ReplayGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         mask_BT = output["completion_mask"] * output.get("tool_mask", 1)
         rows = [row for g in step.stored for row, _ in step.places(g)]
         if self.use_vllm and self.vllm_importance_sampling_correction:  # TRL corrects: only report its ratio
+            # TRL's ratio has one column if it is for whole sequences, otherwise one for each token.
             ratio = output["importance_sampling_ratio"].expand_as(mask_BT)[rows] * mask_BT[rows]
             step.ratio = (float(ratio.sum()), float(mask_BT[rows].sum()))
             return None

@@ -292,7 +292,7 @@ class ServerRollouts(TrainerCallback):  # type: ignore[misc]  # transformers has
         self._leases.start()
 
     def on_substep_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Notes that TRL has trained on a micro-batch."""
+        """Notes that TRL has trained on a micro-batch. For the last one of a step, TRL calls `on_step_end` instead."""
         if state.is_world_process_zero:
             self._progress.trained()
 
@@ -318,6 +318,7 @@ class ServerRollouts(TrainerCallback):  # type: ignore[misc]  # transformers has
         (folder / _STATE).write_text(json.dumps(asdict(saved)))
         for path in [*folder.rglob("*"), folder, folder.parent]:
             to_disk(path)  # before the server forgets the groups that the checkpoint contains
+        # A state is named only after all groups of its checkpoint are acknowledged.
         if self._queue.acknowledge(self._trained) and self._protocol.retains:
             self._check_alone(self._reach(self.client.policy))
             self._protocol.name(saved, self._current.weights)
@@ -535,7 +536,7 @@ class _ServerQueue:
         if timeout is not None:
             end = time.monotonic() + timeout
         while not self._samples:
-            self._samples.extend(self._draw())
+            self._samples.extend(self._draw())  # waits for a short time for a group
             if not self._samples and (not block or time.monotonic() >= end):
                 raise queue.Empty
         return self._samples.popleft()

@@ -105,7 +105,7 @@ class VLLMEngine:
             "max_num_seqs": max_concurrent_completions,
             "seed": random.SystemRandom().getrandbits(31) if seed is None else seed,
             "logprobs_mode": LOGPROBS_MODE,
-            "max_logprobs": SamplingConfig.sampling_masks + 1,
+            "max_logprobs": SamplingConfig.sampling_masks + 1,  # why one more: see `sampling_fields`
             "disable_log_stats": True,
             "use_tqdm_on_load": False,
             "worker_extension_cls": "replay_generator.engines.vllm_process.FollowOwner",
@@ -147,7 +147,7 @@ class VLLMEngine:
                     whole = output
                 else:
                     whole.add(output, aggregate=True)
-                for item in whole.outputs:
+                for item in whole.outputs:  # a completion each, as far as it is drawn
                     has_ended = item.finish_reason is not None
                     if has_ended and item.index not in completions:
                         completions[item.index] = self._completion(item, width, sampling.largest_mask)
@@ -180,7 +180,7 @@ class VLLMEngine:
                 f"{path} holds a LoRA adapter, and this engine was started without enable_lora: start it with "
                 "--engine-arg enable_lora=true, or let the trainer publish whole weights with merge_adapter=True"
             )
-        files = [*Path(path).glob("*.safetensors")]
+        files = [*Path(path).glob("*.safetensors")]  # if one is gone after a failure, its removal is the cause
         self._whole.clear()  # new requests wait from now on
         if is_adapter != (self._adapter is not None):
             # vLLM cannot give a request under way its first adapter, or take its adapter away.
@@ -215,7 +215,7 @@ class VLLMEngine:
         is_loaded = await self._llm.add_lora(LoRARequest("policy", 1, path, load_inplace=True))
         if not is_loaded:
             raise RuntimeError(f"vLLM did not load the adapter in {path}")
-        self._adapter = LoRARequest("policy", 1, path)
+        self._adapter = LoRARequest("policy", 1, path)  # not in place: a request uses the adapter that is loaded
 
     async def score(self, token_ids: Sequence[int]) -> list[float]:
         # With return_sampling_mask vLLM takes no request without top_k. The log-probabilities of a prompt do not depend

@@ -207,6 +207,7 @@ class VLLMServer:
             reason = str(error) or type(error).__name__
             if session.closed:  # by `_watch_health`
                 reason = f"it left {_SILENCES} questions about its health unanswered, {self._timeouts.health:g} s each"
+            # A ServerTimeoutError is about the connection; another TimeoutError is about the limit of the call.
             elif isinstance(error, TimeoutError) and not isinstance(error, aiohttp.ServerTimeoutError):
                 reason = f"no answer to {path} within {limit:g} s"
             raise VLLMServerGoneError(f"no vLLM server answers at {self.url}: {reason}") from None
@@ -308,7 +309,7 @@ class VLLMServer:
                     break
                 except BlockingIOError:  # another generator has the lock
                     await asyncio.sleep(_POLL_SECONDS)
-            yield
+            yield  # when the file is closed after this, the lock ends
 
     async def wake(self) -> None:
         """Resumes the server if it is paused: a generator may have died before it could resume it.

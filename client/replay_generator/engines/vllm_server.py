@@ -204,7 +204,7 @@ class VLLMServerEngine:
         try:
             choices = {choice["index"]: choice for choice in answer["choices"]}
             for choice in choices.values():
-                if choice["finish_reason"] == "abort":
+                if choice["finish_reason"] == "abort":  # `generate` then makes the request again
                     raise VLLMServerGoneError(f"{server.url} aborted a completion")
             for number in range(body["n"]):
                 read = choices.get(number, answer)
@@ -313,6 +313,7 @@ class VLLMServerEngine:
         """The usable server with the fewest requests. Raises VLLMServerError if every server has failed for good."""
 
         def decided() -> bool:
+            """True if there is a usable server, or none to wait for. Called at each notification of `_changed`."""
             all_failed = len(self._failures) == len(self._servers)
             return all_failed or any(server.usable for server in self._servers)
 
@@ -357,7 +358,10 @@ class VLLMServerEngine:
                 raise VLLMServerGoneError(f"{server.url}: {gone}") from gone
 
         async def failed(error: Exception, _: bool = False) -> None:
-            """Called after each failed attempt. Returns, so that there is always a next attempt."""
+            """Logs the error of an attempt, and waits as long as a busy server wants.
+
+            Patience calls this after each failed attempt.
+            """
             log.wait(f"{error}; it is asked again, {self.engines_away} of {len(self._servers)} servers are away")
             waited = time.monotonic() - since
             # The server counts as failed now, and is still asked. If all servers have failed, requests raise the error.
@@ -369,8 +373,10 @@ class VLLMServerEngine:
             await asyncio.sleep(min(retry_after, self._patience))
 
         await failed(error)  # of the request that found the server away
+        # This pause grows with each loss of the server since its last completion. Patience makes the later pauses.
         await asyncio.sleep(min(server.pause, LONGEST_PAUSE))
         server.pause = min(2 * server.pause, LONGEST_PAUSE)
+        # Makes attempts without limit: `failed` never raises.
         await Patience(failed, first=FIRST_PAUSE, longest=LONGEST_PAUSE).result(use_again)
         self._failures.pop(server, None)
         logger.warning("%s is used again, after %.0f s", server.url, time.monotonic() - since)
