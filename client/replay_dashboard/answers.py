@@ -31,7 +31,8 @@ class VersionAnswers:
         After a rollback of the server, begins anew with the version of this group.
         """
         # The server's policy version when it sent the group. A staleness of 0 does not tell it: after a rollback, a
-        # group may be of a later version than the server's, and its staleness is 0 then, too.
+        # group may be of a later version than the server's, and its staleness is 0 then, too. So such a group is taken
+        # for a group without a rollback before it.
         current_version = item.policy_version + item.staleness if item.staleness else self.version
         is_newer = item.policy_version > self.version
         is_rolled_back = current_version < self.version

@@ -316,7 +316,9 @@ def _roles(info: ServerInfo, tables: Sequence[_Table]) -> Iterator[Finding]:
             groups = counted(info.tables[name].size, "group")
             yield _missing(info, scorers, name, f"; {groups} of {name} lack rewards")
     teacher = teacher_of(info)
-    if teacher.state is State.ENDED:  # nobody adds the columns that items wait for
+    # Then nobody adds the columns that items wait for. If a teacher is away but has not said that it ends,
+    # `_awaited_columns` reports the columns after a long wait.
+    if teacher.state is State.ENDED:
         for table in info.tables.values():
             if table.incomplete_items:
                 yield _missing(info, teacher, table.name, f"; {table.name} {waits_for(table.missing_columns)}")
@@ -657,9 +659,10 @@ def _table_findings(info: ServerInfo, table: _Table, fed: bool) -> Iterator[Find
 
 
 def _blocked(who: str, cause: str, age: float, info: ServerInfo) -> str:
-    """The headline of a long wait. It names the `cause`, that an event does not happen, only if it is true.
+    """The headline of a long wait of `who`.
 
-    `age`: seconds since the last such event. If it was lately, another cause blocks them.
+    `cause` says in words that an event does not happen. `age`: seconds since the last such event. The headline names
+    the cause only if this event has not happened for a long time. After a recent event, something else blocks `who`.
     """
     return f"{who} are blocked: {cause}" if age >= info.long_wait else f"{who} are blocked"
 
@@ -824,7 +827,7 @@ def _staleness(table: _Table, info: ServerInfo) -> Iterator[Finding]:
     admitted = None if admission is None else admission.max_staleness
     if admitted is None:
         rule = "stale"
-    elif limit is not None and admitted > limit:
+    elif limit is not None and admitted > limit:  # [admission] permits groups that this table drops
         rule = "stale-by-admission"
     else:
         rule = "stale-though-admitted"

@@ -136,6 +136,7 @@ def _group_document(group: RolloutGroup, text: TokenText, whole: bool) -> dict[s
     """The group as JSON: its facts, and the first tokens and turns of each sequence or, with `whole`, all of them."""
     turns_S = turns_of(group)
     meta = dict(group.meta)
+    # `first_tokens` and `most_turns` are bounds for each sequence.
     if whole:
         first_tokens = group.num_tokens
         prompt_tokens = group.prompt_ids.size

@@ -174,6 +174,7 @@ class Live:
             info = None
             findings = [Finding("connection", Level.FAILURE, self._problem, REMEDY)]
         look["verdict"] = verdict(info, findings, look["signals"])
+        # The page gets the trend only in the sentence of `learning`.
         look["learning"] = learning(look.pop("trend"), look["run"], info, look["signals"])
         look["findings"] = [vars(finding) for finding in findings]
         look["signals"] = [vars(finding) for finding in look["signals"]]

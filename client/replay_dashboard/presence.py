@@ -214,6 +214,7 @@ def _age(count: int, age: float, waiting: int, info: ServerInfo) -> float | None
     """
     if waiting:
         return 0.0
+    # True if `age` is the uptime: the counted samples were made before the last start of the server.
     is_since_start = age > info.uptime - _JUST_STARTED
     if not count or is_since_start:
         return None

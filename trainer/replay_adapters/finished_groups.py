@@ -108,7 +108,7 @@ class FinishedGroups(GroupPool):
         The trainer may still be writing this checkpoint. So this method deletes only the groups that the previous
         checkpoint contains.
         """
-        self.forget(dict(self.contained))  # of the previous checkpoint
+        self.forget(dict(self.contained))  # of the previous checkpoint; a copy, because `forget` changes `contained`
         for place, key in list(self.held.items()):
             epoch_of_group, uid = place
             if epoch_of_group < epoch or (epoch_of_group == epoch and uid in uids):

@@ -110,7 +110,7 @@ class LeasedTable:
         except _LATER as error:
             logger.warning("the groups of this checkpoint are acknowledged with the next one: %s", error)
             return False
-        self.leases.settled(groups)
+        self.leases.settled(groups)  # their leases are no longer renewed
         return True
 
     def reach(self, attempt: Callable[[], T]) -> T:

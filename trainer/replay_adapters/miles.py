@@ -125,7 +125,8 @@ class Drains:
         """(number, groups passed to `end`) of each ended drain that is not acknowledged, oldest first."""
 
     def before(self) -> TrainedGroups:
-        """The groups in the checkpoint from which this run begins that were not acknowledged when it was written.
+        """The groups in the checkpoint from which this run begins, except those that were acknowledged before it was
+        written.
 
         Deletes the files of all other drains. The previous run may have trained on the groups of later drains, but this
         checkpoint does not contain that training.

@@ -80,6 +80,7 @@ class SampleStore:
         self._module = sys.modules[sample_class.__module__]
         """The only module whose enums and dataclasses are packed and unpacked."""
         self._reward_key = reward_key
+        # The default of each field, by name; dataclasses.MISSING for a field without one.
         self._defaults = {field.name: field.default for field in dataclasses.fields(sample_class)}
 
     def reward(self, sample: Any) -> float:

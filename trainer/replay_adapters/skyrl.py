@@ -185,7 +185,7 @@ class WithServer:
         loaded = super().load_checkpoints()  # type: ignore[misc]
         step, _, uids, _, epoch = loaded
         self._finished.find()
-        if epoch is None:
+        if epoch is None:  # SkyRL has loaded no checkpoint, or one that does not name its epoch
             epoch = step // self.num_steps_per_epoch
         self._finished.saved(epoch, uids or set())
         # At once, and not at the next checkpoint: the checkpoint that was loaded is on the disk.

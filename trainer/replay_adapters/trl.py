@@ -264,6 +264,7 @@ class ReplayGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         # TRL calls _calculate_rewards for the final rows next. Their rewards are known, so the call is replaced.
         # An attribute of the object hides the method of the class.
         self.__dict__["_calculate_rewards"] = step.take_rewards
+        # `extra_fields`, the sixth value, and the images after it stay as TRL made them.
         return rows.prompt_ids, rows.completion_ids, rows.tool_mask, completions, rows.logprobs, *generated[5:]
 
     # -------------------------------------------------------------------------------------------------- replacing
@@ -340,6 +341,7 @@ class ReplayGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
 
     def _accept(self, group: RolloutGroup) -> bool:
         """True if a stored group fits into the batch."""
+        # TRL's batch has rows with a prompt, and groups of one size.
         if group.group_size != self.num_generations or not group.prompt_lengths.all():
             return False
         if group.sampled_lengths.min() == 0:  # a completion is empty
@@ -377,7 +379,7 @@ class ReplayGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         rewards_GF = group.extras.get("rewards_per_func")
         if rewards_GF is None or not self._same_rewards(group):
             # Other functions scored this group. Its reward is put into the column of our first function whose weight is
-            # not 0, divided by that weight.
+            # not 0, divided by that weight, so that the weighted sum is the reward. NaN: a function returned nothing.
             weights = self.reward_weights.tolist()
             column = next(k for k, weight in enumerate(weights) if weight)
             rewards_GF = np.full((group.group_size, len(weights)), np.nan, np.float32)
@@ -385,7 +387,10 @@ class ReplayGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         return torch.tensor(rewards_GF, device=self.accelerator.device)
 
     def _log_row(self, row: int, rows: GeneratedRows, prompts: list[Any], completions: list[Any]) -> None:
-        """Replaces the values that TRL logs for a row: its texts, and its extra columns, which become None."""
+        """Replaces the values that TRL logs for a row: its texts, and its extra columns, which become None.
+
+        Stored groups have no extra columns.
+        """
         self._log_text(row, rows.prompt_ids[row], prompts, "user")
         self._log_text(row, rows.completion_ids[row], completions, "assistant")
         for values in self._pending_extra_logs.values():

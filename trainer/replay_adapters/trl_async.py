@@ -433,6 +433,7 @@ class ServerRollouts(TrainerCallback):  # type: ignore[misc]  # transformers has
         replacement: list[Sample] = []
         if zero_variance and self._replaces:
             replacement = self._draw_replacement(sample.group.group_size)
+        # TRL logs the mean of a number, (sum of the first) / (sum of the second) of a pair, and the sum of a `_total`.
         self.metrics_queue.put(
             {
                 "replay/fresh_reward": float(sample.group.rewards.mean()),
@@ -580,7 +581,10 @@ def last_checkpoint(output_dir: str | Path) -> str | None:
 
 
 def _metrics(group: RolloutGroup, k: int) -> dict[str, float]:
-    """The metrics that TRL's worker would give to rollout `k` of a group."""
+    """The metrics of rollout `k` of a group, by the names that TRL's worker gives them.
+
+    `reward_std` divides by G - 1 and TRL's worker by G, so this value is a little larger.
+    """
     return {
         "reward": float(group.rewards[k]),
         "reward_std": float(group.rewards.std(ddof=1)) if group.group_size > 1 else 0.0,

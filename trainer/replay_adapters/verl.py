@@ -170,7 +170,7 @@ class _WithPool:
 
     def _fits(self, group: RolloutGroup) -> bool:
         """True if a stored group can stand in verl's batch."""
-        if group.sampled_lengths.min() == 0 or not group.prompt_lengths.all():
+        if group.sampled_lengths.min() == 0 or not group.prompt_lengths.all():  # an empty response or prompt
             return False
         if self._max_prompt_length is not None and group.prompt_lengths.max() > self._max_prompt_length:
             return False
@@ -252,7 +252,7 @@ class _WithPool:
             mask = torch.tensor(group.trained_mask[span], dtype=torch.int64)
             scores = torch.zeros(len(response))
             scores[-1] = float(reward)  # verl has the reward of a response on its last token
-            if "rm_scores" in group.extras:
+            if "rm_scores" in group.extras:  # the group has rewards on other tokens as well: see `_group`
                 scores = torch.tensor(row_of(group, "rm_scores", k))
             row = {
                 "prompts": prompt,

@@ -215,7 +215,7 @@ class TransformersEngine:
 
     def _completion(self, row: Row) -> Completion:
         """The completion of a row that has ended."""
-        columns = mask_fields(row.sampling_masks)
+        columns = mask_fields(row.sampling_masks)  # the fields `extras` and `axes` with the masks; {}: no masks
         if row.routed:
             extras = columns.get("extras", {})
             axes = columns.get("axes", {})
@@ -405,7 +405,7 @@ def score_alone(model: Any, token_ids: list[int]) -> list[float]:
 
 
 def _call_on_loop(future: asyncio.Future[Any], call: Callable[..., None], *arguments: Any) -> None:
-    """Makes a call on the event loop of a future, unless the future is done when the loop gets to it."""
+    """Makes a call on the event loop of a future, from another thread, unless the future is done by then."""
 
     def call_unless_done() -> None:
         if not future.done():

@@ -205,7 +205,7 @@ class VLLMEngine:
             await self._llm.reset_prefix_cache(reset_running_requests=True)
             await self._llm.update_weight_version(str(version))
             await self._llm.resume_generation()
-        self._whole.set()
+        self._whole.set()  # not after an error: requests then wait for the next load
 
     async def _load_adapter(self, path: str) -> None:
         """Loads an adapter, in place of the previous adapter if there is one."""
@@ -389,9 +389,10 @@ def _check_port() -> None:
 
 def _start(args: dict[str, Any]) -> Any:
     """Starts the engine in a thread that blocks the signal of Ctrl-C: the engine's processes inherit the block."""
-    result: dict[str, Any] = {}
+    result: dict[str, Any] = {}  # "llm": the engine, or "error": the error of the start
 
     def load() -> None:
+        """Runs in the thread."""
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
             from vllm.engine.arg_utils import AsyncEngineArgs

@@ -239,7 +239,10 @@ class VLLMServerEngine:
             self._recover(server, error)
 
     async def _reload(self, server: VLLMServer, *, keep_newer: bool = False) -> None:
-        """Loads the newest weights into a server. Then the server is usable again."""
+        """Loads the newest weights into a server, if there are any. Then the server is usable again.
+
+        `keep_newer`: see VLLMServer.reload.
+        """
         while True:
             weights = self._weights
             if weights is not None:
@@ -281,6 +284,7 @@ class VLLMServerEngine:
         sampling = _all_sampling_fields(SamplingConfig(max_tokens=1), 1, 0)
         body = {"model": server.model, "prompt": tokens, **sampling, "prompt_logprobs": 0}
         while True:
+            # The tables of all tokens but the first, which has no log-probability. A table has token ids as keys.
             keys = ["choices", 0, "prompt_logprobs", slice(1, None)]
             steps = await server.call("POST", "/v1/completions", body, at=keys)
             label = await server.label()
@@ -310,7 +314,10 @@ class VLLMServerEngine:
     # ------------------------------------------------------------------------------------------- servers that go away
 
     async def _usable_server(self) -> VLLMServer:
-        """The usable server with the fewest requests. Raises VLLMServerError if every server has failed for good."""
+        """Waits for a usable server. Returns the usable server with the fewest requests.
+
+        If all servers are in `_failures` and none is usable, raises the first of these errors.
+        """
 
         def decided() -> bool:
             """True if there is a usable server, or none to wait for. Called at each notification of `_changed`."""
