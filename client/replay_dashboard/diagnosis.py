@@ -691,6 +691,7 @@ def _waits(table: TableInfo, info: ServerInfo) -> Iterator[Finding]:
     if info.is_long(inserting) and info.is_long(sampling):
         yield found("both-wait", table.name, blocked=no_sample, inserts=inserting, samples=sampling)
         return
+    # The reason of the server names `max_diff` if the rate limiter makes the inserts wait.
     yield from _waiting_request(
         info,
         table,

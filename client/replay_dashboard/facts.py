@@ -114,7 +114,7 @@ def _facts(group: RolloutGroup, text: TokenText, solved_reward: float) -> Facts:
     }
     flags = [name for name, holds in notes.items() if holds]
     flags += [f"ended by {reason}" for reason in reasons]
-    prompt = text.text(group.prompt_ids[:4096].tolist())
+    prompt = text.text(group.prompt_ids[:4096].tolist())  # a longer prompt is cut
     return Facts(
         numbers={
             "reward_mean": float(rewards.mean()),

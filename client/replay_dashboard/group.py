@@ -293,7 +293,10 @@ def window(
 
 
 def per_token(group: RolloutGroup) -> dict[str, npt.NDArray[Any]]:
-    """The arrays with one number for each token, by name: extra arrays of such an axis, and the token advantages."""
+    """The arrays with one number for each token, by name: extra arrays of such an axis, and the token advantages.
+
+    Arrays with several numbers for each token, or with complex numbers, are left out.
+    """
     arrays = {}
     for name, axis in group.axes.items():
         if axis not in ("token", "whole"):

@@ -78,7 +78,7 @@ class FinishedGroups(GroupPool):
                 order_by="age",
                 descending=True,
             )
-            if listed is None:  # the server is away
+            if listed is None:  # the server is away: older groups stay there until a later start finds them
                 return
             for item in listed.items:  # the oldest item comes first
                 place = (int(item.tags["epoch"]), str(item.tags["uid"]))

@@ -203,8 +203,10 @@ class GroupPool:
         return chosen
 
     def insert(self, groups: Iterable[RolloutGroup]) -> int:
-        """Inserts groups with their `trained_priority`. Returns the number of groups that the table accepted; 0 while
-        the server is away."""
+        """Inserts groups with their `trained_priority`. Returns the number of groups that the table accepted.
+
+        If the server is away or goes away, no further group is inserted.
+        """
         inserted = 0
         for group in groups:
             try:

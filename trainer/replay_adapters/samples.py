@@ -348,6 +348,7 @@ class _Row:
                 narrow = sampled.astype(np.float32)
             if np.isfinite(narrow).all():
                 logprobs = narrow
+                # float32 holds the numbers of the sample exactly.
                 if (narrow == sampled).all() and type(sampled) is np.ndarray:
                     exact.add("rollout_log_probs")
 
@@ -519,6 +520,7 @@ def narrowest(arrays: Sequence[Array], least: Any = np.uint8) -> np.dtype[Any]:
     dtype = np.result_type(*arrays)
     if dtype.kind == "f":
         fits_float32 = all((array.astype(np.float32) == array).all() for array in arrays)
+        # Only float64 can become smaller: float32 and float16 stay as they are.
         return np.dtype(np.float32) if fits_float32 and dtype == np.float64 else dtype
     low = min((int(array.min()) for array in arrays if array.size), default=0)
     high = max((int(array.max()) for array in arrays if array.size), default=0)

@@ -157,7 +157,8 @@ class WithServer:
         read = output_of(group)
         # SkyRL counts steps from 1, so `global_step` - 1 updates are done.
         lag = max(0, self._finished.version_of(self.global_step - 1) - group.policy_version)
-        if read is None or read[1]["prompts"] != prompts or lag > self._bound:  # the group cannot be used
+        if read is None or read[1]["prompts"] != prompts or lag > self._bound:
+            # Another program's group, a group of another prompt, or a group that is too old.
             self._finished.forget({place: self._finished.held[place]})
             self._counts["replay/groups_generated_again"] += 1
             return None
@@ -203,7 +204,7 @@ class WithServer:
 
     def _replaced(self, groups: list[GeneratedOutputGroup]) -> list[GeneratedOutputGroup]:
         """The groups of a mini-batch after replacement. Adds metrics to SkyRL's."""
-        self._finished.advance(self.global_step - 1)
+        self._finished.advance(self.global_step - 1)  # SkyRL counts steps from 1: this many updates are done
         for place, group in enumerate(groups):
             # A group from the server was generated at an earlier step than SkyRL scheduled it.
             step = self._steps.pop(group.uid, group.global_step_when_scheduled)

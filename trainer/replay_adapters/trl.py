@@ -272,7 +272,8 @@ class ReplayGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
     def _replace(self, step: GenerationStep, rows: GeneratedRows, prompts: list[Any], completions: list[Any]) -> Tensor:
         """Replaces rows, and the texts that TRL logs for these rows. Returns the rewards (B, F) of the final rows.
 
-        A group is named by its number g over all ranks.
+        A group is named by its number g over all ranks. `step.present` are the groups with rows on this rank, and
+        `step.owned` those of them whose replacements this rank draws.
         """
         assert self.pool is not None
         assert step.rewards is not None
@@ -333,7 +334,8 @@ class ReplayGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
             weighted_GF = weighted_GF.sum(dim=1, keepdim=True)
         columns = weighted_GF.T.tolist() if len(weighted_GF) else []
         mask = np.array(trained)[scorable.cpu().numpy()]
-        # TRL computes the advantages for each column of rewards separately.
+        # TRL computes the advantages for each column of rewards separately. With "none", the advantages are the rewards
+        # minus their mean. They are 0 whenever TRL's advantages are 0.
         groups = [_group_of_rewards(column, mask) for column in columns]
         if not any(carries_gradient(group, "none") for group in groups):
             return 0.0
@@ -439,8 +441,10 @@ class ReplayGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
             step.ratio = (float(correction.weights.sum()), float(mask_BT[rows].sum()))
             weights_BT = torch.ones_like(old_BT)
             weights_BT[rows] = correction.weights.to(old_BT)
+            # One advantage for each row (B,) becomes one for each token (B, T).
             output["advantages"] = output["advantages"].unsqueeze(1) * weights_BT
         if self.off_policy_mask_threshold is not None:
+            # TRL masks rows that are too far off-policy, by these log-probabilities.
             output.setdefault("sampling_per_token_logps", stored_BT)
         # For masked tokens, such as those of truncated completions, TRL's values have no meaning.
         return old_BT.masked_fill(output["completion_mask"] == 0, torch.nan)

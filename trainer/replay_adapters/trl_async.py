@@ -320,6 +320,7 @@ class ServerRollouts(TrainerCallback):  # type: ignore[misc]  # transformers has
             to_disk(path)  # before the server forgets the groups that the checkpoint contains
         # A state is named only after all groups of its checkpoint are acknowledged.
         if self._queue.acknowledge(self._trained) and self._protocol.retains:
+            # Naming a state also sets the policy, so no other trainer may have set it.
             self._check_alone(self._reach(self.client.policy))
             self._protocol.name(saved, self._current.weights)
 

@@ -112,7 +112,7 @@ class _WithPool:
             )
         self._tensors = []
         for name in row.keys() - {*COLUMNS, *_DERIVED}:
-            column = row[name]
+            column = row[name]  # (1, ...), because `row` is a batch of one row
             if isinstance(column, Tensor) and column.dim() > 1 and not column.is_complex():
                 self._tensors.append(name)
         self._checked = True
@@ -122,7 +122,7 @@ class _WithPool:
         group."""
         keys: dict[str, list[str]] = defaultdict(list)
         for key in sorted(batch.keys, key=_place):
-            keys[key.split("_")[0]].append(key)
+            keys[key.split("_")[0]].append(key)  # by uid
         columns = [*COLUMNS, "multi_modal_inputs", *self._tensors]
         rows = tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=columns)
         values = {name: dict(zip(batch.keys, rows[name], strict=True)) for name in columns}

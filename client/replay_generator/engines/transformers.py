@@ -370,6 +370,7 @@ def _why_unequal(model: Any, seed: int) -> str:
     rows: list[Row] = []
 
     def add(length: int) -> None:
+        """Adds two rows for a random prompt of this length."""
         prompt_ids = torch.randint(0, vocabulary, (length,), generator=random).tolist()
         for count in _COMPLETION_LENGTHS:
             sampling = SamplingConfig(max_tokens=count)

@@ -129,6 +129,7 @@ class VLLMServer:
         self.model = ""
         """The name under which the server serves its model."""
         self.max_length = 0
+        """The most tokens of a prompt with its completion. `check` sets this attribute, `model` and `max_logprobs`."""
         self.max_logprobs = 0
         """The most log-probabilities of a token that a request may ask for; -1: any number."""
         self.running = 0
@@ -342,6 +343,7 @@ class VLLMServer:
                 if not done:
                     raise VLLMServerError(f"{self.url} did not reset its prefix cache, which has keys of old weights")
                 await self.call("POST", "/update_weight_version", {"new_version": weights.label})
+            # Also after an error: `version_of` then refuses all tokens that have the label INCOMPLETE.
             finally:
                 await self.call("POST", "/resume")
             found = await self.label()

@@ -229,7 +229,7 @@ def _own_names(model: str | None) -> tuple[Set[str], Set[str]]:
 
 
 def _files(folder: Path) -> Iterator[Path]:
-    """Yields the files in a folder, and then those that its indices name, which may be outside of the folder.
+    """Yields the files in a folder, its chat templates, and the files that its indices name, perhaps outside of it.
 
     All files in the folder come before any index is opened, so that the caller can refuse an index that is a pipe.
     """
