@@ -27,7 +27,7 @@ class Budget:
         self, share: float, burst: float, *, alike: bool = False, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._durations: deque[float] = deque(maxlen=16 if alike else 1)
-        """The seconds that the last calls took: a call costs the least of them. Without `alike`, only the last counts."""
+        """The seconds that the last calls took: a call costs the least of them. Without `alike`, only its own."""
         self._share = share
         self._burst = burst
         self._clock = clock

@@ -78,7 +78,7 @@ def _is_idle(info: ServerInfo) -> bool:
 
 
 def _order(finding: Finding) -> tuple[int, bool]:
-    """The sort key of a finding that stops the run: the order of STOPS, and in it permits last.
+    """The sort key of a finding that stops the run: its reason in the order of STOPS, then findings about permits last.
 
     A wait for permits often follows from a wait at a table.
     """

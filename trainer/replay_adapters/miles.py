@@ -414,6 +414,7 @@ class ServerDataBuffer(DataBuffer):  # type: ignore[misc]  # Miles has no types 
         """
         # Groups that are drawn and not handed out belong to the next drain.
         not_handed_out = [sample for sample, _ in self._ready]
+        # `trained` returns all groups under leases, of this drain and of earlier ones, except these.
         self._drains.end(self._leases.trained(not_handed_out))
         self._keys = [sample.info.key for sample in not_handed_out]
         metrics = {PREFIX + name: float(count) for name, count in self._counts.items()}

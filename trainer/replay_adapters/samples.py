@@ -170,7 +170,7 @@ class SampleStore:
         """The mean of the finite rewards of a rollout's samples; 0 without any. Usually each sample has the reward of
         its rollout."""
         rewards = [self.reward(sample) for sample in samples]
-        finite = [reward for reward in rewards if abs(reward) <= MAX_VALUE]
+        finite = [reward for reward in rewards if abs(reward) <= MAX_VALUE]  # a comparison with NaN is False
         if not finite:
             return 0.0
         return math.fsum(finite) / len(finite)
@@ -546,7 +546,10 @@ def _form(value: Any, array: Array) -> list[Any]:
 
 
 def _formed(row: Array, form: str, dtype: str, length: int) -> Any:
-    """A row of a column in the form that the field had in the sample: a list, an array or a tensor."""
+    """A row of a column in the form that the field had in the sample: a list, an array or a tensor.
+
+    `form`, `dtype` and `length`: see `_form`.
+    """
     array = np.array(row[:length], dtype=_plain(dtype))
     if form == "list":
         return array.tolist()

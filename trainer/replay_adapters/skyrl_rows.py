@@ -56,7 +56,7 @@ class SkyRLRow:
         """The reward of the trajectory; None: the last row of the trajectory has the reward."""
         if self.is_last_step is False:
             return None
-        if isinstance(self.rewards, list):
+        if isinstance(self.rewards, list):  # a reward for each token
             return fsum(self.rewards)
         return self.rewards  # type: ignore[no-any-return]
 

@@ -130,7 +130,7 @@ class Progress:
         self._done = self._collated.popleft()
         while self._groups and self._groups[0].last <= self._done:
             self._groups.popleft()
-        # Also because Python may reuse the id of an array that was freed.
+        # Forgets the places of these samples: Python may reuse the id of an array that was freed.
         self._places = {array_id: place for array_id, place in self._places.items() if place > self._done}
 
     @property
@@ -302,6 +302,7 @@ class ServerRollouts(TrainerCallback):  # type: ignore[misc]  # transformers has
         if not state.is_world_process_zero:
             return
         self._progress.trained()
+        # All groups under leases, except those with sequences that are not trained on yet.
         self._trained = self._leases.trained(self._progress.left)
         # TRL writes this into the checkpoint's trainer_state.json.
         state.stateful_callbacks[type(self).__name__] = {
@@ -337,7 +338,7 @@ class ServerRollouts(TrainerCallback):  # type: ignore[misc]  # transformers has
         `stop` closes the connection."""
 
     def stop(self) -> None:
-        """Requeue the groups that no checkpoint contains, and close the connection. Generators and server go on."""
+        """Requeues the groups that no checkpoint contains, and closes the connection. Generators and server go on."""
         self._queue.close(leave=self._ended)
 
     def check_health(self, stale_after_s: float) -> None:
@@ -362,7 +363,7 @@ class ServerRollouts(TrainerCallback):  # type: ignore[misc]  # transformers has
             self._queue.waiting.wait(f"no rollout came for {waited:.0f} s: {reason}")
 
     def update_model_version(self, model_version: int) -> None:
-        """Publish the weights that were sent last, as the version that TRL calls `model_version`.
+        """Publishes the weights that were sent last, as the version that TRL calls `model_version`.
 
         Raises RuntimeError if another trainer publishes to the server.
         """

@@ -93,7 +93,7 @@ class VLLMEngine:
         from transformers import AutoTokenizer
 
         has_gpu = torch.cuda.is_available()
-        vllm_log()
+        vllm_log()  # makes the log, which must come before the import of vLLM
         # Without a GPU, leave half of the cores to the trainer on this machine.
         _set_environment(cpu_threads=None if has_gpu else max(1, torch.get_num_threads() // 2))
         if dtype == "auto" and not has_gpu:
@@ -484,7 +484,7 @@ _log: VLLMLog | None = None
 
 
 def vllm_log() -> VLLMLog | None:
-    """The log of this process; None: the user has set variables for vLLM's log."""
+    """The log of this process, which the first call makes; None: the user has set variables for vLLM's log."""
     global _log
     variables = ("VLLM_LOGGING_CONFIG_PATH", "VLLM_CONFIGURE_LOGGING", "VLLM_LOGGING_LEVEL")
     if _log is None and not any(name in os.environ for name in variables):

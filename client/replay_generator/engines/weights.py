@@ -103,7 +103,10 @@ def check_folder(
 
 
 def _check_facts(folder: str, engine_facts: Mapping[str, Any], model: str | None, *, tokenizer: bool) -> None:
-    """Raises WeightsMismatchError if the model of a folder has other facts than the engine."""
+    """Raises WeightsMismatchError if the model of a folder has other facts than the engine.
+
+    `tokenizer`: see `folder_facts`.
+    """
     found_facts = folder_facts(Path(folder), engine_facts, tokenizer=tokenizer)
     differing = differing_facts(found_facts, engine_facts)
     if differing:
