@@ -35,8 +35,7 @@ NEEDED = ("prompt_ids", "completion_ids", "reward")
 
 
 def items_of(rows: Iterable[Numbered], table: str | None) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Rows of items for `replay table import`. Before each of them: the number of the last row that it was made from.
-
+    """Rows of items for `replay table import`, each after the number of the last row that it was made from.
     Rows of a data set become groups, and rows of items stay as they are. The key of a group follows from its bytes and
     its position among the groups, so a second import of the same rows inserts nothing. `table`: the table of groups
     whose rows name no table. Raises a ValueError that names the rows.
@@ -101,6 +100,7 @@ def group_of(rows: Sequence[Row]) -> RolloutGroup:
     first = firsts[0]
     rewards_G = np.array([row["reward"] for row in firsts], np.float32)
     return group_from_rows(
+        # The whole prompt of each sequence. `group_from_rows` finds the beginning that all of them share.
         prompts=[[*row["prompt_ids"], *(row.get("context_ids") or ())] for row in rows],
         completions=[row["completion_ids"] for row in rows],
         logprobs=[_logprobs_of(row) for row in rows],

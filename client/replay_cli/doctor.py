@@ -52,7 +52,7 @@ def doctor(
         address = client.address
     findings = [_access(access_of(context)), *examined]
     judgement = verdict(info, findings, ())  # (): without the warning signs in the trainer's metrics
-    if by_shard and info is not None:
+    if by_shard and info is not None:  # after the verdict, which is about all servers as one
         findings += _of_shards(info, max_staleness)
     levels = {finding.level for finding in findings}
     healthy = Level.FAILURE not in levels
@@ -81,7 +81,7 @@ def _access(options: dict[str, Any]) -> Finding:
     if access.tls is not None:
         return Finding("access", Level.OK, f"{token}, encrypted")
     if not all(is_loopback(host) for host in hosts):
-        return found("not-encrypted", "access", token=token)
+        return found("not-encrypted", "access", token=token)  # the warning, with its remedy
     return Finding("access", Level.OK, f"{token}, not encrypted")
 
 
@@ -102,6 +102,7 @@ def look(client: ReplayClient, max_staleness: float | None = None) -> tuple[Serv
             trips.append(time.perf_counter() - begin)
         info = client.server_info()
         transport = client.transport
+    # `found` makes the finding of a known problem, here about the connection, with its remedy.
     except ServerUnavailableError as error:
         return None, [found("no-server", "connection", error=error)]
     except DeadlineExceededError as error:

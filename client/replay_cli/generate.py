@@ -150,8 +150,9 @@ def generate(
         if agent or sessions:
             flag = "--agent" if agent else "--sessions"
             need(flag, "agents", "aiohttp")
-            needs_reward = not reward and not settings.unscored_table
+            needs_reward = not reward and not settings.unscored_table  # True: the agents must give the rewards
             hook = load_sessions(agent, sessions, settings, needs_reward=needs_reward)
+        # None: the rewards come with the rollouts, or later from `replay score`.
         scorer = [load_reward(name) for name in reward] if reward else None
     except ValueError as error:
         misuse(in_flags(str(error), as_typed))
@@ -292,6 +293,7 @@ def check_options(options: dict[str, Any], named: Mapping[str, Any]) -> Generato
     if environment and "prompts_table" in options:
         raise ValueError("--prompts-table needs --prompts: an environment gives its own prompts one by one")
     settings = _settings_of(options, named["seed"], environment)
+    # Fills in the default of `on_prompt_error`, which is "skip" if agents play the rollouts.
     settings = settings.decided(agents=bool(named["agent"] or named["sessions"]))
     if settings.unscored_table and (reward or named["drop_zero_variance"]):
         raise ValueError("--reward and --drop-zero-variance belong to `replay score` here, because of --unscored-table")
@@ -424,12 +426,13 @@ def load_rows(
     seed: int | None,
     check: bool,
 ) -> Iterable[PromptSource] | PromptRows:
-    """An endless iterator over the prompts, shuffled anew for each epoch. Without a seed: the rows in their order.
+    """An endless iterator over the prompts, shuffled anew for each epoch. Without a seed: the rows, by their numbers.
 
     `check`: raises ValueError at once for a bad row, if the rows are in memory. Also raises OSError and ImportError.
     """
     from replay_generator.prompts.prompt import PreparedRows, cycle_prompts, load_prompts
 
+    # Not checked here: `rows.check` below also checks that each prompt can become a chat.
     loaded = load_prompts(prompts, prompt_field=prompt_field, split=split, check=False)
     rows = PreparedRows(loaded, prompt_field, system, chat=chat)
     if check and loaded.in_memory:

@@ -151,7 +151,7 @@ def delete(
             missing += result.missing
     document = {"deleted": deleted, "missing": [str(key) for key in missing]}
     print_result(as_json, document, f"{deleted} deleted from {table}")
-    if missing:
+    if missing:  # after the output, which says what was deleted: `fail` ends the command with status 1
         fail(f"not in {table}: {', '.join(map(str, missing))}")
 
 

@@ -202,10 +202,10 @@ class CommandSettings:
         recipe: dict[str, Any] = {}
         if source["recipe"] is not None:
             try:
-                recipe = recipe_of(source["recipe"])[str(context.info_name)]
+                recipe = recipe_of(source["recipe"])[str(context.info_name)]  # the part of this command, by its name
             except ValueError as error:
                 misuse(error)
-        settings = changed(recipe, context.meta.get(_FILE, {}))
+        settings = changed(recipe, context.meta.get(_FILE, {}))  # in a section of both, fields of the file override
         return settings | typed_settings
 
     def _read_file(self, context: typer.Context, path: Path | None) -> Path | None:
@@ -325,9 +325,11 @@ class _InGroups:
             parameter.add_to_parser(parser, ctx)
         parse = parser.parse_args
 
+        # click calls this function with the arguments behind the name of the command.
         def parse_args(args: list[str]) -> tuple[dict[str, Any], list[str], list[Any]]:
             values, rest, order = parse(args=args)
             for name in values.keys() & further.keys():
+                # Stores the value in `root.params`, as if it stood before the command.
                 further[name].handle_parse_result(root, {name: values.pop(name)}, [])
             return values, rest, order
 
@@ -339,7 +341,7 @@ class _InGroups:
         own = {parameter.name for parameter in self.params}
         options = {}
         for parameter in root.command.params:
-            if not parameter.is_eager and parameter.name not in own:
+            if not parameter.is_eager and parameter.name not in own:  # --version is eager, and stays with the root
                 options[parameter.name] = parameter
         return options
 
@@ -359,6 +361,7 @@ class _InGroups:
 
     def format_options(self: Any, ctx: Any, formatter: Any) -> None:
         """Overrides click's method. Writes the arguments and options in their groups, and then the commands."""
+        # The records of each group by its heading. The headings here come first, if they have records.
         groups: defaultdict[str, list[Any]] = defaultdict(list, {"Arguments": [], "Options": []})
         for parameter in self.get_params(ctx):
             record = parameter.get_help_record(ctx)

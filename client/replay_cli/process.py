@@ -36,6 +36,11 @@ class TextFormatter(logging.Formatter):
         super().__init__("%(asctime)s %(levelname)s %(name)s: %(message)s")
 
     def formatMessage(self, record: logging.LogRecord) -> str:
+        """Overrides logging's method: the text of a record without its traceback.
+
+        Control characters in a record of this project become escapes, so that a name chosen by a user cannot start a
+        new line.
+        """
         line = super().formatMessage(record)
         is_ours = record.name.startswith("replay_")
         has_lines = getattr(record, "has_lines", False)  # only `show_recipe` logs several lines
@@ -72,6 +77,7 @@ def log_to_stderr(level: str, form: str = "text") -> None:
 def set_up_tracing(service: str) -> bool:
     """Sets up the export of spans. Returns False if the environment asks for no export.
 
+    `service`: the name under which spans are exported, unless OTEL_SERVICE_NAME is set.
     OTEL_TRACES_EXPORTER is otlp (over HTTP to OTEL_EXPORTER_OTLP_ENDPOINT), console (to standard error) or none. If
     it is not set, an endpoint makes it otlp. OTEL_TRACES_SAMPLER sets the sampling.
     """
@@ -189,7 +195,7 @@ class FirstSignal:
         else:
             ends_command = now - self._first_time > SAME_REQUEST
         if ends_command:
-            self._before[number](number, frame)
+            self._before[number](number, frame)  # the handler from before the block ends the command
 
 
 def say_later(function: Callable[[str], None], message: str) -> None:

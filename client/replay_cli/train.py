@@ -137,7 +137,7 @@ def train(
         if trainer.ranks.is_first:
             complain(_stopped_where(trainer.last_step))
         # A status that is not 0 tells a scheduler that the run is not complete.
-        raise typer.Exit(128 + (first.number or signal.SIGTERM))
+        raise typer.Exit(128 + (first.number or signal.SIGTERM))  # 0: only another rank got a signal
     if not quiet and trainer.ranks.is_first:
         if steps_made == 0:
             say("nothing was trained, for the run has all its steps already: --max-steps makes it longer")
@@ -145,7 +145,7 @@ def train(
 
 
 def _stop(trainer: GRPOTrainer) -> None:
-    """Asks the trainer to end after its step, and says so on the first rank."""
+    """Asks the trainer to end after its step, and says so on the first rank. Called in a signal handler."""
     trainer.stop()
     if trainer.ranks.is_first:
         say_later(complain, "stops after this step, with a training checkpoint; a second signal hurries")
@@ -211,7 +211,10 @@ def check_options(options: Mapping[str, Any], named: Mapping[str, Any]) -> Train
 
 
 def _check_lora(lora: Any) -> None:
-    """Raises ValueError if [lora] is no section, if its `adapter` is missing, or if it has fields beside `adapter`."""
+    """Raises ValueError if [lora] is no section.
+
+    If it has the field `adapter`, raises ValueError unless that is the only field, and names the folder of an adapter.
+    """
     if not isinstance(lora, dict):
         raise ValueError(f"lora is a section of the file: [lora], with r = 16 below it, not lora = {lora!r}")
     folder = lora.get("adapter")

@@ -56,7 +56,7 @@ class Display:
 
     def show(self, status: RunStatus) -> None:
         """Show the state of the run now. If the output cannot be written any more, the run goes on without it."""
-        news = status.take_news()
+        news = status.take_news()  # before the check, so that the news of a run without a display do not pile up
         if self._is_gone:
             return
         try:

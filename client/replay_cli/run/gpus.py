@@ -100,7 +100,7 @@ class Gpus:
         raise ValueError(f"there is no GPU {uuid} here: {listed}")
 
     def _uuid_by_index(self) -> dict[str, str]:
-        """The UUID of each GPU of the machine by its index, as nvidia-smi lists them."""
+        """The UUID of each GPU of the machine by its index, as nvidia-smi lists them. Empty if nvidia-smi fails."""
         if self._listed is None:
             self._listed = {}
             for line in self._lines():

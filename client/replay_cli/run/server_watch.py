@@ -62,6 +62,7 @@ class ServerWatch:
             self._step = step
             self._stepped_at = now
         quiet = max(QUIET_SECONDS, _QUIET_STEPS * step_seconds)
+        # Groups may still come, unless the trainer has waited long for groups, and has made no step for long.
         if self._waited < QUIET_SECONDS or now - self._stepped_at < quiet:
             return ""
         return self._deserted
