@@ -88,7 +88,8 @@ def _access(options: dict[str, Any]) -> Finding:
 def look(client: ReplayClient, max_staleness: float | None = None) -> tuple[ServerInfo | None, list[Finding]]:
     """Returns the state of the server, and all findings about it.
 
-    If the server does not answer, returns None and the finding about the connection.
+    If the server does not answer, or refuses, returns None and the finding about the connection. `max_staleness`: the
+    mean staleness of fresh groups that the person accepts; None: as their table and its permits say.
     """
     from replay_client.errors import DeadlineExceededError, ReplayError, ServerUnavailableError
     from replay_dashboard.diagnosis import Finding, Level, diagnose, found
@@ -116,6 +117,7 @@ def look(client: ReplayClient, max_staleness: float | None = None) -> tuple[Serv
     else:
         connection = Finding("connection", Level.OK, f"{client.address} answers in {milliseconds:.1f} ms")
     payloads = Finding("payloads", Level.OK, f"travel over {transport}")
+    # `diagnose` compares the server's version and clock with those of this command.
     return info, [connection, payloads, *diagnose(info, version("replay-server"), time.time(), max_staleness)]
 
 

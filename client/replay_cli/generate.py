@@ -384,12 +384,14 @@ def check_source(
 def reporter(as_json: bool) -> Callable[..., None]:
     """Makes a function that prints the statistics of a generator, as JSON or as a line for people.
 
-    The function prints nothing if it has printed less than `seconds` ago, or if its last output was the same.
+    The generator calls the function after each group. To print at most once a second, the function leaves out most of
+    the statistics.
     """
     printed_at = -math.inf
     printed: object = None
 
     def report(stats: GeneratorStats, seconds: float = 1.0) -> None:
+        """Prints `stats`, unless the last output is younger than `seconds`, or is the same."""
         nonlocal printed_at, printed
         now = time.monotonic()
         output = plain(stats) if as_json else in_a_line(stats)

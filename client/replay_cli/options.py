@@ -126,6 +126,8 @@ def taking(*groups: Options) -> Callable[[Callable[..., R]], Callable[..., R]]:
     """
 
     def decorate(command: Callable[..., R]) -> Callable[..., R]:
+        """Returns the function that typer calls: it collects the options of each group, and calls `command`."""
+
         @functools.wraps(command)
         def run(**arguments: Any) -> R:
             dicts = []
@@ -325,8 +327,8 @@ class _InGroups:
             parameter.add_to_parser(parser, ctx)
         parse = parser.parse_args
 
-        # click calls this function with the arguments behind the name of the command.
         def parse_args(args: list[str]) -> tuple[dict[str, Any], list[str], list[Any]]:
+            """click calls this with the arguments behind the command's name. Passes the root's options on to the root."""
             values, rest, order = parse(args=args)
             for name in values.keys() & further.keys():
                 # Stores the value in `root.params`, as if it stood before the command.
@@ -411,6 +413,7 @@ class Commands(typer.Typer):
     """A group of commands, in the order in which they are added."""
 
     def __init__(self, text: str, **further: Any) -> None:
+        """`text`: the help of the group, which may end with an example. `further`: other arguments of typer.Typer."""
         arguments = {
             **_help_of(text),
             "no_args_is_help": True,

@@ -98,6 +98,7 @@ def console() -> Console:
 
     class PrintableConsole(Console):
         def render(self, *args: Any, **options: Any) -> Iterator[Segment]:
+            """Overrides rich's method: makes all texts printable, and leaves rich's own control characters."""
             for segment in super().render(*args, **options):
                 if segment.control:
                     yield segment

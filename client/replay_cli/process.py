@@ -53,6 +53,7 @@ class JsonFormatter(logging.Formatter):
     """Writes each record as a line of JSON: `time` (UTC), `level`, `logger`, `message` and perhaps `exception`."""
 
     def format(self, record: logging.LogRecord) -> str:
+        """Overrides logging's method: the record as a line of JSON."""
         seconds = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
         milliseconds = int(record.msecs)
         line = {
@@ -162,6 +163,7 @@ class FirstSignal:
     """
 
     def __init__(self, act: Callable[[], None]) -> None:
+        """`act` is called by a signal handler, so it must be quick, and must not print."""
         self.number = 0
         """The number of the first signal; 0: no signal has come."""
         self._act = act
@@ -171,6 +173,7 @@ class FirstSignal:
         """The handler that each signal had before the block, by the number of the signal."""
 
     def __enter__(self) -> FirstSignal:
+        """Handles the stop signals until the end of the block, which restores the handlers from before."""
         for number in stop_signals():
             handler = signal.getsignal(number)
             if callable(handler):  # an ignored signal stays ignored

@@ -223,7 +223,7 @@ def balances(info: ServerInfo) -> Iterator[Text]:
 def tags(info: ServerInfo) -> Iterator[Text]:
     """A line for each tag by which a table counts groups: what became of the groups with each value of the tag."""
     for table in info.tables.values():
-        for counts in tag_counts(info, table):
+        for counts in tag_counts(info, table):  # `counts.values`: the numbers of groups by the value of the tag
             # The values with the most generated groups come first.
             ordered = sorted(counts.values.items(), key=lambda item: -item[1].generated)
             values = []
@@ -321,7 +321,7 @@ class Screen:
         if self.info is None:
             return self._without_answer(problem, live)
         above: list[Text | TableView] = [headline(self.address, self.info)]
-        for name, shard in shards_of(self.info):
+        for name, shard in shards_of(self.info):  # nothing for a single server
             above += _shard_parts(name, shard, self.by_shard, live)
         above += problem
         below = [*permits(self.info), *waits(self.info), *balances(self.info), *tags(self.info), *clients(self.info)]

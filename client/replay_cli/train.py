@@ -88,6 +88,7 @@ def train(
         fail(error)
     except ValueError as error:
         message = _as_typed(str(error), typed(chosen))
+        # A message about an option begins with the option. Any other message is about a setting of the file.
         is_about_file = source["config"] is not None and not message.startswith("--")
         if is_about_file:
             message = f"{source['config']}: {message}"

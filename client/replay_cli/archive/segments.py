@@ -34,6 +34,7 @@ class SegmentWriter:
     """A segment that is being written. Its methods raise OSError if the disk fails."""
 
     def __init__(self, folder: Path) -> None:
+        """Makes the file in `folder`, under the name of an unfinished segment, and locks it."""
         from pyarrow import parquet
 
         self._path = folder / f"groups-{time.time_ns():020d}-{secrets.token_hex(4)}.parquet"

@@ -51,7 +51,7 @@ class Display:
         if self._live is not None:
             try:
                 self._live.stop()
-            except OSError:
+            except OSError:  # the terminal was closed
                 ignore_stdout()
 
     def show(self, status: RunStatus) -> None:

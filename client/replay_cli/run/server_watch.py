@@ -29,6 +29,7 @@ class ServerWatch:
     """Asks the server on a thread of its own, because a request to a server that is away takes seconds."""
 
     def __init__(self, plan: RunPlan) -> None:
+        """Asks nothing before `start`."""
         self.failure = ""
         """The doctor's first failure, with its remedy; empty: the doctor found no failure."""
         self._plan = plan
@@ -96,6 +97,7 @@ class ServerWatch:
             self._deserted = ""  # nothing is known, so the run goes on
             return
         self._deserted = why_deserted(info)
+        # The blocked requests at the table that the trainer draws from. The list has one entry, or none.
         waits = [table.sampling for table in info.tables.values() if table.name == self._plan.rollouts_table]
         self._waited = max((wait.seconds for wait in waits if wait.count), default=0.0)
 
