@@ -223,7 +223,7 @@ def show(
         lines += _group_lines(group, text, tokens)
     elif prompt_document is not None:
         lines.append(json.dumps(prompt_document, ensure_ascii=False, indent=2, default=str))
-    else:
+    else:  # neither a group nor a prompt: the reason, and the beginning of the bytes
         lines += [f"payload: {document['problem']}", *document["head"]]
     out = console()
     for line in lines:

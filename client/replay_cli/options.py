@@ -328,7 +328,7 @@ class _InGroups:
         parse = parser.parse_args
 
         def parse_args(args: list[str]) -> tuple[dict[str, Any], list[str], list[Any]]:
-            """click calls this with the arguments behind the command's name. Passes the root's options on to the root."""
+            """click calls this with the arguments of the command. Passes the root's options on to the root."""
             values, rest, order = parse(args=args)
             for name in values.keys() & further.keys():
                 # Stores the value in `root.params`, as if it stood before the command.

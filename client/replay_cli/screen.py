@@ -186,6 +186,7 @@ def waits(info: ServerInfo) -> list[Text]:
     overdue = [Text(one_line(f"{client.role} overdue: {client.reason}"), style="red") for client in info.overdue]
     lines = []
     for table in info.tables.values():
+        # The name of one request, and the number of such requests that wait at the table, with the reason.
         for request, wait in (("insert", table.inserting), ("sample request", table.sampling)):
             if wait.count:
                 lines.append(waiting(wait, request))

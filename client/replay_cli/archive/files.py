@@ -27,7 +27,7 @@ def write_rows(path: Path, columns: Mapping[str, str], rows: Iterable[Row]) -> i
         count = write(unfinished, columns, iter(rows))
         unfinished.replace(path)
     finally:
-        unfinished.unlink(missing_ok=True)
+        unfinished.unlink(missing_ok=True)  # after an error; `replace` leaves nothing under this name
     return count
 
 
@@ -38,7 +38,7 @@ def read_rows(path: Path, columns: Sequence[str] | None = None) -> Iterator[Row]
     """
     if path.suffix == ".parquet":
         return _read_parquet(path, columns)
-    return (row for _, row in json_lines(path))
+    return (row for _, row in json_lines(path))  # without the numbers of the lines
 
 
 def _write_jsonl(path: Path, columns: Mapping[str, str], rows: Iterator[Row]) -> int:

@@ -391,7 +391,7 @@ def _admission_of(path: Path, own: Settings, trainer: GRPOConfig, generator: Gen
         # With dynamic batches, a step may draw several batches of fresh groups.
         draws = trainer.max_dynamic_batches if trainer.zero_variance == "dynamic" else 1
         admission["fresh_groups_per_step"] = fresh * draws
-    elif trainer.zero_variance != "dynamic":
+    elif trainer.zero_variance != "dynamic":  # a step draws one batch, so there is nothing to decide
         groups = counted(fresh, "fresh group")
         raise ValueError(f"{place}: leave it out: it follows from [train], whose steps take {groups}")
     elif isinstance(admission["fresh_groups_per_step"], int):  # `_config_of` refuses other types

@@ -69,7 +69,9 @@ class RunStatus:
         self.failure = ""
         """The doctor's first failure, with its remedy; empty: the doctor found no failure."""
         self._training = LastLine(plan.train_dir / "metrics.jsonl")
+        """The metrics of the trainer's last step."""
         self._generating = [LastLine(path) for path in plan.generator_metrics]
+        """The newest metrics of each generator, in the order of the plan."""
 
     def say(self, doing: str) -> None:
         """Set what the runner does now, in words."""
