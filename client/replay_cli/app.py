@@ -69,6 +69,7 @@ def options(
     """The options of the connection say how a command reaches the server (`access_of`)."""
     # typer calls this before each command. The commands read these options from the context of the root.
 
+
 def run() -> NoReturn:
     """Runs the command of the command line, and exits with its status.
 

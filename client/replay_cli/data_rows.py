@@ -123,7 +123,7 @@ def _rollouts_of(rows: Sequence[Row]) -> list[list[Row]]:
     numbers: list[tuple[Any, int]] = []
     for index, row in enumerate(rows):
         number = row.get("rollout")
-        # The index keeps two rows without a number apart, and the None keeps it apart from the numbers of other rows.
+        # Two rows without a number differ by their index. The None differs from every number of another row.
         numbers.append((None, index) if number is None else (number, 0))
     rollouts = []
     for _, numbered_rows in groupby(zip(numbers, rows, strict=True), key=itemgetter(0)):

@@ -122,7 +122,7 @@ def look(client: ReplayClient, max_staleness: float | None = None) -> tuple[Serv
 
 
 def _of_shards(info: ServerInfo, max_staleness: float | None) -> Iterator[Finding]:
-    """The findings about each of several servers. A server that does not answer has none."""
+    """The findings about each of several servers that answers. `look` reports the servers that do not answer."""
     from replay_client.records import shards_of
     from replay_dashboard.diagnosis import diagnose
 

@@ -131,7 +131,7 @@ def train(
                 steps_made = trainer.train()
     except (ReplayError, ValueError, OSError, RuntimeError, ImportError, FloatingPointError) as error:
         fail(_as_typed(in_words(error), typed(access)))
-    except KeyboardInterrupt:
+    except KeyboardInterrupt:  # a second signal, or one before or after the training
         complain("stopped; --resume continues from the last training checkpoint")
         raise
     if trainer.stopped:

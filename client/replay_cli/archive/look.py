@@ -202,6 +202,7 @@ def _print_groups(rows: list[Row]) -> None:
                 str(row.get("bytes", "-")),
                 ", ".join(tags) or "-",
                 str(row.get("outcome", "in no finished file")),
+                # The outcomes in words or, for an unusable group of `replay archive step`, the reason.
                 str(row.get("said") or row.get("reason") or "-"),
             )
         )

@@ -69,7 +69,7 @@ class SegmentWriter:
     def _writable(self, row: Row) -> Row:
         """The row, with null in the columns that cannot hold its values. Notes the first problem in `lacking`."""
         wrong: dict[str, Exception] = {}
-        for name, kind in GROUP_COLUMNS.items():
+        for name, kind in GROUP_COLUMNS.items():  # a table of one column shows whether this column has the error
             try:
                 table_of([row], {name: kind}, schema_of({name: kind}))
             except _UNWRITABLE as error:

@@ -276,8 +276,8 @@ def _count_of_processes(run: RunFile, gpus: list[str] | None, engine_gpus: int) 
     needed = run.processes * engine_gpus
     if needed == len(gpus):
         return run.processes
-    # With shared_gpus, engines may share GPUs: the GPUs are divided into groups of `engine_gpus`, and each group has the
-    # same number of engines.
+    # With shared_gpus, engines may share GPUs: the GPUs are divided into groups of `engine_gpus`, and each group has
+    # the same number of engines.
     divides_evenly = needed % len(gpus) == 0 and len(gpus) % engine_gpus == 0
     if run.shared_gpus and divides_evenly:
         return run.processes

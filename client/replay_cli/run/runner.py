@@ -239,7 +239,7 @@ class Runner:
     def _raise_failed(self, part: Part) -> None:
         """Raise RunError for a part that has ended for good."""
         times = ""
-        # With fewer starts, the server has died before it listened, or the preparation: neither is started again.
+        # A part with fewer starts is the preparation, or a server that died before it listened. Neither starts again.
         if part.starts >= MOST_DEATHS:
             times = f", {MOST_DEATHS} times without a new step between"
         raise RunError(f"the {part.name} {part.ending()}{times}: {part.last_words()} (all of its output: {part.log})")
