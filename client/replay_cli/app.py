@@ -132,7 +132,7 @@ _NO_COMMAND = re.compile(r"^No such command (.*?)\.(?= Did|$)")
 
 def _mistake(error: Any) -> str:
     """The mistake in a command line, in a sentence: `--limit must be at least 1`."""
-    is_unknown_option = hasattr(error, "possibilities")  # NoSuchOption has it: options with similar names
+    is_unknown_option = hasattr(error, "possibilities")  # click's NoSuchOption has it: the options with similar names
     if is_unknown_option:
         hint = ""
         if error.possibilities:

@@ -124,6 +124,7 @@ def complete_table(context: typer.Context, incomplete: str) -> list[str]:
     """
     from replay_client import ReplayClient
 
+    # An error would appear in the middle of the line that the person types.
     with suppress(Exception), ReplayClient.from_env(1.0, **access_of(context)) as client:
         return [name for name in client.server_info().tables if name.startswith(incomplete)]
     return []

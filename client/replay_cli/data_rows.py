@@ -36,6 +36,7 @@ NEEDED = ("prompt_ids", "completion_ids", "reward")
 
 def items_of(rows: Iterable[Numbered], table: str | None) -> Iterator[tuple[int, dict[str, Any]]]:
     """Rows of items for `replay table import`, each after the number of the last row that it was made from.
+
     Rows of a data set become groups, and rows of items stay as they are. The key of a group follows from its bytes and
     its position among the groups, so a second import of the same rows inserts nothing. `table`: the table of groups
     whose rows name no table. Raises a ValueError that names the rows.

@@ -79,6 +79,7 @@ def set_up_tracing(service: str) -> bool:
     """Sets up the export of spans. Returns False if the environment asks for no export.
 
     `service`: the name under which spans are exported, unless OTEL_SERVICE_NAME is set.
+
     OTEL_TRACES_EXPORTER is otlp (over HTTP to OTEL_EXPORTER_OTLP_ENDPOINT), console (to standard error) or none. If
     it is not set, an endpoint makes it otlp. OTEL_TRACES_SAMPLER sets the sampling.
     """

@@ -224,7 +224,7 @@ def _insert_all(
                 # Items of earlier batches are left out: they have been inserted into all of their tables already.
                 batch = [(number, row) for number, row in batch if str(row.get("key")) not in known_keys]
                 known_keys.update(str(row.get("key")) for _, row in batch)
-            # With `new_keys`, the server chooses the keys, and the inserts below append them.
+            # With `new_keys`, each insert below makes a new key, which is appended then.
             keys = [] if new_keys else [int(row["key"]) for _, row in batch]
             # `get` leaves out items that the server does not have.
             before = {item.key: item for item in client.get(keys, payloads=False)}

@@ -319,6 +319,7 @@ def _held_out(prompts: str, reading: _Reading) -> list[Prompt]:
     """The held-out prompts of an evaluation. Raises ValueError, OSError or ImportError if they cannot be read."""
     from replay_generator.prompts.prompt import PreparedRows, load_prompts
 
+    # Not checked here, because all rows are read below, which raises the error of a row that is no prompt.
     loaded = load_prompts(prompts, prompt_field=reading.prompt_field, split=reading.split, check=False)
     rows = PreparedRows(loaded, reading.prompt_field, reading.system, chat=reading.chat)
     return [rows[index] for index in range(len(rows))]

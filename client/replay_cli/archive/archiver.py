@@ -97,7 +97,7 @@ class Archiver:
             self._most_bytes = min(segment_bytes, quarter)
         self._open: OpenSegment | None = None
         self._rows = 1
-        """The number of items that the next draw asks for."""
+        """The number of items that the next draw asks for. Until the first draw, the size of the items is not known."""
         removed = remove_unfinished(folder)
         if removed:
             segments = counted(removed, "segment")
@@ -125,7 +125,7 @@ class Archiver:
         the last request, ServerUnavailableError or ServerClosedError. Raises TableNotFoundError if the table of copies
         is gone.
         """
-        waits = WaitLog("the archiver")
+        waits = WaitLog("the archiver")  # logs that the archiver waits for the server, and that it goes on
         answered = time.monotonic()
         # The renewer keeps the leases of the samples in the open segment. Nothing is to be done for an item whose lease
         # is lost: the item comes again, and readers count it once.

@@ -182,7 +182,7 @@ def _used(outcome: Outcome, archived: Mapping[str, Row]) -> Row:
     `archived`: the rows of the archive, by key.
     """
     row = archived.get(outcome.key, {})
-    # The key of the trainer's entry is a number; rows have it as text. `table` is that of the archive.
+    # The key of the trainer's entry is a number, and rows have keys as text. The table is that of the archive's row.
     facts = {name: value for name, value in outcome.facts.items() if name not in ("key", "table")}
     return row | facts | {"key": outcome.key, "archived": bool(row)}
 

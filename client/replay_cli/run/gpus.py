@@ -39,7 +39,7 @@ class Gpus:
     def visible(self) -> list[str]:
         """The names of the GPUs that the shell sees: indices and UUIDs, as in CUDA_VISIBLE_DEVICES."""
         if self._restricted is None:
-            return list(self._uuid_by_index())
+            return list(self._uuid_by_index())  # the keys: the indices
         names = []
         for name in self._restricted.split(","):
             name = name.strip()

@@ -128,7 +128,7 @@ def read_run(path: Path, sets: Sequence[str], recipe: str | None, environ: Mappi
         config / "train.toml": tomli_w.dumps(run.train),
     }
     client_config = None
-    replay: tuple[str, ...] = ("-m", "replay_cli")
+    replay: tuple[str, ...] = ("-m", "replay_cli")  # the arguments before the name of a command that is a client
     if run.client:
         client_config = config / "client.toml"
         files[client_config] = tomli_w.dumps(run.client)
@@ -304,6 +304,7 @@ def _memory_shares(
 
     `engines`: the GPUs of each generator; None: [generate] has no `gpus`. `train_gpus`: likewise for the trainer.
     `engine_gpus`: the number of GPUs of one engine.
+
     A section without `gpus` uses the first GPUs that it sees. Raises ValueError if trainer and generators use the same
     GPU without `shared_gpus`. Engines of transformers without `gpus` may share a GPU with the trainer, because they
     take only the memory that they need.

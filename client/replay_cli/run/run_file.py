@@ -406,6 +406,7 @@ def _admission_of(path: Path, own: Settings, trainer: GRPOConfig, generator: Gen
 
 def _usual_tables(trainer: GRPOConfig, generator: GeneratorConfig) -> list[Settings]:
     """The usual tables of `replay serve`, with names and sizes that fit the trainer, and perhaps a table of prompts."""
+    # `exclude_unset`: only the settings in which these tables differ from the defaults of all tables.
     queue, pool = [table.model_dump(mode="json", exclude_unset=True) for table in DEFAULT_TABLES]
     queue |= {
         "name": trainer.rollouts_table,

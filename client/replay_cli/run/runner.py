@@ -185,7 +185,7 @@ class Runner:
 
     def _watch_parts(self) -> str:
         """Start the generators and the trainer, and watch all parts. Returns the same text as `run`."""
-        self.status.say("")
+        self.status.say("")  # the runner only watches from here on
         for part in self.generators:
             self._start(part)
         while True:
