@@ -195,7 +195,7 @@ def generate(
     stops: list[bool] = []  # not empty after a signal
     try:
         stats = run_generator(
-            lambda: client,
+            lambda: client,  # the client is made already; `run_generator` calls this on its event loop
             running_engine,
             rows,
             scorer,
@@ -208,8 +208,8 @@ def generate(
     except (ReplayError, ValueError, OSError, ImportError) as error:
         fail(error)
     report(stats, 0.0)  # the last statistics, even if a line was printed a moment ago
-    made = stats["groups"] + stats["groups_filtered"]
-    if settings.max_groups is None or stops:
+    made = stats["groups"] + stats["groups_filtered"]  # inserted groups, and those that `group_filter` left out
+    if settings.max_groups is None or stops:  # fewer groups are no failure if there is no number, or after a signal
         return
     if made < settings.max_groups:
         fail(
@@ -297,6 +297,7 @@ def check_options(options: dict[str, Any], named: Mapping[str, Any]) -> Generato
     settings = settings.decided(agents=bool(named["agent"] or named["sessions"]))
     if settings.unscored_table and (reward or named["drop_zero_variance"]):
         raise ValueError("--reward and --drop-zero-variance belong to `replay score` here, because of --unscored-table")
+    # Without a reward function, whoever plays the rollouts must give the rewards, or `replay score` does it later.
     if not (reward or settings.unscored_table or any(players.values())):
         raise ValueError("--reward exact_match or --reward package.module:function is needed")
     engine_args(named["engine_arg"])  # raises for a text that is not NAME=VALUE
@@ -325,7 +326,7 @@ def _check(
         check_listen("--sessions", named["sessions"])
     _need_engine(named["engine"])
     args = engine_args(named["engine_arg"])
-    files = model_files(model, named["max_length"] or args.get("max_model_len"))
+    files = model_files(model, named["max_length"] or args.get("max_model_len"))  # the latter is vLLM's own argument
     prompt, prompt_ids = first_prompt(rows, files, settings)
     line = f"{model}: the first prompt, {prompt.prompt_id!r}, has {counted(len(prompt_ids), 'token')}"
     values = rewards_of_nothing(rewards or (), prompt, settings, has_rollouts=hook is single_turn)

@@ -108,7 +108,7 @@ def serve(
             server.restore(restore, replace=replace)  # only notes the checkpoint: the start below restores it
         elif replace:
             misuse("--replace goes with --restore")
-        # Each connection takes a file descriptor; the soft limit is often 1024.
+        # Each connection takes a file descriptor. The soft limit, often 1024, becomes the hard limit.
         _, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard_limit, hard_limit))
         # The garbage collector is off until the server has started (see `_announce`). A start with data makes at least

@@ -385,7 +385,7 @@ def check_deeply(plan: RunPlan) -> None:
                 errors = Path(folder) / f"{part.name}.errors"
                 checks.append((part, _start_check(part, copies, errors), errors))
             for part, process, errors in checks:
-                if process.wait():
+                if process.wait():  # the exit status; not 0: the check has failed
                     raise ValueError(_message_of(plan, part, errors.read_text(errors="replace"), copies))
         finally:
             for _, process, _ in checks:

@@ -178,8 +178,9 @@ def read_run_file(path: Path, sets: Sequence[str] = (), recipe: str | None = Non
     generate_section["model"] = model
     if "tables" not in settings["serve"]:  # the usual queue has the name that the trainer asks for
         generate_section.setdefault("tables", [trainer.rollouts_table])
-    _store_partial_groups(generate_section, settings["serve"])
+    _store_partial_groups(generate_section, settings["serve"])  # changes `generate_section`
     with naming(f"{path}: [generate]"):
+        # From here on, `named` has the values of the options of `replay generate`.
         named, options = _parsed(generate.generate, generate.SETTINGS, generate_section)
         generator = generate.check_options(options, named)
         engine_args = generate.engine_args(named["engine_arg"])
@@ -187,7 +188,7 @@ def read_run_file(path: Path, sets: Sequence[str] = (), recipe: str | None = Non
         remedy = "make it 2 or more, or let [train] have a teacher (teacher_weight)"
         raise ValueError(f"{path}: [generate] group_size 1: {OF_ONE}: {remedy}")
     reason = why_scaled_again(trainer.scale_rewards, generator.advantages)
-    if reason:
+    if reason:  # trainer and generator would both compute advantages
         raise ValueError(f"{path}: [train] scale_rewards: {reason}")
     serve = _served(path, settings["serve"], trainer, generator, output_dir)
     server = _config_of(path, serve)
