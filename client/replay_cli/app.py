@@ -61,13 +61,12 @@ def _print_version(wanted: bool) -> None:
 @app.callback()
 @taking(ROOT)
 def options(
-    _: dict[str, Any],
+    _: dict[str, Any],  # the options of ROOT: the commands read them from the context, see `access_of`
     show_version: Annotated[
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
     """The options of the connection say how a command reaches the server (`access_of`)."""
-    # typer calls this before each command. The commands read these options from the context of the root.
 
 
 def run() -> NoReturn:

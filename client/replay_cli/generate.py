@@ -459,7 +459,7 @@ def _need_engine(name: str) -> None:
 def load_engine(name: str, model: str, args: dict[str, Any]) -> Engine:
     """An engine by its name, with its model loaded. Ends the command if its packages are not installed."""
     _need_engine(name)
-    module_name, _, class_name = ENGINES[name][2].partition(":")
+    module_name, _, class_name = ENGINES[name][2].partition(":")  # the class, as module:class
     module = import_module(f"replay_generator.engines.{module_name}")
     engine: Engine = getattr(module, class_name)(model, **args)
     return engine

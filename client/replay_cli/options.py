@@ -68,6 +68,7 @@ def options_of(kind: type, panel: str, *names: str) -> Options:
         form = _form_of(field.annotation)
         if form is not None:
             more["metavar"] = form
+        # The default is None, which means "not given": the class of settings has the actual default.
         options.append(option(name, text, _type_of(field.annotation), None, **more))
     return options
 
@@ -114,6 +115,7 @@ def _type_of(annotation: Any) -> Any:
     if origin in (types.UnionType, typing.Union):
         kinds = [_type_of(part) for part in get_args(annotation)]
         return next(kind for kind in kinds if kind is not type(None))
+    # The type of None stays, so that the union above can leave it out.
     if origin is Literal or annotation not in (bool, int, float, type(None)):
         return str
     return annotation

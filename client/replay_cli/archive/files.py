@@ -70,7 +70,7 @@ def schema_of(columns: Mapping[str, str]) -> Any:
     kinds = {"int": pyarrow.int64(), "float": pyarrow.float64(), "str": pyarrow.string(), "bytes": pyarrow.binary()}
     kinds |= {"int32": pyarrow.int32(), "float32": pyarrow.float32(), "bool": pyarrow.bool_()}
     kinds |= {f"list of {name}": pyarrow.list_(kind) for name, kind in kinds.items()}
-    kinds["json"] = pyarrow.string()
+    kinds["json"] = pyarrow.string()  # the JSON text of the value, see `table_of`
     return pyarrow.schema([(name, kinds[kind]) for name, kind in columns.items()])
 
 

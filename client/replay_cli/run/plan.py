@@ -424,7 +424,7 @@ def _message_of(plan: RunPlan, part: PartPlan, errors: str, copies: Mapping[str,
     `errors`: the standard error of the check. `copies`: as for `_start_check`.
     """
     lines = errors.splitlines()
-    our_lines = [line for line in lines if line.startswith("replay: ")]
+    our_lines = [line for line in lines if line.startswith("replay: ")]  # the others are of libraries, or a traceback
     if our_lines:
         lines = our_lines
     message = lines[-1].removeprefix("replay: ") if lines else "its check failed without a word"
