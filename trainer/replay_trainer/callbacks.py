@@ -184,7 +184,7 @@ class TensorBoard(Callback):
                 self._writer.add_scalar(name, value, int(report.metrics["step"]))
 
     def on_end(self, trainer: Run) -> None:
-        if self._writer is not None:
+        if self._writer is not None:  # None: `on_start` has failed or was not called
             self._writer.close()
 
 
@@ -215,7 +215,7 @@ class WeightsAndBiases(Callback):
         self._run.log({name: value for name, value in report.metrics.items() if math.isfinite(value)})
 
     def on_end(self, trainer: Run) -> None:
-        if self._run is not None:
+        if self._run is not None:  # None: `on_start` has failed or was not called
             self._run.finish()
 
     def _run_id(self, trainer: Run) -> str:
@@ -310,15 +310,17 @@ class StepSpans(Callback):
         end = time.time_ns()
         links = []
         for sample in report.samples:
+            # The trace context of the span that generated the group, if its generator was traced.
             parent = sample.group.meta.get(TRACEPARENT)
             if isinstance(parent, str):
                 context = self._propagator.extract({TRACEPARENT: parent})
                 span_context = self._trace.get_current_span(context).get_span_context()
                 links.append(self._trace.Link(span_context, {"replay.key": str(sample.info.key)}))
+        # By attribute of the span, the metric with its value.
         names = {"replay.step": "step", "replay.loss": "train/loss", "replay.replaced": "replay/groups_replaced"}
         span = self._tracer.start_span(
             "replay.train_step",
-            start_time=end - int(1e9 * metrics["time/step"]),
+            start_time=end - int(1e9 * metrics["time/step"]),  # in nanoseconds; the step has just ended
             links=links,
             attributes={name: metrics[field] for name, field in names.items() if field in metrics},
         )
@@ -331,7 +333,7 @@ def reporters(config: GRPOConfig) -> list[Callback]:
     folder = Path(config.output_dir)
     console = Console(stderr=True)
     report_to = config.report_to
-    if report_to is None:
+    if report_to is None:  # the defaults, as far as they are installed
         wanted = ["tensorboard"]
         if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_MODE"):
             wanted.append("wandb")
@@ -415,6 +417,7 @@ def completion_table(rows: Sequence[dict[str, Any]]) -> Table:
 
 def append_lines(path: Path, lines: Sequence[Mapping[str, Any]]) -> None:
     """Appends lines of JSON; numbers that are not finite become null."""
+    # `writing`: an error, such as that of a full disk, names the file.
     with writing(path), path.open("a") as file:
         for line in lines:
             values = {
@@ -430,6 +433,6 @@ def truncate_lines(path: Path, last_step: int) -> None:
     if not path.exists():
         return
     kept = path.with_name(path.name + ".tmp")
-    kept.unlink(missing_ok=True)
+    kept.unlink(missing_ok=True)  # a killed run may have left it
     append_lines(kept, [line for line in read_metrics(path) if line["step"] <= last_step])
     os.replace(kept, path)

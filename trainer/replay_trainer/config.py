@@ -81,7 +81,7 @@ class Teacher:
 def _correction_of(value: Any) -> Any:
     """A CorrectionConfig from the name of a preset, or from a table of a configuration file. Other values stay as they
     are; pydantic then refuses all but a CorrectionConfig."""
-    if isinstance(value, str):
+    if isinstance(value, str):  # the name of a preset
         if value not in PRESETS:
             raise ValueError(f"there is no preset {value!r} of correction; there are {', '.join(PRESETS)}")
         return PRESETS[value]()
@@ -279,7 +279,7 @@ class GRPOConfig(LossConfig):
         if (self.publish == "delta" or self.weights_url) and not has_own_weights_dir:
             raise ValueError("publish='delta' and weights_url need a weights_dir that is not output_dir")
         LossConfig.__post_init__(self)
-        if self.loss_type not in BUILT_IN_LOSSES:
+        if self.loss_type not in BUILT_IN_LOSSES:  # a function of the user, which two corrections exclude
             if self.correction.objective == "bypass_reinforce":
                 raise ValueError(
                     f"with the objective 'bypass_reinforce' the loss of a token is fixed, and loss_type="

@@ -123,6 +123,7 @@ def publish_weights(
         (unfinished / name).parent.mkdir(exist_ok=True)
         path.rename(unfinished / name)
     files = sorted(path for path in unfinished.rglob("*") if path.is_file())
+    # Every file so far: name in the folder -> bytes. The manifest itself is written last, and not listed.
     sizes = {str(path.relative_to(unfinished)): path.stat().st_size for path in files}
     if facts is None:
         facts = model_facts(getattr(model, "config", None), tokenizer)
@@ -133,12 +134,12 @@ def publish_weights(
         name: parts[name][1] if name in parts else checksum_of(unfinished / name) for name in sizes
     }
     (unfinished / MANIFEST).write_text(json.dumps(manifest, indent=1))
-    if state is not None:
+    if state is not None:  # a training checkpoint is on the disk before its folder gets its name
         for path in [*unfinished.rglob("*"), unfinished]:
             to_disk(path)
     unfinished.rename(folder)
     if state is not None:
-        to_disk(folder.parent)
+        to_disk(folder.parent)  # the new name of the folder
     kept = {*published(directory)[-keep:], *saved(directory)[-1:]}
     for old in published(directory):
         if old not in kept:
@@ -168,7 +169,7 @@ def add_state(
         manifest["checksums"][name] = checksum
         (folder / name).parent.mkdir(exist_ok=True)
         path.rename(folder / name)
-    # Before the manifest names the files.
+    # The files are on the disk before the manifest names them.
     for path in [*folder.rglob("*"), folder, folder.parent]:
         to_disk(path)
     (aside / MANIFEST).write_text(json.dumps(manifest, indent=1))
@@ -340,7 +341,8 @@ class WholeModel:
 
     def save_pretrained(self, folder: str | os.PathLike[str], state_dict: Mapping[str, Tensor] | None = None) -> None:
         """Writes weights to a folder, as PreTrainedModel.save_pretrained does."""
-        # A shallow copy gets the empty generation_config: another thread may be using the model at this moment.
+        # transformers would refuse some settings, so it writes an empty generation_config, and this method then writes
+        # the file. A shallow copy of the model gets the empty one: another thread may be using the model meanwhile.
         writable = object.__new__(type(self._model))
         writable.__dict__.update(self._model.__dict__)
         writable.generation_config = GenerationConfig()
@@ -369,7 +371,7 @@ def writer_of(model: Any) -> Any:
 def _generation_file_of(model: PreTrainedModel) -> bytes | None:
     """The generation_config.json from which a model was loaded. None: there is no such file, or the settings of the
     model are no longer the settings of the file."""
-    if not model.name_or_path or _generation_config_of(model) is None:
+    if not model.name_or_path or _generation_config_of(model) is None:  # a model without a name was made in code
         return None
     # The errors of a file that does not exist, or that transformers cannot read.
     with suppress(OSError, ValueError):
@@ -426,7 +428,7 @@ class WithDelta:
 
     def save_pretrained(self, folder: Path, state_dict: Mapping[str, Tensor]) -> None:
         """Writes weights to a folder, as PreTrainedModel.save_pretrained does."""
-        # By address and shape: tensors that share memory are cast once, and so still share memory.
+        # By address and shape: tensors that share memory get the same cast tensor, and so still share memory.
         cast: dict[Any, Tensor] = {}
         for tensor in state_dict.values():
             key = (tensor.data_ptr(), tensor.shape)
@@ -434,7 +436,7 @@ class WithDelta:
         named = {name: cast[tensor.data_ptr(), tensor.shape] for name, tensor in state_dict.items()}
         self._model.save_pretrained(folder, state_dict=named)
         earlier = published(self._directory)
-        if earlier:
+        if earlier:  # the first version has no version before it
             write_deltas(earlier[-1], folder)
 
 
@@ -566,7 +568,7 @@ class Adapter:
         separate: dict[str, Tensor] = {}
         addresses: set[int] = set()
         for name, tensor in state_dict.items():
-            contiguous = tensor.contiguous()
+            contiguous = tensor.contiguous()  # safetensors refuses other tensors
             # With peft's ensure_weight_tying two modules share a tensor, but safetensors refuses shared memory.
             separate[name] = contiguous.clone() if contiguous.data_ptr() in addresses else contiguous
             addresses.add(contiguous.data_ptr())
@@ -596,6 +598,7 @@ def why_not_mergeable(model: Any) -> str:
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
     for shared in names.values():
+        # For each module with this weight, the ids of the adapter's parameters that change the module.
         changes = [_adapter_parameters(model, name) for name in shared]
         if all(change == changes[0] for change in changes):  # also if the weight is not shared
             continue

@@ -73,7 +73,8 @@ class SharedPrefixes:
         assert (np.diff(ranks_B) > 0).all(), "a sequence is chosen twice"
         shared_B = np.zeros_like(order_B)
         if rows.size > 1:
-            # The smallest number after one chosen sequence, up to and including the number of the next one.
+            # For each chosen sequence but the first: the smallest number of the sequences after the chosen sequence
+            # before it, up to its own number (see the docstring of the module).
             shared_B[1:] = np.minimum.reduceat(self.shared_B[: ranks_B[-1] + 1], ranks_B[:-1] + 1)
         return SharedPrefixes(order_B, shared_B)
 
@@ -86,7 +87,8 @@ class SharedPrefixes:
         # The runs before the next token of the sequence: (run, position of its first token in the sequence, tokens).
         path: list[tuple[int, int, int]] = []
         for row, shared in zip(self.order_B.tolist(), self.shared_B.tolist(), strict=True):
-            # The path of the sequence before, cut off after the first `shared` tokens.
+            # `path` still has the runs of the sequence before. Cut it off after `shared` tokens: remove the runs that
+            # begin later, and shorten the last run that is left.
             while path and path[-1][1] >= shared:
                 path.pop()
             if path:
