@@ -256,7 +256,7 @@ def to_batch(
     rollout_B = _joined(rollouts_U, np.int64) + first_rollout_U[group_B]
     prompt_lengths_U = np.array([group.prompt_ids.size for group in groups], dtype=np.int64)
     completion_lengths_B = _joined([group.completion_lengths for group in groups], np.int64)
-    shape = (len(group_B), max(int(completion_lengths_B.max(initial=0)), 1))
+    shape = (len(group_B), max(int(completion_lengths_B.max(initial=0)), 1))  # (B, T)
     inside_BT = np.arange(shape[1]) < completion_lengths_B[:, None]  # False for padding
 
     def in_rows(arrays_U: Sequence[npt.NDArray[Any]], dtype: npt.DTypeLike) -> Tensor:
@@ -435,13 +435,12 @@ def packed_input(batch: Batch) -> ModelInput:
     # sequence before it keep their indices.
     indices_S = np.zeros(int(lengths_B.max(initial=0)), np.int64)
     end = 0  # the tokens of the packed row so far
-    # For each sequence: `shared`, `inputs`, `prompt` and `length` count the tokens that it shares with the sequence
-    # before it, that the model reads, of its prompt, and of its completion.
+    # `shared`: the number of first tokens of the sequence that the sequence before it has put into the row already.
     for row, shared in zip(shared_prefixes.order_B.tolist(), shared_prefixes.shared_B.tolist(), strict=True):
         group = batch.group_B[row]
-        inputs = int(lengths_B[row])
-        length = int(batch.completion_lengths_B[row])
-        prompt = int(batch.prompt_lengths_U[group])
+        inputs = int(lengths_B[row])  # the tokens that the model reads
+        length = int(batch.completion_lengths_B[row])  # the tokens of the completion, with the last one
+        prompt = int(batch.prompt_lengths_U[group])  # the tokens of the shared prompt
         ids = np.concatenate((prompts[group, :prompt], completions[row, : inputs - prompt]))
         tokens.append(ids[shared:])
         positions.append(np.arange(shared, inputs))

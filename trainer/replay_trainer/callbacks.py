@@ -247,6 +247,7 @@ class Forgiving(Callback):
         self._started = False
         """True if the callback has started, and no call took too long. Otherwise it is not called again."""
         self._warned = False
+        """True once an error of the callback was logged."""
 
     def on_start(self, trainer: Run, version: int) -> None:
         with self._forgiving():

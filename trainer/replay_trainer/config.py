@@ -368,4 +368,4 @@ class GRPOConfig(LossConfig):
             factor = 1 - done
         else:
             factor = (1 + math.cos(math.pi * done)) / 2
-        return self.learning_rate * max(factor, 0.0)
+        return self.learning_rate * max(factor, 0.0)  # the linear factor is below 0 for a step after max_steps

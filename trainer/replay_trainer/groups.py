@@ -459,6 +459,7 @@ class ZeroVarianceReplacer:
         counts["groups_added"] += len(drawn)
         samples = [*taken.samples, *drawn]
         replaced = [*taken.replaced, *range(len(taken.samples), len(samples))]
+        # The function of dataclasses, and not the method above.
         return replace(taken, samples=samples, replaced=replaced, counts=counts)
 
     def update_priorities(self, trust: Mapping[int, float], samples: Sequence[Sample]) -> int:
@@ -568,6 +569,7 @@ class GroupSource:
         # One scope for all draws of a step: the server gives no two ranks the same group.
         scope = f"{self.run}/step-{step}"
         with self._unless_stopped():
+            # `stopping.wait` makes a call on every rank, and a stop ends its wait on every rank.
             # `taken.fresh` are all `samples` here: only with "dynamic", `collect` leaves some of them out.
             if self.config.zero_variance == "replace":
                 keys = self._keys(taken)

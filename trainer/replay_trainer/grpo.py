@@ -119,7 +119,7 @@ class GRPOTrainer:
         self.ranks.copy_from_first(self.policy)  # all ranks start from the same weights
         self.reference: LogprobModel | None = None
         if config.beta > 0:
-            # The base model under an adapter never changes, so it needs no copy.
+            # The base model under an adapter never changes, so it needs no copy: `Passes` switches the adapter off.
             self.reference = self.policy if self.adapter else copy.deepcopy(self.policy).requires_grad_(False)
         self.partitioned = config.fsdp and self.ranks.size > 1
         """True if each rank holds only a part of the weights."""

@@ -64,6 +64,7 @@ class TrainedGroups:
         """The groups of all ranks together."""
         merged = cls()
         for part in parts:
+            # Several ranks may name a batch or a key, because every rank has a copy of `unconfirmed`.
             merged.whole |= part.whole
             merged.part += [key for key in part.part if key not in merged.part]
         return merged

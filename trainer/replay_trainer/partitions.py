@@ -230,6 +230,7 @@ def _part_of_rank(value: Any, parameter: Tensor) -> Any:
     """This rank's part of an entry of the optimizer's state."""
     if not isinstance(value, Tensor | StoredRows):
         return value
+    # `clone`: the tensor may be a part of a memory-mapped file, and the optimizer changes its tensors in place.
     if value.shape != parameter.shape:  # one value for the whole parameter, such as the number of steps
         return value.clone() if isinstance(value, Tensor) else value
     own = read_rows(value, parameter)

@@ -159,7 +159,8 @@ class Passes:
         if any(ran_out for _, ran_out in parts):
             raise StepFailure(self._memory, large)
         assert sums["tokens"] == int(batch.mask_BT.sum()), f"{sums['tokens']} tokens had a gradient, once each"
-        # Ranks may have metrics of different names, and all ranks must sum the same ones in the same order.
+        # Ranks may have metrics of different names, for example a rank without groups has none of the metrics of a
+        # group. All ranks must sum the same metrics in the same order.
         names_of_all: set[str] = set()
         for names, _ in parts:
             names_of_all |= names

@@ -221,7 +221,7 @@ class Publication:
         # The folder or address under which the server's current version is published, such as weights_dir.
         location = policy.weights.rpartition("/")[0]
         own_locations = (str(self.output_dir), str(self.weights_dir), self.config.weights_url)
-        is_own = bool(folders) and location in own_locations
+        is_own = bool(folders) and location in own_locations  # True if the server follows this run
         # The location of the run that the server follows, if it is another run and has published weights.
         another = None
         if policy.weights and not is_own:
@@ -327,13 +327,17 @@ class Publication:
         self.ranks.wait()
 
     def _restored(self, version: int, folder: Path) -> str:
-        """The location from which generators load the restored version. If they fetch weights from an address, the
-        version is written anew to weights_dir, which may be in memory and so have lost it in a reboot."""
+        """The location from which generators load the restored version.
+
+        An address (`weights_url`) serves weights_dir and not output_dir. The folder of this version there may be lost,
+        because weights_dir may be in memory. So the version is written there anew.
+        """
         if self.config.weights_url is None:
             return str(folder)
         probe = self.probe()
         weights = self._weights()
         if self.ranks.is_first:
+            # Versions after the restored one are undone, and `_write_to` refuses a folder that exists.
             for published_folder in published(self.weights_dir):
                 if version_of(published_folder) >= version:
                     remove(published_folder)
@@ -410,8 +414,8 @@ class Publication:
     def check(self) -> None:
         """Raises RuntimeError on every rank if a write has failed. Does not wait for a write that is under way.
 
-        Also tells every rank whether any rank was asked to stop, and which groups the first rank could not acknowledge.
-        So every rank knows these groups before a step draws groups.
+        Also tells every rank whether any rank was asked to stop, which groups the first rank could not acknowledge, and
+        whether it has given up an announcement. So every rank knows these groups before a step draws groups.
         """
         error = self._task.take_error()
         own_report = _Report(

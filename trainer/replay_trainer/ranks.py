@@ -36,6 +36,7 @@ class Ranks:
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
         if not distributed.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+            # gloo exchanges values in host memory, and nccl tensors of GPUs.
             backend = "cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo"
             distributed.init_process_group(backend)
             atexit.register(_leave_group)

@@ -70,7 +70,7 @@ def why_deserted(info: ServerInfo) -> str:
     # The names of the tables with items of which groups may still be made.
     sources = set(info.admission.permit_tables) if info.admission is not None else set()
     for client in suppliers:
-        source = read_described(client.settings).get("source_table")
+        source = read_described(client.settings).get("source_table")  # only a stage names this table
         if isinstance(source, str):
             sources.add(source)
     # A table that the server does not have holds no items. Reserved items are leased: they may return.

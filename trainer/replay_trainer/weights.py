@@ -53,6 +53,7 @@ def writing(path: Path, *kinds: type[Exception]) -> Iterator[None]:
     except caught as error:
         if isinstance(error, OSError) and (error.errno is None or error.filename is not None):
             raise  # the error names its file, or does not come from the operating system
+        # The nearest folder above the path that exists is on the same disk.
         there = next(folder for folder in path.absolute().parents if folder.exists())
         free = shutil.disk_usage(there).free / 2**20
         raise OSError(f"{path} cannot be written ({free:.0f} MiB are free there): {error}") from error
@@ -260,7 +261,7 @@ def probe_tokens(model: Any, tokenizer: Any = None) -> list[int]:
 
 def remove(folder: Path) -> None:
     """Removes the files of the manifest and the files that a killed `add_state` left. Removes the folder, too, if it is
-    empty then."""
+    empty then: files that somebody else has put there stay."""
     shutil.rmtree(folder.with_name(folder.name + _UNFINISHED), ignore_errors=True)
     listed = [folder / name for name in _files(folder)]
     # `add_state` puts these files into the folder before the manifest lists them.
@@ -427,7 +428,8 @@ class WithDelta:
         return self._model.config
 
     def save_pretrained(self, folder: Path, state_dict: Mapping[str, Tensor]) -> None:
-        """Writes weights to a folder, as PreTrainedModel.save_pretrained does."""
+        """Writes weights to a folder, as PreTrainedModel.save_pretrained does, and beside them the changes since the last
+        version."""
         # By address and shape: tensors that share memory get the same cast tensor, and so still share memory.
         cast: dict[Any, Tensor] = {}
         for tensor in state_dict.values():

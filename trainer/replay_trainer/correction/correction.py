@@ -287,10 +287,12 @@ class Moments:
         total = self.sums
 
         def mean(name: str, count: str) -> float:
+            """The sum `name` divided by the count `count`; NaN if nothing was counted."""
             return total[name] / total[count] if total[count] else math.nan
 
         metrics = {metric: mean(name, count) for metric, (name, count) in _MEANS.items()}
         for metric, value in self.extremes.items():
+            # Without tokens, the extremes are infinite.
             metrics[metric] = value if total["tokens"] else math.nan
         # 1 / mean((w / mean w)²) = (sum w)² / (number of units * sum w²)
         squares = total["units"] * total["weight_squares"]

@@ -123,7 +123,7 @@ def packed_attention(
     # Under autocast, rotated queries and keys are in float32, and values are not.
     query = query.to(value.dtype)
     key = key.to(value.dtype)
-    repeats = query.shape[1] // key.shape[1]
+    repeats = query.shape[1] // key.shape[1]  # heads of queries that share one head of keys and values
 
     def attend(query_HLD: Tensor, key_HSD: Tensor, value_HSD: Tensor) -> Tensor:
         """Attention of the last L of S positions to all positions up to their own.

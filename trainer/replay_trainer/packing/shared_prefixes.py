@@ -73,8 +73,8 @@ class SharedPrefixes:
         assert (np.diff(ranks_B) > 0).all(), "a sequence is chosen twice"
         shared_B = np.zeros_like(order_B)
         if rows.size > 1:
-            # For each chosen sequence but the first: the smallest number of the sequences after the chosen sequence
-            # before it, up to its own number (see the docstring of the module).
+            # Two neighbours among the chosen sequences share the smallest number of the sequences after the first of
+            # them, up to the second. `reduceat` takes the minimum from each index up to, without, the next index.
             shared_B[1:] = np.minimum.reduceat(self.shared_B[: ranks_B[-1] + 1], ranks_B[:-1] + 1)
         return SharedPrefixes(order_B, shared_B)
 
@@ -84,7 +84,8 @@ class SharedPrefixes:
         A sequence that shares all of its tokens adds no run.
         """
         runs: list[Run] = []
-        # The runs before the next token of the sequence: (run, position of its first token in the sequence, tokens).
+        # The runs before the next token of the sequence, each as (index of the run in `runs`, position of its first
+        # token in the sequence, number of its first tokens that are in the sequence).
         path: list[tuple[int, int, int]] = []
         for row, shared in zip(self.order_B.tolist(), self.shared_B.tolist(), strict=True):
             # `path` still has the runs of the sequence before. Cut it off after `shared` tokens: remove the runs that
