@@ -279,7 +279,7 @@ class GRPOConfig(LossConfig):
         if (self.publish == "delta" or self.weights_url) and not has_own_weights_dir:
             raise ValueError("publish='delta' and weights_url need a weights_dir that is not output_dir")
         LossConfig.__post_init__(self)
-        if self.loss_type not in BUILT_IN_LOSSES:  # a function of the user, which two corrections exclude
+        if self.loss_type not in BUILT_IN_LOSSES:  # a function of the user
             if self.correction.objective == "bypass_reinforce":
                 raise ValueError(
                     f"with the objective 'bypass_reinforce' the loss of a token is fixed, and loss_type="

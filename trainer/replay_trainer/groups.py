@@ -486,9 +486,9 @@ class ZeroVarianceReplacer:
         chosen: list[Sample] = []
         if self.inspector is not None:
             exclude = exclude | self.inspector.bad_keys
-        # Drawn samples that cannot be used are missing still, so the loop draws again, without drawing any key twice.
+        # In the place of drawn samples that cannot be used, the loop draws others. It draws no key twice.
         while (missing := count - len(chosen)) > 0:
-            # With `wait`, a draw waits for all missing samples. Without, it takes what the table has, if anything.
+            # With `wait`, a draw waits for all missing samples. Without `wait`, it takes at least 1 sample or fails.
             bounds: dict[str, Any] = {"min_samples": missing, "timeout": self.timeout}
             if not wait:
                 bounds = {"min_samples": 1, "timeout": 0.0}

@@ -299,7 +299,7 @@ class GRPOTrainer:
             # bring groups.
             watched = suppliers.Suppliers(self.client)
             seconds = suppliers.LOOK_SECONDS
-        limit = f"sample_timeout = {seconds:g} s"  # for the error of a deadline, which only a sample_timeout sets
+        limit = f"sample_timeout = {seconds:g} s"  # for an error that only a run with sample_timeout raises
         quiet = not self.ranks.is_first
         look = self._stopping.look
         self._waits = ServerWaits(self.client, table, quiet=quiet, suppliers=watched, limit=limit, look=look)

@@ -313,7 +313,7 @@ class GroupLeases:
         leases = {*self._held, *self._coming}
         if not leases:
             self._path.unlink(missing_ok=True)
-        elif leases != self._listed:  # `hold` finds them equal if `expect` has listed the lease of the batch
+        elif leases != self._listed:  # in `hold` they are equal if `expect` has listed the new lease
             write_whole(self._path, json.dumps(sorted(leases)))
         self._listed = leases
 

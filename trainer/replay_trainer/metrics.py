@@ -204,7 +204,7 @@ class LengthRatio:
         # The oldest totals, before the steps that the ratio covers.
         first_trained, first_generated = self._totals[0]
         trained_mean = (self._trained - first_trained).mean
-        generated_mean = (generated - first_generated).mean  # NaN if no completions, 0 if only empty ones
+        generated_mean = (generated - first_generated).mean  # NaN without completions, 0 if all are empty
         return trained_mean / generated_mean if generated_mean else math.nan
 
 

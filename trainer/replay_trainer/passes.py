@@ -99,7 +99,7 @@ class Passes:
             mean_weight = self._mean_weight(batch, source_BT)
         loss_of = partial(self._loss, normalizer=normalizer, mean_weight=mean_weight)
 
-        # `pass_through` fills these two, unless whole rollouts are needed.
+        # `pass_through` fills these two, unless the branch for whole rollouts below computes them.
         current_BT = torch.zeros_like(batch.rollout_logprobs_BT)
         reference_BT = None if self.reference is None else torch.zeros_like(current_BT)
         # The gradient of the loss with respect to each log-probability; None: each micro-batch computes its own.
@@ -116,7 +116,7 @@ class Passes:
                     sums[name] += tokens * value
 
         if self._needs_whole_rollouts(batch):
-            # The first pass of the docstring of the module, and the gradient without the model.
+            # As the docstring of the module says: a first pass, and then the gradient of the loss without the model.
             current_BT = self.logprobs(batch)
             if reference_BT is not None:
                 reference_BT = self._without_gradient(batch, self._reference_logprobs)
@@ -159,8 +159,8 @@ class Passes:
         if any(ran_out for _, ran_out in parts):
             raise StepFailure(self._memory, large)
         assert sums["tokens"] == int(batch.mask_BT.sum()), f"{sums['tokens']} tokens had a gradient, once each"
-        # Ranks may have metrics of different names, for example a rank without groups has none of the metrics of a
-        # group. All ranks must sum the same metrics in the same order.
+        # A rank without groups has fewer metrics than other ranks. But all ranks must sum the same metrics in the same
+        # order.
         names_of_all: set[str] = set()
         for names, _ in parts:
             names_of_all |= names
@@ -363,7 +363,7 @@ def _failing(
     reference_BT: Tensor | None,
 ) -> list[int]:
     """The groups whose own loss is not finite, or whose gradient with respect to the log-probabilities has a squared
-    norm that is not finite. The squared norm, because `clip` squares the whole gradient in float32."""
+    norm that is not finite. The norm is squared here because `clip` squares the whole gradient in float32."""
     failing = []
     for group in np.unique(batch.group_B).tolist():
         rows = np.flatnonzero(batch.group_B == group)

@@ -342,8 +342,8 @@ class WholeModel:
 
     def save_pretrained(self, folder: str | os.PathLike[str], state_dict: Mapping[str, Tensor] | None = None) -> None:
         """Writes weights to a folder, as PreTrainedModel.save_pretrained does."""
-        # transformers would refuse some settings, so it writes an empty generation_config, and this method then writes
-        # the file. A shallow copy of the model gets the empty one: another thread may be using the model meanwhile.
+        # transformers would refuse to write some settings. So it writes an empty generation_config here, and the file
+        # is replaced below. A shallow copy gets the empty one, because another thread may be using the model meanwhile.
         writable = object.__new__(type(self._model))
         writable.__dict__.update(self._model.__dict__)
         writable.generation_config = GenerationConfig()
@@ -428,8 +428,8 @@ class WithDelta:
         return self._model.config
 
     def save_pretrained(self, folder: Path, state_dict: Mapping[str, Tensor]) -> None:
-        """Writes weights to a folder, as PreTrainedModel.save_pretrained does, and beside them the changes since the last
-        version."""
+        """Writes weights to a folder, as PreTrainedModel.save_pretrained does, and beside them the changes since the
+        last version."""
         # By address and shape: tensors that share memory get the same cast tensor, and so still share memory.
         cast: dict[Any, Tensor] = {}
         for tensor in state_dict.values():

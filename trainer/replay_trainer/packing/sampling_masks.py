@@ -57,7 +57,7 @@ class SamplingMasks:
             # A group that was sampled with a mask but has none stored keeps counts of 0, by which `unknown` finds its
             # tokens.
             if is_truncated and SAMPLING_MASK in group.extras:
-                # One column has the ids of all masks of the group, the other where the mask of each token begins.
+                # One column has the ids of all masks of the group. The other says where the mask of each token begins.
                 ids.append(group.extras[SAMPLING_MASK].astype(np.int32, copy=False))
                 counts_T = np.diff(group.extras[SAMPLING_MASK + OFFSETS])
             for span in group.sequence_spans():

@@ -73,8 +73,9 @@ class SharedPrefixes:
         assert (np.diff(ranks_B) > 0).all(), "a sequence is chosen twice"
         shared_B = np.zeros_like(order_B)
         if rows.size > 1:
-            # Two neighbours among the chosen sequences share the smallest number of the sequences after the first of
-            # them, up to the second. `reduceat` takes the minimum from each index up to, without, the next index.
+            # A chosen sequence and the chosen sequence before it share as many tokens as the smallest entry of
+            # `self.shared_B` after the entry of the latter, up to the entry of the former. `reduceat` takes the minimum
+            # of the entries from each index on, until before the next index.
             shared_B[1:] = np.minimum.reduceat(self.shared_B[: ranks_B[-1] + 1], ranks_B[:-1] + 1)
         return SharedPrefixes(order_B, shared_B)
 
