@@ -72,6 +72,7 @@ class HostCopy:
         if tensor.numel() and identity in shared:
             return shared[identity]
         buffer = self._buffers.get(path)
+        # The first copy of this tensor, or a tensor that has changed its form, needs a new buffer.
         if buffer is None or buffer.shape != tensor.shape or buffer.dtype != tensor.dtype:
             # Only into pinned memory can a GPU copy while the CPU goes on (`non_blocking`).
             buffer = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
@@ -267,7 +268,7 @@ class ServerWaits:
             with self._lock:
                 ended = self._wait
                 self._wait = None
-                if ended is not None:  # always true, but the type checker does not know that
+                if ended is not None:  # None: two threads waited, and the other thread has ended the wait
                     _, log = ended
                     log.go_on()  # logs that the trainer goes on, if a line about this wait was logged
 

@@ -150,6 +150,7 @@ class ProgressDisplay(Callback):
             self._bar.start()
 
     def on_step(self, trainer: Run, report: StepReport) -> None:
+        """Moves the bar to this step, or prints a line if the console is no terminal."""
         metrics = report.metrics
         text = (
             f"fresh reward {metrics['fresh/reward_mean']:.3f}, replaced {metrics['replay/groups_replaced']:.0f}, "
@@ -201,6 +202,7 @@ class WeightsAndBiases(Callback):
         self._run: Any = None
 
     def on_start(self, trainer: Run, version: int) -> None:
+        """Begins a run of W&B, or continues the run that `_run_id` names."""
         import wandb
 
         # When the process ends, wandb ends the run once more. Without this setting, it would then wait without limit.
@@ -307,6 +309,7 @@ class StepSpans(Callback):
         self._propagator = TraceContextTextMapPropagator()
 
     def on_step(self, trainer: Run, report: StepReport) -> None:
+        """Makes the span of a step that has just ended, with a link to the span of each of its groups."""
         metrics = report.metrics
         end = time.time_ns()
         links = []
@@ -321,7 +324,7 @@ class StepSpans(Callback):
         names = {"replay.step": "step", "replay.loss": "train/loss", "replay.replaced": "replay/groups_replaced"}
         span = self._tracer.start_span(
             "replay.train_step",
-            start_time=end - int(1e9 * metrics["time/step"]),  # in nanoseconds; the step has just ended
+            start_time=end - int(1e9 * metrics["time/step"]),  # seconds to nanoseconds
             links=links,
             attributes={name: metrics[field] for name, field in names.items() if field in metrics},
         )

@@ -53,6 +53,7 @@ class LossConfig:
     of its rollout nor on how the rollout is cut into sequences."""
 
     def __post_init__(self) -> None:
+        """Refuses an unknown loss type, and a loss type without the constant that it needs."""
         if ":" not in self.loss_type and self.loss_type not in BUILT_IN_LOSSES:
             built_in = ", ".join(map(repr, BUILT_IN_LOSSES))
             raise ValueError(f"loss_type must be {built_in} or 'package.module:function', not {self.loss_type!r}")
@@ -269,6 +270,7 @@ class GRPOConfig(LossConfig):
     """A torch device; auto: the cuda device of this rank if there is one, else cpu."""
 
     def __post_init__(self) -> None:
+        """Refuses settings that do not fit together. Pydantic has checked each setting by itself."""
         if self.fresh_groups_per_step < 1:
             raise ValueError(
                 f"groups_per_step={self.groups_per_step} with replay_share={self.replay_share} leaves no fresh group: "

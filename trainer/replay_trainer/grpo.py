@@ -176,6 +176,7 @@ class GRPOTrainer:
         self._is_first_step = True
         """True until a step has drawn its groups."""
         self._length_ratio = LengthRatio(whole=True)
+        """Replaced by `train`, which knows whether the run begins now."""
         self._bad: list[BadGroup] = []
         """The groups of the current step that could not be trained on, over all ranks."""
 

@@ -523,6 +523,7 @@ class Publication:
         deadline: Deadline | None = None
 
         def look() -> None:
+            """Sets the deadline at its first call after the run was asked to stop."""
             nonlocal deadline
             if deadline is None and self.stopping.is_asked():
                 deadline = Deadline(LAST_TRY)
