@@ -219,7 +219,7 @@ class GeneratorConfig:
         used_tables = list(self.tables)
         for name in ("partial_groups_table", "unscored_table", "prompts_table"):
             table = getattr(self, name)
-            if table in used_tables:
+            if table in used_tables:  # False for None, which `used_tables` never holds
                 raise ValueError(f"{name} {table!r} is another table of this generator as well: name another one")
             if table is not None:
                 used_tables.append(table)
@@ -227,7 +227,7 @@ class GeneratorConfig:
             raise ValueError("prompts_mode 'curriculum' orders by rewards, and unscored groups have none: use 'epoch'")
         if not self.tables:
             raise ValueError("tables must name at least one table")
-        labels_of((), self.tags)  # raises ValueError for tags that an item cannot have
+        labels_of((), self.tags)  # checks only tags, and no columns: raises ValueError for tags that no item can have
         load_priority(self.priority)  # raises ValueError for a name that leads to no function
         if self.advantages is not None:
             if self.unscored_table is not None:
@@ -236,7 +236,7 @@ class GeneratorConfig:
                     f"{self.unscored_table!r} have none yet: give it to the scorer"
                 )
             _check_alone(self.advantages, self.scale_rewards)
-            check_advantages(self.advantages, self.group_size)
+            check_advantages(self.advantages, self.group_size)  # calls it with made-up rewards: may raise ValueError
 
     def decided(self, *, agents: bool) -> GeneratorConfig:
         """These settings, with the default of `on_prompt_error` filled in. `agents`: True if agents play the rollouts.
@@ -256,7 +256,7 @@ class GeneratorConfig:
             "max_concurrent_groups": self.max_concurrent_groups,
         }
         sampling = self.sampling.describe()
-        if truncates(sampling):  # `replay doctor` warns if the masks of this truncation are not stored
+        if truncates(sampling):  # top_p, top_k or min_p is set. `replay doctor` warns if no masks are stored then
             own |= {name: sampling[name] for name in TRUNCATING if name in sampling}
             own["sampling_masks"] = self.sampling.sampling_masks
         for name in ("prompts_table", "unscored_table"):
@@ -339,7 +339,7 @@ class ScorerConfig(StageConfig):
         StageConfig.__post_init__(self)
         if self.advantages is not None:
             _check_alone(self.advantages, self.scale_rewards)
-            check_advantages(self.advantages)
+            check_advantages(self.advantages)  # calls it with made-up rewards: may raise ValueError
 
 
 def _check_alone(advantages: str | AdvantageFunction, scale_rewards: str) -> None:

@@ -98,6 +98,7 @@ class Fetcher:
         try:
             cache = self._own_folder(Path(self._config.weights_cache) / "replay-weights")
             return str(self._fetch(location, cache))
+        # ValueError and the errors after it come from a manifest with an unexpected content, and from a damaged file.
         except (OSError, HTTPException, ValueError, LookupError, TypeError, AttributeError) as error:
             host = urlsplit(location).hostname or ""
             scheme = location.partition(":")[0]
@@ -162,7 +163,10 @@ class Fetcher:
         return self._own
 
     def _fetch(self, location: str, cache: Path) -> Path:
-        """Fetches a version into `cache`, and removes older versions. Returns the folder of the version."""
+        """Fetches a version into `cache`. Returns the folder of the version.
+
+        Removes all other versions but the one that was fetched before.
+        """
         manifest = b"".join(self._read(f"{location}/{MANIFEST}"))
         wanted = json.loads(manifest)["checksums"]
         folder = cache / location.rpartition("/")[2]
@@ -174,8 +178,8 @@ class Fetcher:
         try:
             base, steps = self._way(location, wanted, held)
             self._get_files(part, location, wanted, base, steps)
-        except (FileNotFoundError, ValueError, LookupError) as error:
-            if held and not self._has_warned:
+        except (FileNotFoundError, ValueError, LookupError) as error:  # a delta is missing or damaged
+            if held and not self._has_warned:  # without a version here, deltas cannot be used, which is usual
                 why = "is fetched whole, because no delta makes it of what is here"
                 logger.warning("%s %s: %s (said once)", location, why, error)
                 self._has_warned = True
@@ -196,6 +200,7 @@ class Fetcher:
         versions on this machine, by `weights_of`. Raises FileNotFoundError if no deltas lead from any of them to the
         wanted version, and ValueError if the deltas lead in a circle.
         """
+        # Goes back from the wanted version, delta by delta, until it comes to a version that is on this machine.
         steps: list[str] = []
         weights = weights_of(wanted)
         while weights not in held:
@@ -245,7 +250,7 @@ class Fetcher:
             out.writelines(self._read(url))
 
     def _read(self, url: str) -> Iterator[bytes]:
-        """Yields the bytes at an address, in pieces.
+        """Yields the bytes at an address, in pieces. The request is sent when the first piece is asked for.
 
         Raises FileNotFoundError if there is no such file, WeightsNotAllowedError if the server refuses the token or
         redirects, and OSError or HTTPException for other failures.
