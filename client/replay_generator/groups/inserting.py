@@ -193,7 +193,7 @@ class InsertingServer:
         if self._is_known and report == self._last_report:
             return
         settings = await self._described()
-        with contextlib.suppress(ReplayError):
+        with contextlib.suppress(ReplayError):  # after such an error, the next call of `observe` tries again
             accepted = await self._describe(settings | report)
             if not accepted:  # the server may refuse only the report, and accept the settings
                 accepted = await self._describe(settings)
@@ -214,9 +214,9 @@ class InsertingServer:
         return self._settings.described()
 
     def hand_on(self, group: RolloutGroup, tags: Mapping[str, str | int], key: int | None = None) -> Handoff:
-        """The Handoff of a scored group to its tables, with its priority.
+        """The Handoff of a scored group to its tables, with its priority. Inserts nothing yet.
 
-        Raises PromptError if the priority function fails.
+        `key`: the key of the new item; None: the insert chooses one. Raises PromptError if the priority function fails.
         """
         try:
             priority = self._priority(group)
@@ -264,7 +264,9 @@ class InsertingServer:
         deadline the call is repeated. None: an exceeded deadline is an error.
         """
 
-        async def failed(error: Exception, _: bool) -> None:  # Patience calls it after each failed attempt
+        # Patience calls this function after each failed attempt. If the function returns, Patience pauses and tries
+        # again. The second argument would be True at the end of a timeout, and no timeout is set here.
+        async def failed(error: Exception, _: bool) -> None:
             await self._before_retry(error, counts_as)
 
         result = await Patience(failed).result(partial(call, *args, **options))
@@ -272,7 +274,10 @@ class InsertingServer:
         return result
 
     async def _before_retry(self, error: Exception, counts_as: Literal["insert_waits", "permit_waits"] | None) -> None:
-        """Counts and logs a failure after which a call is repeated. Raises the error if a repetition would not help."""
+        """Counts and logs a failure after which a call is repeated. Raises the error if a repetition would not help.
+
+        If a full table refuses an insert and `on_full` is "skip", raises LeftOut.
+        """
         match error:
             case DeadlineExceededError() if counts_as is not None:
                 self._stats[counts_as] += 1
@@ -304,7 +309,8 @@ def run_worker(
 ) -> GeneratorStats:
     """Runs the worker that `make` returns to its end, or until Ctrl-C or SIGTERM. Returns the last statistics.
 
-    `on_stop` is called at these signals.
+    `make` gets the client that `connect` returns. A worker has `run`, `stop` and `stats`: a RolloutGenerator or a
+    Stage. `on_stop` is called at these signals.
     """
 
     async def main() -> GeneratorStats:
@@ -324,7 +330,7 @@ def run_worker(
             stats: GeneratorStats = worker.stats
             return stats
 
-    return user_code.run(main())
+    return user_code.run(main())  # as `asyncio.run`, guarded against SystemExit of users' callbacks
 
 
 def _is_prompt_indexed(info: ServerInfo, tables: Sequence[str]) -> bool:

@@ -81,7 +81,7 @@ class Advantages:
                 async with asyncio.timeout(self._timeout) as limit:
                     return await user_code.call(function, rewards_G.copy(), **facts_for(function, facts))
             except TimeoutError as error:
-                how = f"raised TimeoutError: {error}"
+                how = f"raised TimeoutError: {error}"  # by the function itself, unless `limit` has expired
                 if limit.expired():
                     how = f"took longer than {self._timeout:g} s (reward_timeout)"
                 raise AdvantageError(f"{failed} {how}{user_code.where(function, error)}") from error

@@ -119,7 +119,7 @@ class Scorer:
         names = [reward.name for reward in self.rewards]
         if not names and rewards is not None:
             raise ValueError("rewards must name at least one function, or be None if rollouts bring their own")
-        all_names = [*names, OWN_REWARD]
+        all_names = [*names, OWN_REWARD]  # `score` lists the rewards of environments under OWN_REWARD
         if len(set(all_names)) < len(all_names):
             raise ValueError(f"reward functions need names of their own, not {', '.join(names)}: give Reward a name")
         self._timeout = timeout
@@ -159,10 +159,10 @@ class Scorer:
         if any(value is not None for value in own) or not self.rewards:
             weights[OWN_REWARD] = 1.0
             by_name[OWN_REWARD] = _own_rewards(own)
-        total = np.zeros(len(texts))
-        abstained = np.ones(len(texts), np.bool_)
+        total = np.zeros(len(texts))  # (G,)
+        abstained = np.ones(len(texts), np.bool_)  # (G,) True: no function so far has scored the rollout
         for name, rewards in by_name.items():
-            total += weights[name] * np.nan_to_num(rewards)
+            total += weights[name] * np.nan_to_num(rewards)  # a function that abstained adds 0
             abstained &= np.isnan(rewards)
         total[abstained] = math.nan
         largest = float(np.abs(total[~abstained]).max(initial=0.0))
@@ -222,7 +222,7 @@ class Scorer:
                 async with asyncio.timeout(self._timeout) as limit:
                     return await _results(reward.function, row, list(texts), list(rollouts or ()))
             except TimeoutError as error:
-                if not limit.expired():
+                if not limit.expired():  # the function itself has raised TimeoutError
                     raise _failed(reward, f"raised TimeoutError: {error}", error) from error
                 what = counted(len(texts), "completion")
                 raise _failed(reward, f"took longer than {self._timeout:g} s for {what}") from error
@@ -350,6 +350,7 @@ def load_reward(name: str) -> Reward:
         check_installed()
     function = BUILT_IN_REWARDS[built_in]
     if answer_field:
+        # The name is given, since a partial has none.
         return Reward(partial(function, answer_field=answer_field), weight, built_in)
     return Reward(function, weight)
 

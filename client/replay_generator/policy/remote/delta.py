@@ -128,8 +128,8 @@ def _change(words: Words, delta: IO[bytes]) -> None:
     packed = [delta.read(length) for length in lengths]
     coded_gaps, low, high = (np.frombuffer(zlib.decompress(part), np.uint8) for part in packed)
     ends_gap = coded_gaps != 255  # True for the last byte of each gap, which a changed number follows
-    # (N,) All gaps up to a changed number, plus 1 for each changed number up to it, count the numbers up to it. Its
-    # position is one less.
+    # (N,) The sum of the gaps 0 to i, plus 1 for each of the changed numbers 0 to i, counts all numbers up to the
+    # changed number i, which is included. Its position is one less.
     positions = np.cumsum(coded_gaps + ends_gap, dtype=np.int64)[ends_gap] - 1
     zigzag = low | high.astype(np.uint16) << 8
     words[positions] += zigzag >> 1 ^ -(zigzag & 1)  # the change, modulo 2^16

@@ -98,7 +98,8 @@ class Fetcher:
         try:
             cache = self._own_folder(Path(self._config.weights_cache) / "replay-weights")
             return str(self._fetch(location, cache))
-        # ValueError and the errors after it come from a manifest with an unexpected content, and from a damaged file.
+        # ValueError and the errors after it mean that the manifest has an unexpected content, or that a file is
+        # damaged.
         except (OSError, HTTPException, ValueError, LookupError, TypeError, AttributeError) as error:
             host = urlsplit(location).hostname or ""
             scheme = location.partition(":")[0]
