@@ -195,7 +195,7 @@ class InsertingServer:
         settings = await self._described()
         with contextlib.suppress(ReplayError):  # after such an error, the next call of `observe` tries again
             accepted = await self._describe(settings | report)
-            if not accepted:  # the server may refuse only the report, and accept the settings
+            if not accepted:  # the server may refuse only the report, and accept the settings alone
                 accepted = await self._describe(settings)
             if accepted:
                 self._is_known = True

@@ -263,8 +263,10 @@ class StoredPartialGroups(PartialGroups):
         await self._items.end(_item_of(group))
 
     async def requeue_all(self) -> None:
-        """Stores the finished rollouts, and requeues all groups, if the server can be reached within LAST_WORD seconds
-        for each of the two. Raises no errors of the server."""
+        """Stores the finished rollouts, and then requeues all groups.
+
+        Each of these two steps is given up after LAST_WORD seconds. Errors of the server are not raised.
+        """
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(LAST_WORD):
                 groups = [group for _, group in self._items.held.values()]

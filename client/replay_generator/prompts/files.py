@@ -125,7 +125,7 @@ def _opened(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
         try:
             unpacked = gzip.GzipFile(fileobj=file)
             stack.callback(unpacked.close)
-            yield cast("IO[bytes]", unpacked)
+            yield cast("IO[bytes]", unpacked)  # the code inside of the context reads the file, which raises the errors
         except (EOFError, gzip.BadGzipFile, zlib.error) as error:
             raise ValueError(f"{path}: a damaged gzip file: {error}") from error
 
@@ -173,7 +173,7 @@ def _object(text: str) -> dict[str, Any]:
         raise ValueError("it is nested too deeply") from None
     except json.JSONDecodeError as error:
         raise ValueError(f"{error}: it is no JSON, and each line must be an object") from error
-    if not isinstance(row, dict):
+    if not isinstance(row, dict):  # JSON of another type, such as a list
         raise ValueError(f"a {type(row).__name__} where an object belongs")
     return row
 
@@ -420,7 +420,10 @@ def is_of_arrow(rows: Any) -> bool:
 
 
 def _rows_of_file(path: str | os.PathLike[str], template_columns: Sequence[str]) -> Rows:
-    """The rows of one file, as an object of the class for its form."""
+    """The rows of one file. Raises ValueError for a file of an unknown form, or a damaged file.
+
+    A row that cannot be read raises an error only when it is needed.
+    """
     name = str(path)
     with _opened(path) as file:
         _refuse_others(path, file)
@@ -471,7 +474,7 @@ def _folder_rows(folder: Path, split: str, template_columns: Sequence[str]) -> F
     if list(by_split) == [""]:  # no file is named after a split
         by_split = {"train": files}
     chosen = by_split.get(split)
-    if not chosen:  # the split may have a name that is not in _SPLITS
+    if not chosen:  # `split` may be no name in _SPLITS. Then files with this word in their names are chosen
         chosen = [path for path in by_split.get("", ()) if split in path.name]
     if not chosen:
         names = ", ".join(sorted(name or "others" for name in by_split))
@@ -578,11 +581,11 @@ def open_rows(source: str, *, split: str = "train", template_columns: Sequence[s
         raise ValueError("the prompts have no name: give a file, a folder, or a data set")
     if source != STDIN and not path.exists() and _is_path(source):
         raise FileNotFoundError(f"there is no file or folder {source}")
-    if source == STDIN or (path.exists() and not path.is_dir()):
+    if source == STDIN or (path.exists() and not path.is_dir()):  # a file or a pipe
         rows: Rows = file_rows(source, template_columns)
     elif path.is_dir() and not _is_saved_data_set(path):
         rows = _folder_rows(path, split, template_columns)
-    else:
+    else:  # a folder that `datasets` has saved, or the name of a data set on the hub
         rows = _data_set(source, split, template_columns)
     if not len(rows):
         raise ValueError(f"{source} has no prompts")

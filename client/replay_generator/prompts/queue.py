@@ -153,6 +153,7 @@ class LeasedItems(Generic[T]):
     async def draw(self, timeout: float, exclude: Sequence[int] = ()) -> tuple[Sample, T]:
         """The next item and its value. `exclude`: keys of items to skip. Raises DeadlineExceededError if none comes."""
         while True:
+            # `sample` returns a list with one item. If none comes in time, `_answer` lets DeadlineExceededError pass.
             (sample,) = await self._answer(
                 self._client.sample, self._table, timeout=timeout, lease=self._lease, exclude=exclude
             )
@@ -160,6 +161,7 @@ class LeasedItems(Generic[T]):
                 item = self._decode(sample)
             except ValueError as error:
                 await self.reject(sample, error)
+                # Without a single group after so many items, this table cannot be the right one.
                 if self._stats["items_rejected"] >= _MOST_FOREIGN and not self._stats["groups"]:
                     wrong = f"table {self._table!r} holds other things than {self._what}: use another one"
                     raise ReplayError(wrong) from error
@@ -207,7 +209,7 @@ class LeasedItems(Generic[T]):
                 await self.end([sample for sample, _ in self.held.values()], requeue=True)
 
     def _lose(self, lost: list[SampleInfo]) -> None:
-        """Forgets the items whose leases have ended, and calls `on_lost` for each."""
+        """Forgets the items whose leases have ended, and calls `on_lost` for each. The renewer calls this method."""
         held = [self.held[info.lease_id] for info in lost if info.lease_id in self.held]
         for sample, item in held:
             self.forget([sample])
