@@ -212,6 +212,7 @@ class GeneratorConfig:
     """Seconds for which groups under way may go on after `stop`."""
 
     def __post_init__(self) -> None:
+        """Raises ValueError for settings that do not go together, and for names and functions that cannot be used."""
         if self.min_rollouts is not None and self.min_rollouts > self.group_size:
             raise ValueError(f"min_rollouts {self.min_rollouts} is more than group_size {self.group_size}")
         if self.group_timeout is not None and (self.partial_groups_table is None or self.min_rollouts is None):
@@ -292,6 +293,7 @@ class StageConfig:
     """Wait, or skip the group, if a full table with `when_full = "reject"` refuses it."""
 
     def __post_init__(self) -> None:
+        """Raises ValueError for settings that do not go together, and for a priority function that cannot be found."""
         if self.source_table in self.tables:
             raise ValueError(
                 f"tables are those of groups that are handed on, and {self.source_table!r} is where they come from"

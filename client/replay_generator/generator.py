@@ -101,6 +101,7 @@ class RolloutGenerator:
         self._maker = GroupMaker(engine, self._policy, reward, self.config, group_filter, rollout, stats)
         self._server = GeneratorServer(client, self.config, stats, self._policy)
         self._given_up = GivenUpWatch()
+        """Counts the groups that were given up as too old, for a report to the server."""
         self._server.watches = [*self._maker.watches, self._given_up]
         if isinstance(rollout, Watch):
             self._server.watches = [*self._server.watches, rollout]
@@ -230,7 +231,7 @@ class RolloutGenerator:
 
     async def _start_groups(self) -> None:
         """Starts a group for each prompt in turn, when there is room and a permit. Returns when all have ended."""
-        admission = await self._server.begin()
+        admission = await self._server.begin()  # True: groups need permits
         if self.config.max_concurrent_groups is None and not admission:
             raise ReplayError(
                 f"max_concurrent_groups = None needs [admission] for {', '.join(self.config.tables)}: set one of them"
@@ -261,7 +262,9 @@ class RolloutGenerator:
             task.add_done_callback(lambda _: self._slots.release())
 
     async def _next(self, admission: bool, times: GroupTimes) -> PartialGroup | None:
-        """The next group to work at. Opens groups until one can be worked at. None: all groups have ended.
+        """The next group to work at. Opens groups until one can be worked at.
+
+        None: no prompt is left, all groups of this generator have ended, and other generators have left none.
 
         A group that this method opens is not returned at once. In the next turn of the loop, `_partial_groups.next`
         returns the oldest group that nobody works at: this one or, if groups are stored, perhaps one that another
@@ -430,7 +433,7 @@ class RolloutGenerator:
             elif isinstance(error, TooOldToFinish):
                 self._metrics.count_given_up(times)
                 self._given_up.record(self._server.tags_of(work))
-            elif error.counts_as is not None:
+            elif error.counts_as is not None:  # a LeftOut that nobody has counted yet
                 self._metrics.stats[error.counts_as] += 1
                 if error.counts_as in ("groups_refused_stale", "prompts_lost"):  # the insert failed, so `group` exists
                     self._metrics.stats["tokens_wasted"] += group.num_tokens
@@ -525,6 +528,7 @@ def run_generator(
     """
 
     def make(client: AsyncReplayClient) -> RolloutGenerator:
+        """Makes the generator, with the client of `connect`. `run_worker` calls this function on the event loop."""
         return RolloutGenerator(
             client,
             engine,

@@ -46,7 +46,7 @@ def assemble(played: Sequence[PlayedRollout], version: int, **fields: Any) -> Ro
     version_end = None  # all tokens have the same version
     if last != first:
         version_end = last
-        columns["policy_versions"] = ("token", versions)
+        columns["policy_versions"] = ("token", versions)  # the axis, and an array for each sequence
     all_are_trained = all(mask.all() for mask in masks)
     group = group_from_rows(
         prompts=[sequence.token_ids[: sequence.head] for sequence in sequences],

@@ -175,6 +175,7 @@ def decode_rollout(column: npt.NDArray[Any]) -> PlayedRollout:
     sequences = []
     played_sequences = []
     for index, stored in enumerate(fields["sequences"]):
+        # `vector` raises ValueError for an array of another dtype or shape.
         token_arrays = {name: vector(name, arrays[f"{index}/{name}"], dtype) for name, dtype in TOKENS.items()}
         sequence = RolloutSequence(())  # empty; all its attributes are set here
         for name, values in token_arrays.items():

@@ -122,7 +122,7 @@ class InsertingServer:
         self._last_report: dict[str, str] = {}
         """The descriptions of the watches that were last sent to the server."""
         self._needs_prompt_tag = False
-        """True if a table of these groups indexes the tag `prompt_id`."""
+        """True if a table of these groups needs the tag `prompt_id`; see `_is_prompt_indexed`."""
         self._waiting = WaitLog(who)
         self._table_full = WaitLog(who)
 
@@ -145,6 +145,7 @@ class InsertingServer:
                     f"the server has no table {table!r}, only {', '.join(info.tables)}: declare it or, for groups that "
                     f"are not finished, add it to permit_tables in its [admission]"
                 )
+            # Groups for `admission.table` need permits. A group keeps its permit while it is in one of `stages`.
             if admission and admission.table in self._settings.tables and table not in admission.permit_tables:
                 raise ReplayError(
                     f"the server's [admission] has permit_tables = {[*admission.permit_tables]}, without {table!r}: "
@@ -155,7 +156,7 @@ class InsertingServer:
     def _check_trainers(self, info: ServerInfo) -> None:
         """Raises ReplayError if a connected trainer would scale the advantages of a user's own function again."""
         own = json.loads(self._settings.described().get("advantages", '""'))  # the function's name; "": none
-        for name, settings in info.settings_of("trainer"):
+        for name, settings in info.settings_of("trainer"):  # of each connected trainer
             why = why_scaled_again(settings.get("scale_rewards"), own)
             if why:
                 raise ReplayError(f"trainer {name}: {why}")
@@ -270,7 +271,7 @@ class InsertingServer:
             await self._before_retry(error, counts_as)
 
         result = await Patience(failed).result(partial(call, *args, **options))
-        self._waiting.go_on()
+        self._waiting.go_on()  # logs the end of a wait, if there was one
         return result
 
     async def _before_retry(self, error: Exception, counts_as: Literal["insert_waits", "permit_waits"] | None) -> None:
@@ -307,17 +308,18 @@ def run_worker(
     make: Callable[[AsyncReplayClient], Any],
     on_stop: Callable[[], None] | None = None,
 ) -> GeneratorStats:
-    """Runs the worker that `make` returns to its end, or until Ctrl-C or SIGTERM. Returns the last statistics.
+    """Runs the worker that `make` returns to its end, or until a signal such as Ctrl-C (`stop_signals`).
 
-    `make` gets the client that `connect` returns. A worker has `run`, `stop` and `stats`: a RolloutGenerator or a
-    Stage. `on_stop` is called at these signals.
+    Returns the last statistics. `make` gets the client that `connect` returns. A worker has `run`, `stop` and `stats`:
+    a RolloutGenerator or a Stage. `on_stop` is called at these signals.
     """
 
     async def main() -> GeneratorStats:
+        """Makes the client and the worker on the event loop, and runs the worker."""
         async with connect() as client:
             worker = make(client)
 
-            def stop() -> None:
+            def stop() -> None:  # the event loop calls it at each signal
                 if on_stop is not None:
                     on_stop()
                 worker.stop()
@@ -334,7 +336,10 @@ def run_worker(
 
 
 def _is_prompt_indexed(info: ServerInfo, tables: Sequence[str]) -> bool:
-    """True if one of these tables, or a table to which they forward items, indexes the tag `prompt_id`."""
+    """True if one of these tables, or a table to which they forward items, needs the tag `prompt_id`.
+
+    A table needs the tag if it indexes the tag, or balances its draws by the tag.
+    """
     names = list(tables)
     for name in names:  # the loop also visits the names that it appends
         table = info.tables.get(name)

@@ -274,6 +274,7 @@ class StoredPartialGroups(PartialGroups):
         await self._items.close()
 
     def check(self) -> None:
+        """Also asserts that each group is held under its own item, and that no held group waits to be drawn."""
         super().check()
         self._items.check()
         held = {sample.info.key for sample, _ in self._items.held.values()}

@@ -68,8 +68,11 @@ class Scoring:
         self._single_turn = single_turn
         self._advantages = Advantages(config)
         self._rewards_seen = RewardWatch(() if scorer is None else scorer.rewards)
+        """Notices that the rollouts of many groups all have the same reward."""
         self._failures_seen = FailureWatch()
+        """Notices that many rollouts fail."""
         self._lengths_seen = LengthWatch()
+        """Notices that many rollouts are cut off long before their `max_tokens`."""
 
     @property
     def watches(self) -> Sequence[Watch]:

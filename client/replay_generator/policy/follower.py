@@ -311,7 +311,7 @@ class PolicyFollower:
                         "read them (a shared file system, the same path on both), and keep the newest"
                     ) from error
                 policy, folder = await self._fetched(newest)
-        beat()
+        beat()  # for health checks, new weights are progress
         self._loaded = _named(policy)
         self.version = policy.version
         self.newest_version = max(self.newest_version, policy.version)

@@ -337,6 +337,7 @@ def _arguments_as_objects(messages: _Messages) -> _Messages:
     """
 
     def as_object(function: Mapping[str, Any]) -> Any:
+        """The arguments of a call, for `_with_arguments`."""
         try:
             return arguments_of(function)
         except ChatError as error:

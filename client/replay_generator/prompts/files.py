@@ -261,6 +261,7 @@ def _has_lines_of_one_object(start: bytes) -> bool:
 
 
 def _is_json(line: bytes) -> bool:
+    """True if the line is JSON of any type."""
     try:
         json.loads(line)
     except (ValueError, RecursionError):
@@ -280,6 +281,7 @@ class FileRows:
     in_memory = True
 
     def __post_init__(self) -> None:
+        """Computes the ends of the files, and the columns that any of them has."""
         self._ends = list(accumulate(len(part) for part in self.parts))
         """For each file, the number of rows in this file and all files before."""
         self.columns: Sequence[str] | None = None
@@ -362,6 +364,7 @@ class ArrowRows:
         return len(self.rows)
 
     def __getitem__(self, index: int) -> Any:
+        """The row, as objects of Python. Raises ValueError for values that are nested too deeply."""
         if not 0 <= index < len(self.rows):
             raise IndexError(index)
         if hasattr(self.rows, "to_pylist"):  # a table of pyarrow
@@ -374,6 +377,7 @@ class ArrowRows:
         return f"{self.name}, row {index + 1} (index {index})"
 
     def each(self) -> Iterator[Any]:
+        """Yields all rows in their order; see Rows. Arrow converts _AT_ONCE rows at once, which is faster."""
         for start in range(0, len(self.rows), _AT_ONCE):
             if hasattr(self.rows, "to_pylist"):  # a table of pyarrow
                 rows = self.rows.slice(start, _AT_ONCE).to_pylist()

@@ -107,6 +107,7 @@ class IteratedPrompts(PromptQueue):
         self._count = 0
 
     async def next(self) -> DrawnPrompt | None:
+        """The next prompt; None: the iterable has ended. Raises PromptError for a value that is no prompt."""
         # The iterable runs in a thread: the next prompt of a streamed data set may take long.
         source = await in_daemon_thread(lambda: next(self._prompts, _THE_END))
         if source is _THE_END:

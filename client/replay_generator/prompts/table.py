@@ -114,7 +114,7 @@ class PromptsTable(PromptQueue):
         self._stats = stats
         self._bad_in_a_row = 0
         self._names = ""
-        """The hash `names_of` the rows."""
+        """A hash of the names of some prompts (`names_of`). A cursor with another hash is of other prompts."""
         self._items = LeasedItems(
             client,
             answer,
@@ -502,7 +502,7 @@ class CurriculumPrompts(PromptsTable):
         """The number `run` of the first cursor. Raises ReplayError if the table has no first cursor, or if it was
         loaded from other prompts."""
         keys = [key_of("begin", self.table, beginning) for beginning in range(_MOST_BEGINNINGS)]
-        for item in await self._answer(self._client.get, keys):
+        for item in await self._answer(self._client.get, keys):  # returns only the items that the server has
             with contextlib.suppress(ValueError):  # a damaged item is no cursor
                 cursor = decode_item(item.payload)
                 if isinstance(cursor, PromptCursor) and self.table in item.tables:

@@ -83,6 +83,7 @@ class Reward:
     """The name in metrics and errors; "": the function's own name."""
 
     def __post_init__(self) -> None:
+        """Raises ValueError for a reward that cannot be used. Sets the `name` if there is none."""
         if not callable(self.function):
             raise ValueError(f"a reward must be a function, not {self.function!r}")
         if not math.isfinite(self.weight):
@@ -124,9 +125,9 @@ class Scorer:
             raise ValueError(f"reward functions need names of their own, not {', '.join(names)}: give Reward a name")
         self._timeout = timeout
         self._threads = asyncio.Semaphore(threads or 1)
-        """The threads for functions that are not `thread_safe`."""
+        """Limits how many calls of functions that are not `thread_safe` run in threads at the same time."""
         self._safe_threads = asyncio.Semaphore(threads or _SAFE_THREADS)
-        """The threads for functions that are `thread_safe`."""
+        """The same limit for functions that are `thread_safe`."""
         self._has_scored = False
         """True once any rollout has had a reward. Until then, None may also come from a function without `return`."""
 

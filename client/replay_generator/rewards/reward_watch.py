@@ -31,6 +31,7 @@ class RewardWatch(Watch):
     """Counts the groups in a row whose rollouts all have one and the same reward."""
 
     def __init__(self, rewards: Sequence[Reward] = ()) -> None:
+        """`rewards`: the reward functions of the run. Some of them name the field with the expected answer."""
         self._fields: list[str] = []
         """The fields in which a row may have the expected answer. The first one that the row has counts."""
         for reward in rewards:

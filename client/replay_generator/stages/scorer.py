@@ -74,7 +74,7 @@ class GroupScorer(Stage):
         try:
             # Nobody reads the times of a stage. The generator has stored its errors of rollouts as `failures`.
             group, _ = await self._scoring.score(work, sample.info.policy_version, GroupTimes(), work.spec.failures)
-            group.meta |= tracing.carrier()
+            group.meta |= tracing.carrier()  # the trace context, for the trainer's spans
             return self._server.hand_on(group, sample.info.tags, work.spec.key)
         finally:
             self._rollouts -= size
@@ -85,6 +85,7 @@ def _carries_gradient_and(group_filter: Callable[[RolloutGroup], bool] | None) -
     passes it."""
 
     def passes(group: RolloutGroup) -> bool:
+        """The filter. Scoring calls it with each scored group, and leaves out the group if the result is False."""
         if not carries_gradient(group):
             return False
         if group_filter is None:
@@ -101,6 +102,7 @@ class RolloutScoring(Scoring):
         """`others`: the further arguments of Scoring."""
         super().__init__(scorer, config, *others)
         self._slots = asyncio.Semaphore(config.concurrency or CONCURRENCY)
+        """Limits how many rollouts, or whole groups, are scored at the same time."""
         self._attempts = config.attempts
 
     async def _rewards(

@@ -161,7 +161,7 @@ class Stage:
             elif error.counts_as is not None:
                 self.stats[error.counts_as] += 1
         self.stats["threads_left"] = user_code.threads_left()
-        beat()
+        beat()  # for health checks, the end of an item is progress
         if self._on_item is not None:
             user_code.call_plain(self._on_item, self.stats)
 

@@ -127,6 +127,7 @@ class Fetcher:
             address = WeightsAddress.of(location)
             is_inside = is_remote(str(root)) and address.is_inside(WeightsAddress.of(str(root)))
             if config.weights_token_file is not None:
+                # Raises ValueError if the token would go unencrypted to another machine, and this is not allowed.
                 check_token_way(
                     f"{address.host}:{address.port}",
                     is_encrypted=address.scheme == "https",
