@@ -268,7 +268,7 @@ class GeneratorConfig:
             own["advantages"] = name_of(self.advantages)
         if self.chat_template_kwargs:
             own["chat_template_kwargs"] = dict(self.chat_template_kwargs)
-        return described("generator", own)
+        return described("generator", own)  # each setting as JSON, by its name
 
 
 @settings()

@@ -138,8 +138,8 @@ class RolloutGenerator:
     async def run(self) -> None:
         """Generates until the prompts run out, `stop` is called or something fails; then closes the engine.
 
-        In the meantime the rollout hook is entered if it is a context manager (`held`), and user code that blocks the
-        event loop is logged (`LoopWatch`).
+        A rollout hook that is a context manager is entered before the run, and left after it (`held`). During the run,
+        `LoopWatch` logs user code that blocks the event loop.
 
         Raises PromptError, WeightsNotFoundError, WeightsNotAllowedError, WeightsMismatchError, StaleWeightsError,
         ServerUnavailableError, and any error of the engine.

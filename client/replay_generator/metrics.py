@@ -290,7 +290,7 @@ class GeneratorMetrics:
         """Counts new weights. `seconds`: for loading and checking them, without the wait for the groups under way."""
         self.stats["reloads"] += 1
         self.stats["policy_version"] = version
-        if self.path is not None:
+        if self.path is not None:  # without a file, no line would ever clear these values
             self._values["reload_seconds_mean"].append(seconds)
 
     def count_skipped(self, error: Exception, most: int) -> None:

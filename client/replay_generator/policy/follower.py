@@ -111,6 +111,7 @@ class PolicyFollower:
             if self._config.reload == "between_groups":
                 await self._condition.wait_for(lambda: not self._reloading)
             self._generating += 1
+        # The oldest version among the tokens that the group has, and those that it will get.
         version = self.version if oldest is None else min(oldest, self.version)
         limit = asyncio.timeout(None)  # `_give_up` lets it expire, which raises TimeoutError inside
         try:

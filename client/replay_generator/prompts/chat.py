@@ -145,7 +145,7 @@ def _before(ids: list[int], plain: list[int]) -> list[int] | None:
 
 
 def _special_ids(tokenizer: Any) -> set[int]:
-    """The ids of all special tokens, without the id that stands for unknown text."""
+    """The ids of all special tokens, without the id that stands for unknown text, which any text may contain."""
     ids = set(tokenizer.all_special_ids)
     added = getattr(tokenizer, "added_tokens_decoder", {})
     for token_id, token in added.items():
@@ -454,7 +454,7 @@ def tools_of(value: Any) -> list[Any]:
         raise ChatError(f"'tools' must be a list of objects, or its JSON, not {tools!r:.200}")
     checked_tools = []
     for packed_tool in tools:
-        tool = _unpacked("tools", packed_tool)
+        tool = _unpacked("tools", packed_tool)  # a tool in the list may be JSON by itself
         function = None
         if isinstance(tool, Mapping):
             function = tool.get("function", tool)  # some clients write the function itself in the place of the tool

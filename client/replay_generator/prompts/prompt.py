@@ -235,7 +235,7 @@ def _content(name: str, value: Any) -> str | tuple[Message, ...]:
     if isinstance(value, list | tuple) and value:
         try:
             messages = chat.clean(value)
-            chat.check_words(messages)
+            chat.check_words(messages)  # raises ChatError for words of the assistant that cannot be continued
             for function in chat.functions_of(messages):
                 chat.arguments_of(function)  # raises ChatError for arguments that are no object
         except chat.ChatError as error:

@@ -421,7 +421,7 @@ class EpochPrompts(PromptsTable):
             await self._wait_for_others()
             await self._items.end([sample], requeue=True)
             return
-        # In a thread, because the order of millions of rows would hold up the event loop.
+        # The order is computed in a thread: for millions of rows, this would hold up the event loop.
         order = await in_daemon_thread(lambda: epoch_order(cursor.rows, cursor.seed, cursor.epoch))
         rows = order[cursor.position : cursor.position + WINDOW].tolist()
         epoch = cursor.epoch

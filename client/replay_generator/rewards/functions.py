@@ -206,7 +206,7 @@ class Scorer:
             numbers = np.array([number_of(value) for value in values if value is not None])
         except ValueError as error:
             raise _failed(reward, f"returned {error}") from error
-        if not (np.abs(numbers) <= LARGEST).all():
+        if not (np.abs(numbers) <= LARGEST).all():  # NaN is refused too
             raise _failed(reward, f"returned {numbers.tolist()}: rewards must be finite, in float32 too")
         is_number = [value is not None for value in values]
         rewards = np.full(len(values), math.nan)
@@ -251,7 +251,7 @@ def _own_rewards(rewards: Sequence[float | None]) -> npt.NDArray[np.float64]:
             f"or the generator gets a reward function"
         )
     own = np.array(rewards, np.float64)
-    if not (np.abs(own) <= LARGEST).all():
+    if not (np.abs(own) <= LARGEST).all():  # NaN is refused too
         raise RewardError(f"the hook gave the rewards {own.tolist()}: they must be finite, in float32 too")
     return own
 

@@ -61,7 +61,7 @@ def marked_answer(text: str) -> str | None:
         with_unit = _WITH_UNIT.fullmatch(answer)
         if with_unit is None:
             return answer
-        return with_unit[1]
+        return with_unit[1]  # the answer without its unit
     return None
 
 
@@ -73,7 +73,7 @@ def _in_braces(text: str) -> str | None:
         return None
     if not text.startswith("{"):
         word = text.split(maxsplit=1)[0]
-        return word.strip("$.")  # TeX needs no braces around a single word, as in "$\\boxed 72$."
+        return word.strip("$.")  # without the dollar sign and the full stop of "$\boxed 72$."
     depth = 0
     for index, character in enumerate(text):
         if character == "{":
@@ -111,7 +111,7 @@ def same_answer(expected: Sequence[str], text: str) -> bool:
             marked = solution
         right_answers.append(marked.strip())
     if answer is not None:
-        if not answer or len(answer) > _MOST_ANSWER:  # the mark is empty, or holds no answer
+        if not answer or len(answer) > _MOST_ANSWER:  # the mark is empty, or holds too much for an answer
             return False
         if answer in right_answers:
             return True

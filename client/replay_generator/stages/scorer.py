@@ -154,7 +154,7 @@ class RolloutScoring(Scoring):
         async with self._slots:
             for attempt in range(self._attempts):
                 if attempt:
-                    await asyncio.sleep(_PAUSE * 2 ** (attempt - 1))
+                    await asyncio.sleep(_PAUSE * 2 ** (attempt - 1))  # the pause doubles after each attempt
                 try:
                     return await scorer.score(prompt.row, texts, rollouts)
                 except RewardError as error:
@@ -167,6 +167,7 @@ def run_scorer(
 ) -> GeneratorStats:
     """Runs a GroupScorer to its end, for callers without an event loop. Returns the last statistics.
 
-    `connect`: see `run_stage`. `options`: further arguments of GroupScorer, by name.
+    `connect` makes the client, on the event loop that uses the client. `options`: further arguments of GroupScorer, by
+    name.
     """
     return run_worker(connect, lambda client: GroupScorer(client, reward, config, **options))

@@ -151,14 +151,14 @@ class Stage:
                 await self._items.end([sample])
             else:
                 await self._hand_on(sample, result)
-        except LeaseEndedError:
+        except LeaseEndedError:  # another process may work at the item now
             self._items.forget([sample])
             self.stats["leases_lost"] += 1
         except (LeftOut, PromptError, ValueError) as error:
             await self._items.end([sample])
             if not isinstance(error, LeftOut):
-                self._metrics.count_skipped(error, _MOST_SKIPPED)
-            elif error.counts_as is not None:
+                self._metrics.count_skipped(error, _MOST_SKIPPED)  # raises after so many in a row
+            elif error.counts_as is not None:  # a LeftOut that nobody has counted yet
                 self.stats[error.counts_as] += 1
         self.stats["threads_left"] = user_code.threads_left()
         beat()  # for health checks, the end of an item is progress

@@ -111,10 +111,10 @@ def _record(before: Words, after: Words) -> bytes:
     # The last byte of gap i stands behind the last bytes of i gaps, and behind the bytes 255 of the gaps 0 to i.
     coded_gaps[np.arange(gaps.size) + skips.cumsum()] = gaps % 255
     changes = after[positions] - before[positions]  # (N,) modulo 2^16
-    # The sign moves from the highest bit to the lowest. All other bits of a negative change are inverted: -1 in uint16
-    # has all 16 bits.
+    # The sign moves from the highest bit to the lowest. All other bits of a negative change are inverted, by an XOR
+    # with -1, which in uint16 has all bits set.
     zigzag = changes << 1 ^ -(changes >> 15)
-    low = zigzag.astype(np.uint8)
+    low = zigzag.astype(np.uint8)  # modulo 2^8
     high = (zigzag >> 8).astype(np.uint8)
     parts: list[Any] = [coded_gaps, low, high]
     packed = [zlib.compress(part, _FASTEST) for part in parts]

@@ -230,7 +230,8 @@ class Fetcher:
         folder.mkdir(parents=True)
         delta = folder / ".delta"
         for name in wanted:
-            if "/" in name or name in ("trainer.pt", ".", ".."):  # deltas, and the file that only a resume needs
+            # Leaves out deltas, the file that only a resume needs, and names that would lead out of the folder.
+            if "/" in name or name in ("trainer.pt", ".", ".."):
                 continue
             file = folder / name
             if base is not None and is_weights(name):
@@ -292,5 +293,5 @@ def _opener(url: str, tls: ssl.SSLContext) -> OpenerDirector:
     """An opener as `urlopen` uses it, but without redirects, and without a proxy for addresses of a private network."""
     handlers: list[BaseHandler] = [HTTPSHandler(context=tls), _NoRedirects()]
     if is_near(urlsplit(url).hostname or ""):
-        handlers.append(ProxyHandler({}))
+        handlers.append(ProxyHandler({}))  # no proxies, in the place of those that the environment names
     return build_opener(*handlers)

@@ -112,7 +112,8 @@ class WeightsServer(ThreadingTCPServer):
                     return False
                 if seconds <= 0:
                     self._end(replaced)
-            # Wait until the connection may be replaced; or, if it was, look again at once for the room that it left.
+            # If a connection was replaced, the loop looks at once for the room that it has left. Otherwise the loop
+            # looks again when a connection may be replaced, or after _LOOK seconds: one may have ended by itself.
             time.sleep(min(max(seconds, 0.0), _LOOK))
 
     def _replaceable(self) -> tuple[socket.socket | None, float]:
