@@ -94,7 +94,7 @@ class PartialGroup:
         assert index in self.missing, f"rollout {index} of {self.spec.group_size} is finished already"
         self.rollouts[index] = played
         self.unstored[index] = played
-        self.changed.set()
+        self.changed.set()  # wakes the task that stores rollouts, if there is one
         if self.sample is None:  # without a table of partial groups, a finished rollout counts as safe
             played.rollout.settle()
 
