@@ -128,6 +128,7 @@ class RolloutGenerator:
         self._ended = asyncio.Event()
         """Set by `stop`, and by a failure."""
         self._failure: BaseException | None = None
+        """The error that has ended the run; None: there is none."""
 
     @property
     def stats(self) -> GeneratorStats:

@@ -115,6 +115,7 @@ class InsertingServer:
         self._who = who
         self._keys = KeySequence()  # for groups that have no key yet
         self._last_info: ServerInfo | None = None
+        """The state of the server that `observe` got last, to notice a restart; None: `observe` was not called yet."""
         self._is_known = False
         """True while the server knows the settings of this process."""
         self.watches: Sequence[Watch] = ()
@@ -124,7 +125,9 @@ class InsertingServer:
         self._needs_prompt_tag = False
         """True if a table of these groups needs the tag `prompt_id`; see `_is_prompt_indexed`."""
         self._waiting = WaitLog(who)
+        """Logs the waits of calls that are repeated, except those for a full table that refuses groups."""
         self._table_full = WaitLog(who)
+        """Logs that a full table refuses groups (`when_full`)."""
 
     async def look(self, *stages: str | None) -> ServerInfo:
         """Asks the server for its tables and settings, and checks that they suit this process.

@@ -80,7 +80,8 @@ class PartialGroup:
     lost: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when another generator may work at the group."""
     unstored: dict[int, PlayedRollout] = field(default_factory=dict)
-    """Finished rollouts that the server does not have, by their numbers."""
+    """Finished rollouts that were not sent to the server yet, by their numbers. A rollout that cannot be stored leaves
+    this dict unsent."""
     changed: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when there is a new rollout to store, or the lease is lost."""
 
@@ -119,6 +120,7 @@ class PartialGroups:
 
     def __init__(self) -> None:
         self._ready = deque[PartialGroup]()
+        """The groups that were opened, and that nobody works at yet, the oldest first."""
 
     async def open(self, group: PartialGroup, permit: PermitGrant | None, version: int) -> None:
         """Begins a group. `permit`: None if it needs none. `version`: the policy that will draw its rollouts."""

@@ -91,6 +91,7 @@ class PolicyFollower:
         self._names: Set[str] = frozenset()
         """The names of the tensors of whole weights that have passed their probe."""
         self._facts: dict[str, Any] | None = None
+        """The result of `facts`; None: `facts` was not called yet."""
         self.newest_version = 0
         """The trainer's newest version, as far as this process knows."""
         self.without_weights = False

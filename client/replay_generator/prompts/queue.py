@@ -105,6 +105,7 @@ class IteratedPrompts(PromptQueue):
     def __init__(self, prompts: Iterable[PromptSource]) -> None:
         self._prompts = iter(prompts)
         self._count = 0
+        """The number of values that the iterable has yielded, for errors."""
 
     async def next(self) -> DrawnPrompt | None:
         """The next prompt; None: the iterable has ended. Raises PromptError for a value that is no prompt."""

@@ -72,9 +72,11 @@ class WeightsServer(ThreadingTCPServer):
         self._folder = folder.resolve()
         self.listen = listen
         self._lock = threading.Lock()
+        """Held while `_open` is read or changed, since each connection has a thread of its own."""
         self._open: dict[socket.socket, _Progress] = {}
         """The open connections with their progress, the oldest first."""
         self._most = connection_bounds.most_connections()
+        """The most connections that may be open at the same time."""
         self.address_family = socket.AF_INET6 if ":" in listen.socket_address[0] else socket.AF_INET
         super().__init__(listen.socket_address, partial(_VersionsHandler, directory=str(self._folder)))
 
