@@ -113,12 +113,13 @@ class Checkpointer:
         if name:
             self.directory.file(name)  # raises Refused for a bad name
         await self._turn.acquire()
+        # A task of its own, shielded below, so that a cancelled call does not end the checkpoint.
         self._task = asyncio.create_task(self._make(name))
         self._task.add_done_callback(lambda _: self._turn.release())
         return await asyncio.shield(self._task)
 
     async def _make(self, name: str) -> Checkpoint:
-        """Writes a checkpoint in a folder beside its path, then seals it and moves it there. Raises Refused."""
+        """Writes a checkpoint in a folder beside its path, seals the file, and moves it to its path. Raises Refused."""
         began = time.monotonic()
         try:
             created = await asyncio.to_thread(self._time)
@@ -131,7 +132,7 @@ class Checkpointer:
             try:
                 partial = folder / "data.mdb"
                 if self._copy is None:
-                    await self._copy_memory(folder)
+                    await self._copy_memory(folder)  # makes `partial` in the folder
                 else:
                     await self._copy(partial)
                 checkpoint = await self._in_thread(seal, partial, path, created)
@@ -162,16 +163,19 @@ class Checkpointer:
         collector = ChangeCollector(buffer)
         buffer.watchers.append(collector)
         try:
-            # The collector notes only changes from now on. The keys known before, and all items, are told to it here.
+            # The collector notes only changes from now on. So the known keys are written here, and all items are
+            # declared as changed.
             known = list(buffer.known_keys)
             for start in range(0, len(known), _KEYS_PER_YIELD):
                 some_keys = known[start : start + _KEYS_PER_YIELD]
+                # Leaves out keys that were forgotten while the keys before them were written.
                 entry = collector.remembered_ids(buffer.known_keys.kind, some_keys)
                 await self._commit(copy, Delta(remembered=[entry]))
             keys = np.fromiter(buffer.items, np.uint64, len(buffer.items))
             await self._in_thread(keys.sort)  # LMDB fills its pages if keys come in ascending order
             collector.changed(keys)
             for rounds in count(1):
+                # Slices are written one by one while clients change items. `collect` has what has changed meanwhile.
                 for delta in collector.slices():
                     await self._commit(copy, delta)
                 is_last = collector.pending() <= _LAST_ITEMS or rounds > _MOST_ROUNDS
@@ -203,13 +207,13 @@ def _write(
     copy: LmdbStorage, delta: Delta, keys: Sequence[int], sizes: Sequence[int], payloads: Sequence[Payload]
 ) -> None:
     """Writes a delta, and those payloads that the copy does not have in this size yet. Runs on a thread."""
-    copy.delete(delta.removed)
+    copy.delete(delta.removed)  # also keys that the copy never had, which has no effect
     written_sizes = copy.sizes(keys)
     missing: Sequence[int] = range(len(keys))
     if written_sizes:
         missing = [index for index, key in enumerate(keys) if written_sizes.get(key) != sizes[index]]
     copy.put([keys[index] for index in missing], [payloads[index] for index in missing])
-    copy.commit(delta, copy.begin_commit())
+    copy.commit(delta, copy.begin_commit())  # if this raises lmdb.Error, the whole checkpoint is given up
     copy.end_commit(None)
 
 
@@ -227,5 +231,5 @@ def restore_into_memory(buffer: ReplayBuffer, checkpoint: Checkpoint) -> None:
         buffer.storage.put(keys[rows], [payload or () for payload in payloads])
     file.close()
     restore(buffer, state)
-    buffer.discard([key for key in damaged if key in buffer.items])
+    buffer.discard([key for key in damaged if key in buffer.items])  # `restore` may have dropped some of them
     log.info("restored %s from checkpoint %s", counted(len(buffer.items), "item"), checkpoint.path)

@@ -69,6 +69,7 @@ class MetricsEndpoint:
                 f"metrics_listen: cannot listen on {address}: it is in use, or not one of this machine ({error})"
             ) from error
         self._metrics = make_wsgi_app(self._registry)
+        # Replaces the library's own application, which has no /health.
         self._http.set_app(self._respond)
         self._http.RequestHandlerClass = _Handler
         self.latencies = Latencies(self._registry)
@@ -93,10 +94,11 @@ class MetricsEndpoint:
         body = f"metrics are at {PATH}, health is at {HEALTH}"
         try:
             if environ["PATH_INFO"] == PATH:
+                # Calls `ServerCollector.collect`, so it raises the errors of `_on_loop`.
                 metrics: Iterable[bytes] = self._metrics(environ, start_response)
                 return metrics
             if environ["PATH_INFO"] == HEALTH:
-                self._on_loop(lambda: None)
+                self._on_loop(lambda: None)  # does nothing, but shows that the event loop runs
                 status = "200 OK"
                 body = "ok"
         except (TimeoutError, RuntimeError):  # the event loop is busy, not there yet, or closed
@@ -188,7 +190,7 @@ def _add_fields(families: Families, message: Message, name: str, text: str, labe
     for field, option in _with_metrics(message.DESCRIPTOR):
         metric = name + option.metric
         value = getattr(message, field.name)
-        if field.is_repeated:
+        if field.is_repeated:  # messages with a name, such as tables: `option.label` is the label that holds the name
             for entry in value:
                 _add_fields(families, entry, metric, option.help, labels | {option.label: entry.name})
             continue
@@ -200,6 +202,7 @@ def _add_fields(families: Families, message: Message, name: str, text: str, labe
             continue
         if not value and option.zero_is_unknown:
             continue
+        # All tables share the family of a metric. Each adds one sample, with labels of its own.
         family = families.get(metric)
         if family is None:
             kind = CounterMetricFamily if option.counter else GaugeMetricFamily
@@ -272,8 +275,8 @@ class Latencies:
     def responded(self, method: str, response: Any, seconds: float | None) -> None:
         """Notes that a response is sent, `seconds` after the last message of the client.
 
-        `seconds` is None if that message has had a response already. A refused draw counts as a call that failed. Its
-        stream goes on, so `ended` would not count it.
+        `seconds` is None if that message has had a response already. A refused draw counts as a call that failed: the
+        error is in the response and the stream goes on, so `ended` would not count the draw.
         """
         if seconds is not None:
             self._seconds.labels(method).observe(seconds)
