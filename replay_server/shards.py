@@ -125,8 +125,8 @@ class ShardActor:
     def hand_over(self) -> int | None:
         """Takes the count of accepted groups from this shard, for another shard. Returns the count.
 
-        0 without [admission]. None: the count cannot be taken yet, because permits are in use, or because the shard is
-        still to grant a share of the permits.
+        Returns 0 if the server has no [admission]. Returns None if the count cannot be taken yet, because permits are
+        in use, or because the shard is still to grant a share of the permits.
         """
 
         def hand_over(buffer: ReplayBuffer) -> int | None:
