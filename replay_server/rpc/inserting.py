@@ -407,7 +407,10 @@ class Inserts:
 
 
 def check_message(request: pb.InsertRequest) -> None:
-    """Raises Refused if the columns of the message do not fit together."""
+    """Raises Refused if the fields of the message do not fit together.
+
+    A field with one entry for each row may also be empty.
+    """
     rows = len(request.keys)
     if rows > MAX_ROWS:
         raise invalid(f"{rows} items in one message: at most {MAX_ROWS}")

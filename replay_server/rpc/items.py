@@ -37,6 +37,7 @@ class ItemMethods:
 
     async def UpdatePriorities(self, request: pb.UpdatePrioritiesRequest, call: Call) -> pb.MutationResponse:
         """Sets the priorities of items in one table. A repetition has the same effect, so this needs no `once`."""
+        # Both fields are bytes that hold an array of numbers, each of 8 bytes.
         if len(request.keys) % 8 or len(request.priorities) % 8:
             raise invalid(f"keys and priorities of {len(request.keys)} and {len(request.priorities)} bytes: 8 for each")
         _check_keys(len(request.keys) // 8)

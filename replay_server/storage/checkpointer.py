@@ -157,7 +157,11 @@ class Checkpointer:
         return max(time.time(), latest + _APART)
 
     async def _copy_memory(self, folder: Path) -> None:
-        """Writes a data directory in `folder`, with everything that the buffer holds at the end of the call."""
+        """Writes a data directory in `folder`, with the state of the buffer at the moment of the last `collect`.
+
+        Of the remembered ids, all known keys are written. Acknowledged and requeued batches and answers to requests are
+        written only if they are remembered during this call.
+        """
         buffer = self._buffer
         copy = await self._in_thread(LmdbStorage, folder)
         collector = ChangeCollector(buffer)
@@ -178,6 +182,7 @@ class Checkpointer:
                 # Slices are written one by one while clients change items. `collect` has what has changed meanwhile.
                 for delta in collector.slices():
                     await self._commit(copy, delta)
+                # `collect` takes all pending items at one moment, so the last round should have few of them.
                 is_last = collector.pending() <= _LAST_ITEMS or rounds > _MOST_ROUNDS
                 delta = collector.collect()
                 await self._commit(copy, delta)

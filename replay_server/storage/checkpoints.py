@@ -136,11 +136,11 @@ class CheckpointDirectory:
         raise ValueError(f"no checkpoint that can be restored in {self.path}{first_problem}")
 
     def prune(self, keep: int) -> None:
-        """Removes all but the newest `keep` of the whole checkpoints that the server named, and what is left of others.
+        """Removes old checkpoints, among those that the server named: all whole ones except the newest `keep`.
 
-        The latter are folders of checkpoints that were never finished. Damaged checkpoints stay.
+        Also removes the folders of such checkpoints that were begun and never finished. Damaged checkpoints stay.
         """
-        for partial in self.path.glob(f"auto-*{SUFFIX}{PARTIAL}"):
+        for partial in self.path.glob(f"auto-*{SUFFIX}{PARTIAL}"):  # a client may have chosen a name with auto-, too
             if _OWN_NAME.match(partial.name.removesuffix(SUFFIX + PARTIAL)):
                 shutil.rmtree(partial, ignore_errors=True)
         own = [entry for entry in self.list() if _OWN_NAME.match(entry.name) and not entry.problem]

@@ -51,7 +51,10 @@ class DamagedDirectory(UnusableDirectory):
 
 
 def lock(directory: Path) -> int:
-    """Locks the directory, and returns the file descriptor of the lock. Raises UnusableDirectory, or OSError."""
+    """Locks the directory until the file descriptor that this returns is closed.
+
+    Raises UnusableDirectory if another server has the lock, and OSError if the lock file cannot be made.
+    """
     file = os.open(directory / "server.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -172,6 +172,7 @@ class LmdbFile:
 
     def __init__(self, path: Path, **options: Any) -> None:
         """Opens the file at `path`. `options` are passed to lmdb.open. Raises lmdb.Error."""
+        # No readahead, because payloads are read in any order. Three databases are used, of the eight that are possible.
         self._env = lmdb.open(str(path), map_size=MAP_SIZE, max_dbs=8, readahead=False, **options)
         create = not options.get("readonly", False)
         self._payloads = self._env.open_db(b"payloads", create=create)
@@ -585,10 +586,11 @@ class LmdbStorage(LmdbFile):
     def load(self) -> State:
         """The committed state, as LmdbFile loads it.
 
-        Raises DamagedDirectory, and UnusableDirectory if the file is not one of this version.
+        Raises DamagedDirectory if the record of the last commit is damaged, and UnusableDirectory if the file has data
+        and no such record, so that no replay server wrote it.
         """
         with self._env.begin() as txn:
-            commit = txn.get(COMMIT)
+            commit = txn.get(COMMIT)  # None: nothing was committed yet, or the file is not ours
             if commit is not None:
                 try:
                     unseal(commit)

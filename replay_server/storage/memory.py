@@ -75,7 +75,7 @@ def read_payloads(storage: Storage, keys: Sequence[int], sizes: Sequence[int]) -
     now or during the iteration. The items must be held until the iteration has ended.
     """
     slices = read_slices(sizes)
-    first = next(slices, slice(0))
+    first = next(slices, slice(0))  # slice(0) is empty: there are no keys
     first_payloads = storage.get(keys[first], sizes[first])
     return chain(first_payloads, _read_rest(storage, keys, sizes, slices))
 

@@ -131,7 +131,7 @@ class RememberedIds(NamedTuple):
 
     @classmethod
     def all_of(cls, state: State) -> list[RememberedIds]:
-        """All remembered ids of a state, in order."""
+        """All records of remembered ids in a state, the oldest first."""
         entries = []
         for name, (kind, packed_ids, answers) in state.named(REMEMBERED).items():
             ids = np.frombuffer(packed_ids, "<u8").tolist()

@@ -363,7 +363,7 @@ class ChangeCollector:
 
 def _first_free_number(state: State) -> int:
     """The number after the highest number in the names of recorded scopes and remembered ids."""
-    names = state.values.keys() | state.damaged
+    names = state.values.keys() | state.damaged  # `values` sets `damaged`: a damaged record has a number, too
     highest = 0
     for name in names:
         if name.startswith((SCOPE, REMEMBERED)):

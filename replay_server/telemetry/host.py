@@ -72,7 +72,7 @@ def disk_available(folder: Path) -> int:
 def _machine() -> Memory | None:
     """The memory of the machine; None: unknown, as on other systems than Linux."""
     try:
-        facts = _facts(Path("/proc/meminfo"))
+        facts = _facts(Path("/proc/meminfo"))  # in KiB
         return Memory("the machine", 1024 * facts["MemTotal:"], 1024 * facts["MemAvailable:"])
     except (OSError, ValueError, KeyError):
         return None

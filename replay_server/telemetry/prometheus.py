@@ -45,7 +45,7 @@ HEALTH = "/health"
 BOUNDS = (0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 """Upper ends of the buckets of durations, in seconds. One more bucket counts longer times."""
 _LOOP_SECONDS = 5.0
-"""The most seconds that a scrape or a health check waits for the event loop."""
+"""Seconds after which a scrape or a health check does not wait for the event loop any longer."""
 Families = dict[str, CounterMetricFamily | GaugeMetricFamily]
 """Metrics by name."""
 # Otherwise the library would add a series with the start time of each series.
@@ -62,6 +62,7 @@ class MetricsEndpoint:
         host, _, port = address.rpartition(":")
         self._registry = CollectorRegistry()
         self._loop: asyncio.AbstractEventLoop | None = None
+        """The event loop of the server; None before `start`."""
         try:
             self._http, self._thread = start_http_server(int(port), host.strip("[]"), self._registry)
         except OSError as error:
@@ -71,7 +72,7 @@ class MetricsEndpoint:
         self._metrics = make_wsgi_app(self._registry)
         # Replaces the library's own application, which has no /health.
         self._http.set_app(self._respond)
-        self._http.RequestHandlerClass = _Handler
+        self._http.RequestHandlerClass = _Handler  # cuts silent connections, which the library's handler does not
         self.latencies = Latencies(self._registry)
         ProcessCollector(registry=self._registry)
         GCCollector(registry=self._registry)
