@@ -214,6 +214,7 @@ class Shards:
         """
         actor_class: Any = self._ray.remote(ShardActor)
         nodes = sorted(node["NodeID"] for node in self._ray.nodes() if node["Alive"])
+        # REPLAY_TOKENS or REPLAY_TOKENS_FILE of this program. The process of a shard may have another environment.
         environment = {name: value for name, value in os.environ.items() if name.startswith("REPLAY_TOKENS")}
         started: dict[str, Any] = {}
         for number, config in enumerate(configs):

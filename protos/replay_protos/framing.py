@@ -133,7 +133,7 @@ def _find_payloads(data: bytes) -> tuple[int, int, int]:
             position += 4
         elif wire_type == 0:  # a varint
             _, position = _read_varint(data, position)
-        else:  # a type that protobuf has not
+        else:  # the type of a group, which no message of ours has, or no type at all
             break
     return 0, 0, 0
 

@@ -167,7 +167,7 @@ class Clients:
         left = MAX_DESCRIPTIONS
         for client in self:
             left -= len(client.settings)
-            if left < 0:
+            if left < 0:  # also for all clients after this one
                 client.settings = "{}"
 
     def leave(self, context: Context) -> None:

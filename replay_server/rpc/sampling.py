@@ -77,7 +77,7 @@ class SampleMethods:
         is_leased = False
         # Until the block ends, the client counts as connected.
         with backend.clients.calling(call.context, _role(backend, request.table)):
-            # `ready` is set when the batch is drawn, or when there will be no batch. Then `responses` raises the error.
+            # `ready` is set when the batch is drawn or has failed. `responses` raises the error of a batch that failed.
             draw = draws.begin(request, call.client, on_ready=lambda _: ready.set(), stream=None)
             try:
                 while (responses := draws.responses(draw)) is None:

@@ -172,7 +172,7 @@ class LmdbFile:
 
     def __init__(self, path: Path, **options: Any) -> None:
         """Opens the file at `path`. `options` are passed to lmdb.open. Raises lmdb.Error."""
-        # No readahead, because payloads are read in any order. Three databases are used, of the eight that are possible.
+        # No readahead, because payloads are read in any order. `max_dbs` has to be at least the three databases below.
         self._env = lmdb.open(str(path), map_size=MAP_SIZE, max_dbs=8, readahead=False, **options)
         create = not options.get("readonly", False)
         self._payloads = self._env.open_db(b"payloads", create=create)

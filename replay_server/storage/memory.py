@@ -59,7 +59,7 @@ def first_bytes(payload: Payload, size: int) -> Payload:
     """The first `size` bytes of a payload that has at least so many, without a copy."""
     chunks: list[bytes | memoryview] = []
     for chunk in payload:
-        if size < len(chunk):
+        if size < len(chunk):  # the payload ends within this chunk, or before it if `size` is 0 by now
             if size:
                 chunks.append(memoryview(chunk)[:size])
             break

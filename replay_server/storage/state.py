@@ -93,7 +93,7 @@ class ChangeCollector:
         self._written: dict[bytes, bytes] = {}
         """The state records that were last written, except the records of scopes, leases and remembered ids."""
         for name, record in state.state_records.items():
-            if not name.startswith((*_REPORTED, REMEMBERED)):  # the other records are compared in `_state_records`
+            if not name.startswith((*_REPORTED, REMEMBERED)):
                 self._written[name] = record
         self._numbers = count(_first_free_number(state))
         """The numbers for new records of scopes and remembered ids."""
