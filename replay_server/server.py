@@ -144,7 +144,7 @@ class ReplayServer:
     def draining(self) -> bool:
         """True if items with new keys are refused, so that the server becomes empty.
 
-        Any thread may set it. A server for which it is set before the start never accepts a new key.
+        Any thread may set it. If it is set before the start, the server refuses new keys from the first request on.
         """
         return self._draining
 

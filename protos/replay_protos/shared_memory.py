@@ -205,7 +205,9 @@ class RingWriter:
         self.ring_id = segment.ring_id
         self.capacity = segment.capacity
         self._bytes = segment.view[HEADER:]
+        """The memory of the ring, without the header."""
         self._freed = segment.view[_FREED : _FREED + 8].cast("Q")
+        """One number, which the reader writes: the position before which it has taken everything."""
         self._end = 0
         """The position behind the last payload."""
         self._last_freed = 0
@@ -254,7 +256,9 @@ class RingReader:
         self.ring_id = segment.ring_id
         self.capacity = segment.capacity
         self._bytes = segment.view[HEADER:].toreadonly()
+        """The memory of the ring, without the header."""
         self._freed = segment.view[_FREED : _FREED + 8].cast("Q")
+        """One number, by which the writer learns the position before which this reader has taken everything."""
         self._end = 0
         """The position behind the last payload that was taken."""
 
@@ -283,7 +287,8 @@ class RingReader:
         """
         place = position % self.capacity if self.capacity else 0
         is_in_one_stretch = 0 < size <= self.capacity - place
-        # Between two payloads, a writer skips at most _ALIGNMENT bytes and the rest of the ring.
+        # Between two payloads, a writer skips at most _ALIGNMENT bytes and the rest of the ring, which is less than two
+        # rings.
         follows = self._end <= position <= self._end + 2 * self.capacity
         if not is_in_one_stretch or not follows:
             raise ValueError(

@@ -352,7 +352,8 @@ def _vanished(role: ClientRole, now: float, clients: Sequence[Client]) -> Iterat
     last = clients[0]
     if not last.vanished(since, LONG_WAIT):
         return
-    if any(client.calls or client.last_seen_at > since for client in clients):  # another client is connected, or was
+    # Another client of the role may be connected, or was seen since.
+    if any(client.calls or client.last_seen_at > since for client in clients):
         return
     age = now - last.left
     problem = f"the last {role} closed its connection {_seconds(age)} ago"

@@ -43,11 +43,13 @@ class DamagedDirectory(UnusableDirectory):
     """No state in the data directory is known to be whole. The remedy is a checkpoint."""
 
     def __init__(self, directory: Path, what: str) -> None:
+        """`what` says in a few words what is damaged."""
         super().__init__(
             f"data_dir {directory} is damaged ({what}): name an empty data_dir and restore a checkpoint into it with "
             f"--restore latest"
         )
         self.what = f"data_dir {directory} is damaged ({what}), and no state in it is whole"
+        """The message without the remedy, for a start that falls back to a checkpoint by itself."""
 
 
 def lock(directory: Path) -> int:

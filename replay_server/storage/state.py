@@ -343,6 +343,7 @@ class ChangeCollector:
         """Yields the changes of records of scopes: the deletions of outdated records, and new records in their place.
 
         A changed scope gets a new record, because the order of the names is the order in which scopes are restored.
+        Scopes that have changed since the same Delta get their new records in any order.
         """
         changed = self._changed_scopes
         self._changed_scopes = set()

@@ -30,6 +30,7 @@ _NO_LIMIT = 1 << 60
 def resident_bytes() -> int:
     """Bytes of the memory of this process that are in RAM; 0: unknown."""
     try:
+        # The second number of statm counts the pages that are in RAM.
         return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     except (OSError, ValueError, IndexError):
         return 0
@@ -210,7 +211,7 @@ class MemoryGuard:
 
         Also sets the bytes that may be received before the next look.
         """
-        self._until_next_look = float("inf")  # stays so if no memory is known, or if one is too full
+        self._until_next_look = float("inf")  # no bound if no memory is known
         for memory in self._look():
             reserve = int(memory.limit * (1 - self._share))
             if memory.name == "the machine":  # of a large machine, the share would keep more free than is needed
