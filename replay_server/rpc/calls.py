@@ -241,8 +241,8 @@ class Multiplex:
 def once(response_type: type[M]) -> Callable[[Callable[..., Awaitable[M]]], Callable[..., Awaitable[M]]]:
     """Decorates a method so that a repeated request, which has the same `request` id, gets the first answer again.
 
-    So a request and its retries, after a broken connection or (in durable mode) after a kill, have the effect of one
-    call. The response waits until everything that the method changed is written. The method must not wait after its
+    A request and its retries therefore have the effect of one call, also after a broken connection or, in durable mode,
+    after a kill of the server. The response waits until everything that the method changed is written. The method must not wait after its
     change, so that one commit writes the change and the answer.
     """
 

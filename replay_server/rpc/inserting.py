@@ -96,7 +96,7 @@ class InsertMethods:
             if self._journal is None:
                 await inserts.run()
             else:
-                await acknowledged(self._journal, inserts)
+                await acknowledged(self._journal, inserts)  # runs `inserts`, and answers rows when they are written
 
 
 class Decided:

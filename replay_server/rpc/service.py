@@ -68,7 +68,7 @@ class ReplayService:
         """All methods of replay.proto, by name."""
         rings = Rings()
         method_groups = (
-            Multiplex(self.methods),
+            Multiplex(self.methods),  # which are added below
             SharedMemoryMethods(self.backend, rings, shared_folder),
             InsertMethods(self.backend, journal),
             self.sampling,

@@ -68,7 +68,7 @@ class Checkpointer:
         self._keep = keep
         self._copy = copy
         self._unsynced = 0
-        """Payload bytes of the present checkpoint that were written since the last sync."""
+        """Payload bytes of all items in the deltas that were written since the last sync."""
         self._turn = asyncio.Lock()
         """Held while a checkpoint is being written."""
         self._task: asyncio.Task[Checkpoint] | None = None

@@ -125,6 +125,7 @@ class LmdbCheck(_Verifier):  # type: ignore[misc]  # the type of the base class 
     """A verifier of one LMDB file that checks the leaf pages of the large databases with numpy."""
 
     def __init__(self, file: BinaryIO, size: int) -> None:
+        """`size` is the number of bytes of the file."""
         super().__init__(file, size)
         self._unchecked: dict[int, bytes] = {}
         """The next leaf pages to check, by their numbers, in the order in which the walk found them."""
@@ -175,6 +176,7 @@ class LmdbCheck(_Verifier):  # type: ignore[misc]  # the type of the base class 
 
         Call this before `verify`, which knows only the keys of this version.
         """
+        # Methods of py-lmdb's verifier: the first finds the layout of the file, the second the root of the last commit.
         self.detect_engine()
         self.load_metas()
         commit = self._commit(self.meta.main.root)
