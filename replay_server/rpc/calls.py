@@ -242,8 +242,8 @@ def once(response_type: type[M]) -> Callable[[Callable[..., Awaitable[M]]], Call
     """Decorates a method so that a repeated request, which has the same `request` id, gets the first answer again.
 
     A request and its retries therefore have the effect of one call, also after a broken connection or, in durable mode,
-    after a kill of the server. The response waits until everything that the method changed is written. The method must not wait after its
-    change, so that one commit writes the change and the answer.
+    after a kill of the server. The response waits until everything that the method changed is written. The method must
+    not wait after its change, so that one commit writes the change and the answer.
     """
 
     def decorate(method: Callable[..., Awaitable[M]]) -> Callable[..., Awaitable[M]]:
