@@ -203,7 +203,7 @@ class Journal:
         if storage.error:  # of the commit before this one
             log.warning("%s can be written again", storage.directory)
         storage.end_commit(None)
-        self._collector.written(delta)  # slices have only records of items, of which the collector remembers nothing
+        self._collector.written(delta)  # slices have only records of items, which it does not note
         while slices:  # to free the records of a million items at once takes 50 ms
             slices.pop()
             await asyncio.sleep(0)

@@ -651,7 +651,7 @@ def _read(txn: lmdb.Transaction, key: int, size: int) -> Payload | None:
         pieces.append(piece)
         start += len(piece)
     payload = tuple(pieces)
-    # The last chunk may go on after `size`, if a segment was appended to it.
+    # The last chunk may go on after `size`, because one commit writes several segments as one chunk.
     return payload if start == size else first_bytes(payload, size)
 
 
