@@ -175,6 +175,7 @@ class ReplayServer:
         """The error with which `run` ended; empty: it has not ended, or without an error."""
 
         async def main() -> None:
+            """Runs on the new thread. Hands the error of a failed start to the thread that waits below."""
             try:
                 await self.run(ready.set)
             except BaseException as error:

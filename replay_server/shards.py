@@ -156,6 +156,7 @@ class Shards:
     """The shards of one service in a Ray cluster. Raises ShardError if Ray is missing or does not answer."""
 
     def __init__(self, name: str = NAME, namespace: str = NAMESPACE, ray_address: str | None = None) -> None:
+        """Connects this process to the Ray cluster at `ray_address`, unless it is connected. None: Ray looks for one."""
         try:
             import ray as module
         except ImportError:

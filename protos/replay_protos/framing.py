@@ -95,6 +95,7 @@ def frame_reader(kind: type[M]) -> Callable[[bytes], Frame[M]]:
     """
 
     def read_frame(data: bytes) -> Frame[M]:
+        """The frame in the bytes of one message. Raises DecodeError, of protobuf, if the bytes are no such message."""
         # The byte at which the field `payloads` begins, and the bytes at which its value begins and ends.
         field, start, end = (0, 0, 0) if len(data) < _SMALL else _find_payloads(data)
         payload_is_last = start > 0 and end == len(data)

@@ -357,6 +357,7 @@ class ServerCertificates:
         )
 
     def _configuration(self) -> grpc.ServerCertificateConfiguration:
+        """The certificate, its key and the client authority, as they were read last."""
         pem = self._files.value
         assert pem.key is not None
         assert pem.cert is not None

@@ -119,6 +119,10 @@ class Method:
         rings: Rings,
         latencies: Latencies | None,
     ) -> None:
+        """`behavior` is the function that answers calls. `latencies` times and counts the calls; None: nothing does.
+
+        Whether a call has streams, payloads or an end follows from the method's `descriptor` in replay.proto.
+        """
         self.name = descriptor.name
         request = GetMessageClass(descriptor.input_type)
         response = GetMessageClass(descriptor.output_type)
@@ -249,6 +253,7 @@ def once(response_type: type[M]) -> Callable[[Callable[..., Awaitable[M]]], Call
     def decorate(method: Callable[..., Awaitable[M]]) -> Callable[..., Awaitable[M]]:
         @functools.wraps(method)
         async def respond(self: Any, request: Any, call: Call) -> M:
+            """Takes the place of `method`: answers a request, or repeats the first answer."""
             buffer = self.backend.buffer
             if not request.request:  # a request without an id is never repeated
                 response = await method(self, request, call)

@@ -175,6 +175,7 @@ class Budget:
             assert self.why_not(first.client, first.n) is not None, first.n
 
     def _acquire(self, client: str, n: int) -> None:
+        """Counts n more as used by the client. The caller makes sure that there is room."""
         assert n >= 0, n
         self.used += n
         assert self.used <= self.total, (self.used, self.total)

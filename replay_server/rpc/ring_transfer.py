@@ -44,7 +44,7 @@ class Rings:
     def put_down(self, client: str, ring_id: int, ring: Ring) -> None:
         """Takes a ring back from a call, so that the client's next call may use the ring as it is."""
         assert (client, ring_id) not in self._idle, "two calls had one ring"
-        if (client, ring_id) in self._open:
+        if (client, ring_id) in self._open:  # otherwise the ring has ended while the call used it
             self._idle[client, ring_id] = ring
 
 

@@ -93,7 +93,7 @@ class SampleMethods:
                 if not request.lease and backend.is_durable:
                     await backend.durable()  # raises Refused if the disk fails, before anything is acknowledged
                     draws.acknowledge(draw)
-                    await backend.durable()
+                    await backend.durable()  # returns when the acknowledgement is written
                 await call.write(last)
                 if request.lease > 0:
                     is_leased = True
@@ -102,7 +102,7 @@ class SampleMethods:
                     draws.acknowledge(draw)  # has no effect in durable mode, in which it is done
             finally:
                 if not is_leased:
-                    draws.drop(draw)
+                    draws.drop(draw)  # no effect on a draw that was acknowledged
 
     async def Draw(self, call: Call) -> None:
         """Serves a stream of draws."""
@@ -286,6 +286,7 @@ class OpenDraws:
         """
         outlives_sending = draw.stream is not None or draw.request.lease
         if outlives_sending:  # a batch of `Sample` without a lease is outstanding only while it is sent
+            # `backend.outstanding` is a budget of samples. The outstanding batches are in `buffer.outstanding`.
             share = self._backend.outstanding.held(draw.client, len(batch))
             draw.share.enter_context(share)
         keys: list[int] = batch.keys.tolist()
@@ -489,7 +490,7 @@ class DrawResponder:
         self._call = call
         self._on_message = on_message
         self.awaited = True
-        """True while somebody waits for its draws."""
+        """True while somebody waits for the draws of this stream."""
         self._own_draws: dict[int, OpenDraw] = {}
         """The draws that end with this stream, by id."""
         self._ready: OrderedDict[int, OpenDraw] = OrderedDict()

@@ -59,6 +59,7 @@ class Journal:
     """Writes the changes of a buffer to its storage, in group commits, and tells requests when that is done."""
 
     def __init__(self, buffer: ReplayBuffer, storage: LmdbStorage, collector: ChangeCollector) -> None:
+        """Begins to commit. `start` calls this when `collector` watches the buffer."""
         self._buffer = buffer
         self._storage = storage
         self._collector = collector

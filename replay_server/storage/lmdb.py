@@ -327,11 +327,13 @@ class LmdbStorage(LmdbFile):
     # The methods of a Storage.
 
     def put(self, keys: Sequence[int], payloads: Sequence[Payload]) -> None:
+        """Holds new payloads in memory until a commit has written them."""
         parts = [Part(start=0, pieces=payload, is_new=True) for payload in payloads]
         self._next.parts.update(zip(keys, parts, strict=True))
         self._next.nbytes += sum(part.size for part in parts)
 
     def extend(self, key: int, size: int, segment: Payload) -> None:
+        """Appends bytes to a payload that has `size` bytes until now. The next commit writes them."""
         part = self._next.parts.get(key)
         if part is None:
             part = Part(start=size, pieces=(), is_new=False)
@@ -339,6 +341,7 @@ class LmdbStorage(LmdbFile):
         self._next.nbytes += sum(map(len, segment))
 
     def get(self, keys: Sequence[int], sizes: Sequence[int]) -> list[Payload]:
+        """The first bytes of payloads, as many as `sizes` says. Raises DamagedPayloads."""
         if self._next.parts or self._committing.parts:
             found = self._read_with_unwritten(keys, sizes)
         else:
@@ -381,6 +384,7 @@ class LmdbStorage(LmdbFile):
         return written, first_bytes(pieces, size - written)
 
     def delete(self, keys: Sequence[int]) -> None:
+        """Deletes payloads. The next commit deletes them from the file."""
         following = self._next
         for key in keys:
             part = following.parts.pop(key, None)
@@ -401,6 +405,7 @@ class LmdbStorage(LmdbFile):
             assert not part.is_new or part.start == 0, (key, part)
 
     def why_full(self, nbytes: int) -> str | None:
+        """Why payloads of `nbytes` cannot be stored; None: they can. Logs the beginning and the end of a shortage."""
         if self.error:
             free, _ = self._free_bytes()
             return f"data_dir {self.directory}: {self.error}; {free} bytes are free"
@@ -441,6 +446,7 @@ class LmdbStorage(LmdbFile):
         return free_pages * stats[0]["psize"] // 2
 
     def facts(self) -> StorageFacts:
+        """The facts that operators see, as of now."""
         error = self.error
         try:
             blocks = (self.directory / "data.mdb").stat().st_blocks

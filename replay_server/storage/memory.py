@@ -30,6 +30,7 @@ class MemoryStorage:
         self._extended.add(key)
 
     def get(self, keys: Sequence[int], sizes: Sequence[int]) -> list[Payload]:
+        """The first bytes of payloads, as many as `sizes` says."""
         payloads = list(map(self._payloads.__getitem__, keys))  # faster than a comprehension
         if self._extended.isdisjoint(keys):
             return payloads
@@ -42,6 +43,7 @@ class MemoryStorage:
             self._extended.difference_update(keys)
 
     def check(self, sizes: Mapping[int, int]) -> None:
+        """Asserts that exactly the payloads of `sizes` (bytes by key) are here, in these sizes."""
         assert self._payloads.keys() == sizes.keys(), self._payloads.keys() ^ sizes.keys()
         for key, payload in self._payloads.items():
             nbytes = sum(map(len, payload))

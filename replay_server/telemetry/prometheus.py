@@ -59,6 +59,7 @@ class MetricsEndpoint:
     """
 
     def __init__(self, address: str) -> None:
+        """`address` is host:port; port 0 takes a free port."""
         host, _, port = address.rpartition(":")
         self._registry = CollectorRegistry()
         self._loop: asyncio.AbstractEventLoop | None = None

@@ -36,6 +36,7 @@ def traced(name: str, method: Method) -> Method:
 
     @functools.wraps(method)
     async def call(request: Any, context: Context) -> Any:
+        """Takes the place of `method`: answers the request within a span, whose parent is the client's span."""
         headers = {key: value for key, value in context.invocation_metadata() or () if key == "traceparent"}
         if not headers:  # the client has no span that this call could belong to
             return await method(request, context)
