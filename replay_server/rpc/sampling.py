@@ -500,7 +500,7 @@ class DrawResponder:
         self._answered = asyncio.Event()
         """Set when an answer was sent."""
         self._work = asyncio.Event()
-        """Set when there is something to send."""
+        """Set when there is something to send, or the reader has ended the stream."""
 
     async def run(self) -> None:
         """Serves the stream until the reader ends it. Raises Refused."""
