@@ -156,7 +156,7 @@ class Shards:
     """The shards of one service in a Ray cluster. Raises ShardError if Ray is missing or does not answer."""
 
     def __init__(self, name: str = NAME, namespace: str = NAMESPACE, ray_address: str | None = None) -> None:
-        """Connects this process to a Ray cluster, unless it is connected. Without an address, Ray looks for a cluster."""
+        """Connects this process to a Ray cluster, unless it is connected. Without an address, Ray looks for one."""
         try:
             import ray as module
         except ImportError:

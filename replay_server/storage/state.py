@@ -494,11 +494,11 @@ def _restore_items(buffer: ReplayBuffer, state: State, offset: float) -> None:
     keys = items["key"]
     labels = state.items.labels_of_items()
     holders = np.zeros(keys.size, dtype=np.int64)  # (n,): the number of tables that hold each item
-    names = state.tables
+    names = state.tables  # by the numbers that the rows use
     # If the clock was set back, a time may lie in the future.
     rows_inserted_at = np.minimum(rows["inserted_at"] - offset, now)
     items_inserted_at: list[float] = np.minimum(items["inserted_at"] - offset, now).tolist()
-    forwarded = rows["kind"] == FORWARDED
+    forwarded = rows["kind"] == FORWARDED  # (m,): such rows only say that the table has forwarded the item
     for number, name in names.items():
         chosen = np.flatnonzero(~forwarded & (rows["table"] == number))  # the rows of this table
         if not chosen.size:
