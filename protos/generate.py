@@ -19,7 +19,7 @@ def generate(out: Path) -> None:
         + [f"--{plugin}_out={'quiet:' if plugin.startswith('mypy') else ''}{out}" for plugin in plugins]
         + [str(PROTOS / "replay_protos/replay.proto")],
         check=True,
-        # protoc finds the plugins of mypy-protobuf beside the interpreter
+        # protoc looks for the programs of the plugins of mypy-protobuf in PATH. They lie beside the interpreter.
         env=os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ.get('PATH', '')}"},
     )
 

@@ -178,11 +178,13 @@ class Config(Model):
     @field_validator("tables", mode="after")
     @classmethod
     def _with_named(cls, tables: tuple[TableConfig, ...], info: ValidationInfo) -> tuple[TableConfig, ...]:
+        """Adds the tables that `copy_to` and `permit_tables` name, and that the file need not declare."""
         return with_named(info.data.get("admission"), tables)
 
     @model_validator(mode="after")
     def _checked(self) -> Self:
         """Raises ValueError if the settings of different tables or sections do not fit together."""
+        # If two tables have one name, this has fewer entries than there are tables.
         by_name = {table.name: table for table in self.tables}
         if len(by_name) < len(self.tables):
             [(name, count)] = Counter(table.name for table in self.tables).most_common(1)  # the name used most often
@@ -227,7 +229,7 @@ class Config(Model):
 
 def _check_forwarding(table: TableConfig, by_name: Mapping[str, TableConfig]) -> None:
     """Raises ValueError if the chain of `forward_to` that begins at `table` names a missing table, or is a circle."""
-    path = [table.name]
+    path = [table.name]  # the names of the chain so far
     while table.forward_to is not None:
         if table.forward_to not in by_name:
             raise ValueError(
@@ -249,7 +251,7 @@ def changed(settings: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, An
     for name in settings.keys() & own.keys():
         before = settings[name]
         after = own[name]
-        # The tables of USUAL are TableConfig, not mappings. They are not changed: `own` replaces all of them.
+        # If `settings` are USUAL, their tables are TableConfig, not mappings: tables in `own` replace all of them.
         if name == "tables" and isinstance(after, list) and all(isinstance(table, Mapping) for table in before):
             result[name] = _changed_tables(before, after)
         elif isinstance(before, Mapping) and isinstance(after, Mapping):
@@ -269,6 +271,7 @@ def _changed_tables(tables: Iterable[Mapping[str, Any]], own: list[Any]) -> list
         result.append({**table, **own_tables.get(table["name"], {})})
         names.append(table["name"])
     for table in own:
+        # New tables, and entries that are no tables. The tables in `names` are in `result` already.
         if not isinstance(table, dict) or table.get("name") not in names:
             result.append(table)
     return result

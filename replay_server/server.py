@@ -86,12 +86,13 @@ class ReplayServer:
 
     @classmethod
     def from_config(cls, config: Config, environment: Mapping[str, str] | None = None) -> Self:
-        """Makes a server. It takes its tokens from `environment` if the configuration names no file of tokens."""
+        """Makes a server. The server takes its tokens from `environment` if `config` names no file of tokens."""
         server = cls.__new__(cls)
         server._set_up(config, environment or {})
         return server
 
     def _set_up(self, config: Config, environment: Mapping[str, str]) -> None:
+        """The common part of the two ways to make a server. Reads tokens and certificates, and opens nothing else."""
         self.config = config
         self._authorizer = Authorizer(config.security, environment)
         self._certificates = ServerCertificates(config.security)
@@ -143,7 +144,7 @@ class ReplayServer:
     def draining(self) -> bool:
         """True if items with new keys are refused, so that the server becomes empty.
 
-        Any thread may set it. A server for which it is set before the start never accepts a new key.
+        Any thread may set it. If it is set before the start, the server refuses new keys from the first request on.
         """
         return self._draining
 
@@ -162,7 +163,7 @@ class ReplayServer:
         async def call() -> T:
             return work(buffer)
 
-        # `run_coroutine_threadsafe` takes only a coroutine.
+        # `run_coroutine_threadsafe` takes only a coroutine. `result` blocks this thread until the loop has run it.
         return asyncio.run_coroutine_threadsafe(call(), self._loop).result()
 
     def start(self) -> None:
@@ -171,8 +172,10 @@ class ReplayServer:
             raise RuntimeError("the server is started already")
         ready = threading.Event()
         failure: list[BaseException] = []
+        """The error with which `run` ended; empty: it has not ended, or without an error."""
 
         async def main() -> None:
+            """Runs on the new thread. Hands the error of a failed start to the thread that waits below."""
             try:
                 await self.run(ready.set)
             except BaseException as error:
@@ -186,7 +189,7 @@ class ReplayServer:
             pass
         if failure:
             self._thread.join()
-            self._thread = None
+            self._thread = None  # so that `start` may be called again
             raise failure[0]
 
     def stop(self, grace: float | None = 5.0) -> None:
@@ -222,7 +225,7 @@ class ReplayServer:
         except DamagedDirectory as damage:
             if checkpoint is not None:  # the operator chose the checkpoint, so the server takes no other
                 raise
-            checkpoint = self._last_resort(damage)
+            checkpoint = self._last_resort(damage)  # the newest whole checkpoint
             fell_back = f"{damage.what}: the start fell back to checkpoint {checkpoint.name}"
             log.error("%s; all later changes are lost", fell_back)
             await self._serve(checkpoint, replace=True, fell_back=fell_back, on_started=on_started)
@@ -253,6 +256,7 @@ class ReplayServer:
             CheckpointDirectory(directory).check_writable()
         self._loop = asyncio.get_running_loop()
         self._stop = asyncio.Event()
+        # Without data_dir, storage and journal stay None: the payloads are in memory only.
         storage: LmdbStorage | None = None
         journal: Journal | None = None
         checkpointer: Checkpointer | None = None
@@ -262,7 +266,7 @@ class ReplayServer:
                 storage.fell_back = fell_back
                 ends.callback(storage.close)
                 if checkpoint is not None:
-                    storage.adopt(checkpoint.path, checkpoint.size)
+                    storage.adopt(checkpoint.path, checkpoint.size)  # `Journal.start` then loads the items from it
             ends.callback(self._log_end)
             buffer = ReplayBuffer(
                 self.config.tables,
@@ -277,7 +281,7 @@ class ReplayServer:
                 ends.push_async_callback(journal.close)
             elif checkpoint is not None:
                 restore_into_memory(buffer, checkpoint)
-            buffer.check_totals()
+            buffer.check_totals()  # asserts that the loaded counts agree
             if directory is not None:
                 copy = None if journal is None else journal.copy_to
                 checkpointer = Checkpointer(buffer, CheckpointDirectory(directory), checkpoints.keep, copy)
@@ -338,7 +342,7 @@ class ReplayServer:
         log.info("serving the tables %s", ", ".join(buffer.tables))  # `replay serve` prints the address
         tasks = [
             asyncio.create_task(BlockedLog(buffer).run()),
-            asyncio.create_task(buffer.items.leaving.run()),
+            asyncio.create_task(buffer.items.leaving.run()),  # clears away the rows of large changes, in slices
         ]
         if self._authorizer.tokens is not None:
             tasks.append(asyncio.create_task(self._authorizer.end_revoked()))
@@ -351,10 +355,10 @@ class ReplayServer:
         finally:
             for task in tasks:
                 task.cancel()
-            buffer.close()
+            buffer.close()  # ends every wait, so that its call can end within the grace
             await listener.stop(self._grace)
             if checkpointer is not None and checkpoints.on_stop:
-                try:
+                try:  # after the last call has ended, so that the checkpoint has everything
                     await checkpointer.write()
                 except Refused as refusal:
                     log.error("%s", refusal.message)

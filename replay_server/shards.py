@@ -72,7 +72,7 @@ class ShardActor:
     """The actor in the process of a shard. Ray calls __init__ again after each restart."""
 
     def __init__(self, name: str, config: Config, environment: Mapping[str, str]) -> None:
-        """Starts the server. It takes its tokens from `environment` if `config` names no file of tokens."""
+        """Starts the server. The server takes its tokens from `environment` if `config` names no file of tokens."""
         import ray as module
 
         ray: Any = module  # half of its functions have no types
@@ -82,6 +82,7 @@ class ShardActor:
             host = ray.util.get_node_ip_address()
         section = config.server.model_copy(update={"listen": f"{host}:{port}"})
         self._server = ReplayServer.from_config(config.model_copy(update={"server": section}), environment)
+        # Before the start, so that a shard that was restarted while it drained accepts no insert at all.
         self._server.draining = ray.experimental.internal_kv._internal_kv_exists(self._mark)
         self._server.start()
 
@@ -122,7 +123,11 @@ class ShardActor:
         self._server.draining = draining
 
     def hand_over(self) -> int | None:
-        """Calls `Admission.hand_over` of the server, and returns the result; 0 without [admission]."""
+        """Takes the count of accepted groups from this shard, for another shard. Returns the count.
+
+        Returns 0 if the server has no [admission]. Returns None if the count cannot be taken yet, because permits are
+        in use, or because the shard is still to grant a share of the permits.
+        """
 
         def hand_over(buffer: ReplayBuffer) -> int | None:
             admission = Admission.of(buffer)
@@ -133,7 +138,7 @@ class ShardActor:
         return self._server.on_loop(hand_over)
 
     def take_over(self, groups: int) -> None:
-        """Calls `Admission.take_over` of the server. Does nothing without [admission]."""
+        """Adds a count that `hand_over` took from another shard. Does nothing without [admission]."""
 
         def take_over(buffer: ReplayBuffer) -> None:
             admission = Admission.of(buffer)
@@ -151,6 +156,7 @@ class Shards:
     """The shards of one service in a Ray cluster. Raises ShardError if Ray is missing or does not answer."""
 
     def __init__(self, name: str = NAME, namespace: str = NAMESPACE, ray_address: str | None = None) -> None:
+        """Connects this process to a Ray cluster, unless it is connected. Without an address, Ray looks for one."""
         try:
             import ray as module
         except ImportError:
@@ -168,7 +174,10 @@ class Shards:
                 raise ShardError(f"no Ray cluster answers at {address}: {error}") from None
 
     def actors(self) -> dict[str, Any]:
-        """The actor of each shard by name, in the order of their numbers. Includes shards that do not answer."""
+        """The actor of each shard, by the shard's name and in the order of the numbers.
+
+        Includes shards that do not answer.
+        """
         actors = {}
         for number in self._numbers():
             name = f"{self.name}-{number}"
@@ -190,8 +199,9 @@ class Shards:
 
     def status(self) -> list[ShardStatus]:
         """The status of every shard. A shard that does not answer in time has no address."""
+        # Calls all shards at once. A reference stands for the answer of a call.
         references = {name: actor.status.remote() for name, actor in self.actors().items()}
-        if references:
+        if references:  # Ray cannot wait for nothing
             self._ray.wait(list(references.values()), num_returns=len(references), timeout=_ANSWER_SECONDS)
         return [self._answer(name, reference) for name, reference in references.items()]
 
@@ -205,25 +215,28 @@ class Shards:
         """
         actor_class: Any = self._ray.remote(ShardActor)
         nodes = sorted(node["NodeID"] for node in self._ray.nodes() if node["Alive"])
+        # REPLAY_TOKENS or REPLAY_TOKENS_FILE of this program. The process of a shard may have another environment.
         environment = {name: value for name, value in os.environ.items() if name.startswith("REPLAY_TOKENS")}
         started: dict[str, Any] = {}
         for number, config in enumerate(configs):
             name = f"{self.name}-{number}"
+            # Ray makes the actor, which starts its server, or finds the actor that has this name already.
             started[name] = actor_class.options(
                 name=name,
                 namespace=self.namespace,
                 lifetime="detached",  # outlives this program
                 get_if_exists=True,
-                max_restarts=-1,  # without end, as the next one
-                max_task_retries=-1,
+                max_restarts=-1,  # no bound
+                max_task_retries=-1,  # no bound
                 max_concurrency=_CALLS_AT_ONCE,
                 scheduling_strategy=self._near(nodes[number % len(nodes)]) if pin else "SPREAD",
                 **options,
             ).remote(name, config, environment)
+        # Each call is answered when the server of the shard is started.
         answers = [actor.address.remote() for actor in started.values()]
         ready, late = self._ray.wait(answers, num_returns=len(answers), timeout=timeout)
         try:
-            self._ray.get(ready)
+            self._ray.get(ready)  # raises the error of a shard that could not start
         except self._ray.exceptions.RayError as error:
             raise ShardError(f"a shard could not start: {str(error).strip().splitlines()[-1]}") from None
         if late:
@@ -249,7 +262,7 @@ class Shards:
         actors = self.actors()
         for name in leaving:
             groups = self._ray.get(actors[name].hand_over.remote(), timeout=_ANSWER_SECONDS)
-            if groups is None:
+            if groups is None:  # the shards before this one have handed over, and hand over 0 at the next attempt
                 raise ShardError(
                     f"resize is refused for now: {name} has permits in use, or a share of the next version"
                 )
@@ -261,7 +274,7 @@ class Shards:
         stopping = [actor.stop.remote() for actor in actors]
         if stopping:
             self._ray.wait(stopping, num_returns=len(stopping), timeout=_ANSWER_SECONDS)
-        for actor in actors:
+        for actor in actors:  # also those that did not end in time
             self._ray.kill(actor, no_restart=True)
 
     def _answer(self, name: str, reference: Any) -> ShardStatus:
@@ -309,7 +322,7 @@ def up(
     configs = shard_configs(config, shards, data_dir, name, port)
     service = Shards(name, namespace, ray_address)
     running = len(service.actors())
-    if running > shards:
+    if running > shards:  # `start` would leave the shards beyond `shards` running
         raise ShardError(f"{running} of its shards run already: to have {shards}, use resize")
     return service.start(configs, _options(config, memory), pin, timeout)
 
@@ -359,7 +372,7 @@ def resize(
     service.drain(staying, False)  # an earlier resize to fewer shards may have made them drain
     if not leaving:
         return service.start(configs, _options(config, memory), pin, timeout)
-    service.drain(leaving, True)
+    service.drain(leaving, True)  # before the look at what they hold, which therefore only decreases
     held = []
     for shard in service.status():
         if shard.name in leaving and (shard.items or not shard.is_up):
@@ -378,7 +391,7 @@ def shard_configs(config: Config, shards: int, data_dir: str | Path | None, name
         raise ShardError(f"shards must be from 1 to {MAX_SHARDS}, not {shards}")
     parts = []
     for number in range(shards):
-        listen_port = port + number if port else 0  # 0: any free port
+        listen_port = port + number if port else 0  # 0: any free port, also after each restart
         section: dict[str, Any] = {
             "listen": f"0.0.0.0:{listen_port}",
             # Several shards may run on one node.

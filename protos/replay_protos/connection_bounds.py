@@ -38,7 +38,7 @@ def most_connections() -> int:
 
     The other file descriptors are left for the files and engines of the process.
     """
-    files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]  # the limit that is in force, not the highest possible one
     if files == resource.RLIM_INFINITY:
         return _MOST
     return max(1, min(files // _SHARE, _MOST))

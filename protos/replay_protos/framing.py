@@ -38,7 +38,8 @@ class Frame(NamedTuple, Generic[M]):
 
     head: M
     payloads: Sequence[bytes | memoryview]
-    """A frame to write has any number of consecutive chunks. A frame that was read has one chunk, or none."""
+    """A frame to write has any number of consecutive chunks. A frame that was read has one chunk, or none. If its bytes
+    were in a ring, it may have one chunk for each row (`take_frame`)."""
 
 
 class SharedFrame(NamedTuple, Generic[M]):
@@ -63,7 +64,7 @@ def cut(buffers: Iterable[bytes | memoryview], size: int) -> Iterator[list[memor
     for buffer in buffers:
         rest = memoryview(buffer).cast("B")
         while rest:
-            chunk = rest[:room]
+            chunk = rest[:room]  # `room`: the bytes that the present list still lacks
             chunks.append(chunk)
             rest = rest[room:]
             room -= len(chunk)
@@ -94,6 +95,8 @@ def frame_reader(kind: type[M]) -> Callable[[bytes], Frame[M]]:
     """
 
     def read_frame(data: bytes) -> Frame[M]:
+        """The frame in the bytes of one message. Raises DecodeError, of protobuf, if the bytes are no such message."""
+        # The byte at which the field `payloads` begins, and the bytes at which its value begins and ends.
         field, start, end = (0, 0, 0) if len(data) < _SMALL else _find_payloads(data)
         payload_is_last = start > 0 and end == len(data)
         if payload_is_last:
@@ -113,7 +116,7 @@ def frame_reader(kind: type[M]) -> Callable[[bytes], Frame[M]]:
 def _find_payloads(data: bytes) -> tuple[int, int, int]:
     """Finds the field `payloads` in a message: where the field begins, and where its bytes begin and end.
 
-    Returns zeros if the message has no such field, or if the bytes are no message.
+    Returns zeros if the message has no such field among its first _MOST_FIELDS, or if the bytes are no message.
     """
     position = 0
     for _ in range(_MOST_FIELDS):
@@ -131,7 +134,7 @@ def _find_payloads(data: bytes) -> tuple[int, int, int]:
             position += 4
         elif wire_type == 0:  # a varint
             _, position = _read_varint(data, position)
-        else:  # a type that protobuf has not
+        else:  # the type of a group, which no message of ours has, or no type at all
             break
     return 0, 0, 0
 
@@ -152,7 +155,7 @@ def _read_varint(data: bytes, position: int) -> tuple[int, int]:
     After a varint that is cut off, the position is past the end of `data`.
     """
     value = 0
-    for index, byte in enumerate(data[position : position + 10]):  # ten bytes hold 64 bits
+    for index, byte in enumerate(data[position : position + 10]):  # ten bytes of 7 bits each hold 64 bits
         value |= (byte & 0x7F) << (7 * index)
         if byte < 0x80:
             return value, position + index + 1

@@ -23,7 +23,7 @@ def columns_message(rows: Sequence[Labels]) -> list[pb.Columns]:
             rows_by_names.setdefault(labels.columns, []).append(row)
     messages = []
     for names, its_rows in rows_by_names.items():
-        is_all_rows = len(its_rows) == len(rows)  # written as no rows
+        is_all_rows = len(its_rows) == len(rows)  # such an entry has an empty list of rows
         messages.append(pb.Columns(names=sorted(names), rows=[] if is_all_rows else its_rows))
     return messages
 
@@ -38,7 +38,7 @@ def tags_message(rows: Sequence[Labels]) -> list[pb.Tags]:
     for row, labels in enumerate(rows):
         for name, value in labels.pairs:
             kind = (name, type(value))
-            if (tags := messages.get(kind)) is None:
+            if (tags := messages.get(kind)) is None:  # the first value of this kind
                 tags = messages[kind] = pb.Tags(name=name)
             if isinstance(value, str):
                 tags.texts.append(value)
@@ -46,7 +46,7 @@ def tags_message(rows: Sequence[Labels]) -> list[pb.Tags]:
                 tags.numbers.append(value)
             tags.rows.append(row)
     for tags in messages.values():
-        if len(tags.rows) == len(rows):  # all rows are written as no rows
+        if len(tags.rows) == len(rows):  # an entry about all rows has an empty list of rows
             del tags.rows[:]
     return list(messages.values())
 
@@ -58,7 +58,7 @@ def labels_of_rows(columns: Sequence[pb.Columns], tags: Sequence[pb.Tags], n: in
     """
     if not columns and not tags:
         return None
-    names: list[frozenset[str] | None] = [None] * n
+    names: list[frozenset[str] | None] = [None] * n  # of the columns of each row; None: no entry has named the row yet
     for entry in columns:
         names_of_entry = frozenset(entry.names)
         for row in _rows(entry.rows, n, "columns"):
@@ -82,7 +82,10 @@ def labels_of_rows(columns: Sequence[pb.Columns], tags: Sequence[pb.Tags], n: in
 
 
 def _rows(rows: Sequence[int], n: int, what: str) -> Sequence[int]:
-    """The rows that an entry of a message of n rows names. An entry without rows means all rows."""
+    """The rows that an entry of a message of n rows names. An entry without rows means all rows.
+
+    Raises ValueError, in which `what` names the entry, for a row that the message does not have.
+    """
     if not rows:
         return range(n)
     if (highest := max(rows)) >= n:

@@ -67,7 +67,7 @@ def labels_of(columns: Iterable[str], tags: Mapping[str, TagValue] | None) -> La
     if tags is not None and not isinstance(tags, Mapping):
         raise ValueError(f'tags must be values by name, such as {{"environment": "math"}}, not {tags!r:.80}')
     for name, value in (tags or {}).items():
-        # Types are checked here and not in `_checked`: the cache before it takes 1, 1.0 and True for the same value.
+        # Types are checked here and not in `_checked`: the cache of `_shared` takes 1, 1.0 and True for the same value.
         if isinstance(value, bool) or not isinstance(value, str | Integral):
             raise ValueError(f"tag {name!r:.80} is {value!r:.80}: a tag is a string, or an integer of 64 bits")
         pairs.append((name, value if isinstance(value, str) else int(value)))  # `int` also converts numpy's integers
@@ -84,7 +84,7 @@ _MOST_SHARED = 64
 
 
 def _checked(columns: frozenset[str], pairs: tuple[tuple[str, TagValue], ...]) -> Labels:
-    """The labels with these columns and tags. Raises ValueError if there are too many, or one is too long."""
+    """The labels with these columns and tags. Raises ValueError if there are too many, or one is empty or too long."""
     if len(columns) > MOST_COLUMNS:
         raise ValueError(f"an item has at most {MOST_COLUMNS} columns, not {len(columns)}: join some of its extras")
     for column in columns:
@@ -100,7 +100,7 @@ def _checked(columns: frozenset[str], pairs: tuple[tuple[str, TagValue], ...]) -
                 raise ValueError(
                     f"tag {name!r} has a value of {size} bytes, more than {MOST_VALUE_BYTES}: put it into meta"
                 )
-        elif not -(1 << 63) <= value < 1 << 63:
+        elif not -(1 << 63) <= value < 1 << 63:  # integers must fit into 64 bits
             raise ValueError(f"tag {name!r} is {value!r:.80}: a tag is a string, or an integer of 64 bits")
     nbytes = sum(_TEXT_BYTES + len(str(text)) for text in (*columns, *chain(*pairs)))
     return Labels(columns, tuple(sorted(pairs)), nbytes)

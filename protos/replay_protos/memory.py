@@ -61,7 +61,7 @@ def large_buffer(size: int) -> npt.NDArray[np.uint8]:
 def copied(view: memoryview) -> bytes | memoryview:
     """A copy of the view. If its size is a multiple of a huge page, as that of the parts of a large row, the copy lies
     in a `large_buffer`, else in `bytes`."""
-    if not view or len(view) % _HUGE:
+    if not view or len(view) % _HUGE:  # a `large_buffer` consists of whole huge pages, and would waste a part
         return bytes(view)
     buffer = memoryview(large_buffer(len(view)))
     buffer[:] = view
@@ -75,12 +75,12 @@ def give_back_idle() -> None:
 
 def _idle_block(size: int) -> mmap.mmap | None:
     """Takes an idle block of at least `size` bytes, and of at most twice as many; None: there is none."""
-    for _ in range(len(_idle)):
+    for _ in range(len(_idle)):  # looks at each idle block once: a block that does not fit goes to the other end
         try:
             block = _idle.popleft()
         except IndexError:  # another thread was faster
             break
-        if size <= len(block) <= 2 * size:
+        if size <= len(block) <= 2 * size:  # a small buffer must not occupy a large block
             return block
         _idle.append(block)
     return None
@@ -99,7 +99,7 @@ def _give_back(block: mmap.mmap) -> None:
     # On a system without MADV_FREE, the block returns to the system now: this is the last reference to it.
     if _advise(block, "MADV_FREE"):
         _idle.append(block)
-        while sum(map(len, list(_idle))) > _MOST_IDLE:
+        while sum(map(len, list(_idle))) > _MOST_IDLE:  # a copy of the deque, which other threads may change
             _idle.popleft()
 
 

@@ -32,7 +32,7 @@ def parse_toml(text: str) -> dict[str, Any]:
 
 def unknown_name(name: object, known: Collection[str]) -> str:
     """The error for a name that is not in `known`: "there is no 'learning_rte'; did you mean 'learning_rate'?"."""
-    near = difflib.get_close_matches(str(name), known, n=1)
+    near = difflib.get_close_matches(str(name), known, n=1)  # the known name that is most similar, if one is
     more = f" and {len(known) - _MOST_NAMES} more" if len(known) > _MOST_NAMES else ""
     hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join([*known][:_MOST_NAMES])}{more}"
     return f"there is no {str(name)[:100]!r}; {hint}"
@@ -90,8 +90,9 @@ def explain(error: ValidationError, sections: str | None = None) -> str:
         message = in_our_words(problem["msg"])
         if problem["type"] not in ("missing", "extra_forbidden"):  # these errors are about the name, not the value
             value = problem["input"][:100] if isinstance(problem["input"], str) else problem["input"]
-            shown = isinstance(value, str | float) or _is_small(value)
-            # A secret written where the name of its file belongs must not come out in a log.
+            shown = isinstance(value, str | float) or _is_small(value)  # lists and objects would be too long
+            # A secret written where the name of its file belongs must not come out in a log. Some messages of our own
+            # checks name the value already.
             if shown and "security" not in problem["loc"] and repr(value) not in message:
                 message += f", not {value!r}"
         section, name = _place(problem["loc"], sections)
@@ -104,7 +105,8 @@ def explain(error: ValidationError, sections: str | None = None) -> str:
 def _place(location: Sequence[int | str], sections: str | None) -> tuple[str, str]:
     """The section of a setting in a file and the setting's name in the section, from pydantic's `location`.
 
-    The section is "" if `sections` is None. The name is "" if the error is about the section as a whole.
+    `location` has the names and indexes that lead to the setting. The section is "" if `sections` is None. The name is
+    "" if the error is about the section as a whole.
     """
     rest = [str(part) for part in location]
     section = ""
@@ -112,7 +114,7 @@ def _place(location: Sequence[int | str], sections: str | None) -> tuple[str, st
         section = f"[{sections}{rest.pop(0)}]"
         if rest and isinstance(location[1], int):  # an entry of a list, `[[tables]]`, whose index counts from 0
             section = f"[{section}] number {int(rest.pop(0)) + 1}:"
-    elif sections:
+    elif sections:  # the error is about the file as a whole, or about the section that holds all others
         section = f"[{sections.rstrip('.')}]"
     return section, ".".join(rest)
 

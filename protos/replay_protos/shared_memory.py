@@ -83,12 +83,15 @@ class Segment:
         except BaseException:
             os.close(fd)
             raise
-        segment._fd = fd
+        segment._fd = fd  # `__init__` leaves it None, because a client closes its descriptor
         assert len(segment.view) == HEADER + capacity, (len(segment.view), capacity)
         return segment
 
     def hand_over(self) -> None:
-        """Sends the memory to the client's mailbox. Raises OSError if the mailbox does not accept it at once."""
+        """Sends the file descriptor of the memory to the client's mailbox.
+
+        Raises OSError if the mailbox does not accept it at once.
+        """
         assert self._fd is not None, "the memory was handed over, or closed"
         # This socket has no address, so nobody can send anything to it.
         with _address_of(self.path) as address, socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sending:
@@ -125,6 +128,7 @@ def _unnamed_file() -> int:
     libc = ctypes.CDLL(None, use_errno=True)
     if not hasattr(libc, "memfd_create"):
         raise OSError(errno.ENOSYS, "this system has no memfd_create")
+    # Below 0 means an error. The name is only shown in /proc.
     if (fd := int(libc.memfd_create(b"replay-ring", _MFD_CLOEXEC | _MFD_ALLOW_SEALING))) < 0:
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
     return fd
@@ -154,7 +158,7 @@ class Mailbox:
     def receive(self, ring_id: int, capacity: int) -> Segment | None:
         """Maps the memory that the server has sent, and closes the mailbox. None: the ring's memory did not come."""
         with self._socket, suppress(BlockingIOError):  # the error means that nothing was sent
-            self.path.unlink(missing_ok=True)
+            self.path.unlink(missing_ok=True)  # the mailbox is for one ring: nobody is to send anything more
             sent_id, fds, _, _ = socket.recv_fds(self._socket, _RING_ID, 1)
             for fd in fds:
                 try:
@@ -201,20 +205,27 @@ class RingWriter:
         self.ring_id = segment.ring_id
         self.capacity = segment.capacity
         self._bytes = segment.view[HEADER:]
+        """The memory of the ring, without the header."""
         self._freed = segment.view[_FREED : _FREED + 8].cast("Q")
+        """One number, which the reader writes: the position before which it has taken everything."""
         self._end = 0
         """The position behind the last payload."""
         self._last_freed = 0
         """The last position that `freed` accepted."""
 
     def put(self, chunks: Sequence[bytes | memoryview], size: int) -> int | None:
-        """Copies the chunks, `size` bytes in all, and returns their position. None: there is no room now."""
+        """Copies the chunks, `size` bytes in all, into the ring. Returns their position; None: there is no room now.
+
+        `place` and `offset` below are offsets in the memory, and `start` and `freed` are positions.
+        """
         start = -(-self._end // _ALIGNMENT) * _ALIGNMENT  # rounded up
         place = start % self.capacity if self.capacity else 0
-        if place + size > self.capacity:  # the bytes of a frame lie in one stretch: skip the end of the ring
+        # The bytes of a frame lie in one stretch. If they do not fit before the end of the ring, its rest is skipped.
+        if place + size > self.capacity:
             start, place = start + self.capacity - place, 0
         freed = self.freed()
-        is_empty = freed == self._end  # then any payload fits that is not larger than the ring, wherever it starts
+        # If the ring is empty, any payload fits that is not larger than the ring, wherever it starts.
+        is_empty = freed == self._end
         if size > self.capacity or (not is_empty and start + size - freed > self.capacity):
             return None
         offset = place
@@ -245,7 +256,9 @@ class RingReader:
         self.ring_id = segment.ring_id
         self.capacity = segment.capacity
         self._bytes = segment.view[HEADER:].toreadonly()
+        """The memory of the ring, without the header."""
         self._freed = segment.view[_FREED : _FREED + 8].cast("Q")
+        """One number, by which the writer learns the position before which this reader has taken everything."""
         self._end = 0
         """The position behind the last payload that was taken."""
 
@@ -255,7 +268,7 @@ class RingReader:
         Returns one chunk for each row if the sizes in `rows` add up to `size`, else one chunk of all bytes. Raises
         ValueError if no writer can have put a payload there.
         """
-        if sum(rows) != size:
+        if sum(rows) != size:  # the bytes are a part of a larger payload, or begin in the middle of a row
             rows = (size,)
         copies: list[bytes | memoryview] = []
 
@@ -274,7 +287,8 @@ class RingReader:
         """
         place = position % self.capacity if self.capacity else 0
         is_in_one_stretch = 0 < size <= self.capacity - place
-        # Between two payloads, a writer skips at most _ALIGNMENT bytes and the rest of the ring.
+        # Between two payloads, a writer skips at most _ALIGNMENT bytes and the rest of the ring, which is less than two
+        # rings.
         follows = self._end <= position <= self._end + 2 * self.capacity
         if not is_in_one_stretch or not follows:
             raise ValueError(
@@ -283,8 +297,9 @@ class RingReader:
         copy(self._bytes[place : place + size])
         assert position + size > self._end, "the writer would take bytes back"
         self._end = position + size
-        # A processor may reorder memory accesses. With the barrier, all bytes are read before the writer learns that it
-        # may overwrite them.
+        # A processor may move memory accesses into a locked section, but not out of one. The first section therefore
+        # keeps the reads above before the write in the second: all bytes are read before the writer learns that it may
+        # overwrite them.
         with _fence:
             pass
         with _fence:
@@ -330,7 +345,7 @@ class FrameWriter:
         self.segment = segment
         self._ring = RingWriter(segment)
         self.stalled = False
-        """Whether the reader made no room for the last frame."""
+        """Whether the ring had no room for the last large frame. Then the next frame does not wait for room."""
         self._head: Any = None
         """The head of the frame that `gather` is building; None: the next frame begins one."""
         self._chunks: list[bytes | memoryview] = []
@@ -349,6 +364,7 @@ class FrameWriter:
         if size < MIN_SHARED:
             return frame
         position = self._ring.put(frame.payloads, size)
+        # Waits, unless the last wait was in vain, or the ring is too small for the frame.
         if position is None and not self.stalled and size <= self._ring.capacity:
             position = await self._put_in_turn(frame.payloads, size)
         self.stalled = position is None
@@ -362,7 +378,8 @@ class FrameWriter:
         sizes: Sequence[int] = getattr(frame.head, "payload_sizes", ())
         if self._head is None:
             self._head = frame.head
-            # The first message of a response has the sizes of all payloads. Later ones have none.
+            # The first message of a response has the sizes of all payloads. Later messages have none, and `_missing`
+            # has what is left.
             self._missing = sum(sizes) or self._missing
         size = sum(map(len, frame.payloads))
         self._chunks += frame.payloads
@@ -375,14 +392,17 @@ class FrameWriter:
         return gathered
 
     async def _put_in_turn(self, chunks: Sequence[bytes | memoryview], size: int) -> int | None:
-        """Puts the chunks into the ring as soon as there is room. None: the reader made no progress for _PATIENCE."""
+        """Puts the chunks into the ring when there is room, and returns their position.
+
+        Tries again every _PAUSE seconds. None: the reader has freed nothing for _PATIENCE seconds.
+        """
         freed, waited = self._ring.freed(), 0.0
         while waited < _PATIENCE:
             await asyncio.sleep(_PAUSE)
             if (position := self._ring.put(chunks, size)) is not None:
                 return position
             waited += _PAUSE
-            if (now := self._ring.freed()) != freed:
+            if (now := self._ring.freed()) != freed:  # the reader makes progress: the patience begins anew
                 freed, waited = now, 0.0
         return None
 
@@ -400,9 +420,10 @@ def take_frame(frame: Frame[M], reader_of: ReaderOf) -> Frame[M]:
 
 
 def pass_on(frame: Frame[Any], reader_of: ReaderOf, add: Callable[[bytes | memoryview, Keep], None]) -> None:
-    """Calls `add` with the payload bytes of the frame, and with the function that makes them last.
+    """Calls `add` with the payload bytes of the frame, and with the function that makes these bytes last (`Keep`).
 
-    Bytes in a ring must be copied before `add` returns. Raises as `take_frame`.
+    `add` must copy bytes that are in a ring before it returns, because the writer may overwrite them then. Raises as
+    `take_frame`.
     """
     head = frame.head
     if not head.HasField("shared"):

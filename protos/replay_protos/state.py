@@ -29,7 +29,9 @@ def declared(message: Descriptor) -> tuple[tuple[FieldDescriptor, pb.Field], ...
 
 
 def document(record: Message | Any, message: Descriptor | None = None) -> Document:
-    """A message, or a record with the fields of `message`, as values of JSON by the names of the fields.
+    """The fields of `record` by name, as values of JSON.
+
+    `record` is a message. It may also be any object that has the fields of the message type `message`.
 
     The key of an item and the id of a server become strings, because they have 64 bits, of which many readers of JSON
     keep only 53. A 0 that means unknown becomes None.
@@ -44,7 +46,7 @@ def _value(value: Any, field: FieldDescriptor, option: pb.Field) -> Any:
     """The value of one field as a value of JSON."""
     if value is None or (option.zero_is_unknown and not value):
         return None
-    if isinstance(value, Mapping):  # of records of the client, which hold the tables by name
+    if isinstance(value, Mapping):  # a message has no mapping, but the client's records hold the tables by name
         return {name: document(record, field.message_type) for name, record in value.items()}
     if field.is_repeated:
         if field.message_type is None:
@@ -54,7 +56,8 @@ def _value(value: Any, field: FieldDescriptor, option: pb.Field) -> Any:
         return document(value, field.message_type)
     if option.json:  # a text that holds JSON
         return json.loads(value) if value else None
-    return str(value) if field.type == FieldDescriptor.TYPE_FIXED64 else value  # keys and ids are fixed64, counts not
+    # In ServerInfo, keys and ids are of the type fixed64, and counts are not.
+    return str(value) if field.type == FieldDescriptor.TYPE_FIXED64 else value
 
 
 MOST_LEVELS = 128
@@ -69,7 +72,7 @@ def plain(value: Any, levels: int = MOST_LEVELS) -> Any:
 
     Lists and objects below `levels` levels become the text TOO_DEEP.
     """
-    if isinstance(value, dict | list | tuple) and not levels:
+    if isinstance(value, dict | list | tuple) and not levels:  # at level 0 only single values are shown
         return TOO_DEEP
     if isinstance(value, dict):
         return {str(name): plain(child, levels - 1) for name, child in value.items()}

@@ -34,6 +34,7 @@ class PemFiles:
             here, missing = ("tls_cert", "tls_key") if key is None else ("tls_key", "tls_cert")
             raise ValueError(f"{here} is set and {missing} is not: a certificate and its key go together")
         files = cls(cert=_read("tls_cert", cert), key=_read("tls_key", key), ca=_read(ca_name, ca))
+        # Only checks the files: OpenSSL loads them into this context, which is then dropped.
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         if cert is not None:
             _check_cert(context, cert)
@@ -96,7 +97,7 @@ def proxy_remedy(host: str, variables: Sequence[str] = PROXY_VARIABLES) -> str:
     """
     from urllib.request import proxy_bypass_environment  # it loads much, and only an error needs it
 
-    if is_near(host) or proxy_bypass_environment(host):
+    if is_near(host) or proxy_bypass_environment(host):  # no proxy leads to it, or no_proxy names it
         return ""
     for name in variables:
         if os.environ.get(name):

@@ -9,6 +9,7 @@ def counted(count: int, noun: str) -> str:
 
 
 def _plural(noun: str) -> str:
+    """The plural of a regular English noun."""
     if noun.endswith(("s", "x", "ch", "sh")):
         return f"{noun}es"
     if noun.endswith("y") and noun[-2] not in "aeiou":

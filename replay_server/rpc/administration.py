@@ -29,6 +29,7 @@ class AdministrationMethods:
         self._data_dir = data_dir
         self._checkpointer = checkpointer
         self._server_id = secrets.randbits(63)
+        """An id that is new at each start, by which clients notice a restart."""
         self._started = self.buffer.clock()
 
     async def GetServerInfo(self, request: pb.GetServerInfoRequest, call: Call) -> pb.ServerInfo:

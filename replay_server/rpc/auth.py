@@ -125,6 +125,7 @@ class Tokens:
         try:
             text = path.read_text()
         except (OSError, UnicodeDecodeError) as error:
+            # The text of a UnicodeDecodeError would show bytes of the file.
             reason = error.strerror if isinstance(error, OSError) else "it is not text"
             raise ValueError(f"tokens_file {path} cannot be read: {reason}") from None
         return cls(text, f"tokens_file {path}")
@@ -182,7 +183,10 @@ class Authorizer(grpc.aio.ServerInterceptor):
         return grpc.stream_stream_rpc_method_handler(refuse)
 
     def _check(self, method: str, metadata: Any) -> tuple[grpc.StatusCode | None, str]:
-        """The code and message with which to refuse the call; (None, "") if it may proceed."""
+        """The code and message with which to refuse the call; (None, "") if the call may proceed.
+
+        `method` is gRPC's name of it: "/SERVICE/METHOD".
+        """
         service, _, name = method.removeprefix("/").partition("/")
         authorizations = [value for key, value in metadata if key == "authorization"]
         if not authorizations:
@@ -213,6 +217,7 @@ class Authorizer(grpc.aio.ServerInterceptor):
         while True:
             await asyncio.sleep(SECONDS_PER_LOOK)
             tokens = {token for token, _ in self._calls.values()}
+            # The present role of each token, which is looked up once for all calls of the token.
             roles = {token: self._role_of(token) for token in tokens}
             revoked: list[asyncio.Task[Any]] = []
             for task, (token, needed) in self._calls.items():
@@ -231,14 +236,17 @@ class Authorizer(grpc.aio.ServerInterceptor):
         return self.tokens.value.role_of(token)
 
     def _remember_call(self, token: str, needed: Role) -> None:
-        """Lets `end_revoked` find the call that the current task answers."""
+        """Lets `end_revoked` find the call that the current task answers.
+
+        gRPC asks for the handler of a call and then calls the handler in one task, which ends with the call.
+        """
         task = asyncio.current_task()
         if task is not None:
             self._calls[task] = (token, needed)
             task.add_done_callback(lambda task: self._calls.pop(task, None))
 
     def _log(self, peer: str, method: str, why: str) -> None:
-        """Counts a refused call. Logs one line for all calls refused since the last such line, if that is long ago."""
+        """Counts a refused call. If the last line was logged long ago, logs one for all calls refused since then."""
         self._refused += 1
         now = time.monotonic()
         if now - self._logged_at > _SECONDS_PER_LINE:
@@ -302,7 +310,7 @@ class Reread(Generic[T]):
         state = self._state()
         if state == self._last_state:
             return False
-        self._last_state = state
+        self._last_state = state  # also if the reading fails: a wrong file is reported once, and not each second
         try:
             self.value = self._read()
         except ValueError as error:
@@ -312,7 +320,7 @@ class Reread(Generic[T]):
         return True
 
     def _state(self) -> list[tuple[int, int, int]]:
-        """The time, size and inode of each file, which differ after a change. Empty if a file cannot be found.
+        """The time, size and inode of each file. A change of a file changes one of them. Empty if a file is missing.
 
         The time alone is not enough. The clock of a file system moves only every few milliseconds, so a file that was
         emptied and then written may have the same time after both changes.
@@ -349,6 +357,7 @@ class ServerCertificates:
         )
 
     def _configuration(self) -> grpc.ServerCertificateConfiguration:
+        """The certificate, its key and the client authority, as they were read last."""
         pem = self._files.value
         assert pem.key is not None
         assert pem.cert is not None

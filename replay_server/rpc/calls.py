@@ -64,7 +64,10 @@ class Call:
         return self.readable(request)
 
     def readable(self, request: Any) -> Any:
-        """The request, with the payloads that lie in a ring. Raises Refused if its bytes are no message."""
+        """The request, with the payloads that lie in a ring.
+
+        Raises Refused if `request` is the error that `Method.parse` returned because the bytes are no message.
+        """
         if isinstance(request, DecodeError):
             raise invalid(f"the bytes are no message of this protocol: {request}")
         return request if self.carrier is None else self.carrier.bring(request)
@@ -74,6 +77,7 @@ class Call:
 
         The client of an endless stream may read as slowly as it likes, because the server holds little for it.
         """
+        # Notes the time since the request. Only the first response to a request is timed.
         latencies = self._method.latencies
         if latencies is not None:
             seconds = None
@@ -115,6 +119,10 @@ class Method:
         rings: Rings,
         latencies: Latencies | None,
     ) -> None:
+        """`behavior` is the function that answers calls. `latencies` times and counts the calls; None: nothing does.
+
+        Whether a call has streams, payloads or an end follows from the method's `descriptor` in replay.proto.
+        """
         self.name = descriptor.name
         request = GetMessageClass(descriptor.input_type)
         response = GetMessageClass(descriptor.output_type)
@@ -129,7 +137,8 @@ class Method:
         self._client_streaming = descriptor.client_streaming
         self._server_streaming = descriptor.server_streaming
         self._endless = descriptor.client_streaming or (descriptor.server_streaming and not responses_have_payloads)
-        """True if a call lasts until its client ends it, or the server stops."""
+        """True if a call lasts until its client ends it, or the server stops. A method that answers one request with
+        payloads (Sample, Get) ends after the last payload."""
         self.rings: Rings | None = None
         """The rings of the clients; None: payloads of this method never lie in rings."""
         if responses_have_payloads or (requests_have_payloads and self._endless):
@@ -139,11 +148,14 @@ class Method:
         if responses_have_payloads and not self._endless:
             self.stall_timeout = backend.limits.stall_timeout
         self.latencies = latencies
+        # Calls and streams of requests are timed, so their metrics exist before the first call. A stream that only the
+        # server sends (WatchPolicy) is counted and not timed.
         if latencies is not None and (self._client_streaming or not self._endless):
             latencies.expect(self.name)
 
     def handler(self, traced: Callable[[str, Any], Any] | None) -> grpc.RpcMethodHandler[Any, Any]:
         """The handler that gRPC calls. If the method is not endless, `traced` wraps its `respond` in spans."""
+        # By (the client streams, the server streams). No method has a stream of requests and a single response.
         kinds = {
             (False, False): grpc.unary_unary_rpc_method_handler,
             (False, True): grpc.unary_stream_rpc_method_handler,
@@ -195,6 +207,7 @@ class Method:
             raise
         finally:
             if call.carrier is not None:
+                # After any other end, the client may have left bytes in the ring unread.
                 ended_well = code == "OK" and not self._endless
                 call.carrier.close(reuse_writer=ended_well)
             if self.latencies is not None:
@@ -220,6 +233,7 @@ class Multiplex:
             if request.method not in SHORT_METHODS:
                 raise invalid(f"method {request.method[:100]!r}: one of {', '.join(SHORT_METHODS)}")
             method = self._methods[request.method]
+            # Counted and timed as a call of `method`, although it runs within this call.
             response = await method.answer(method.parse(request.request), call)
         except Refused as refusal:
             if refusal.code is Code.UNAUTHENTICATED:  # the token was revoked, which ends the stream
@@ -231,20 +245,22 @@ class Multiplex:
 def once(response_type: type[M]) -> Callable[[Callable[..., Awaitable[M]]], Callable[..., Awaitable[M]]]:
     """Decorates a method so that a repeated request, which has the same `request` id, gets the first answer again.
 
-    So a request and its retries, after a broken connection or (in durable mode) after a kill, have the effect of one
-    call. The response waits until everything that the method changed is written. The method must not wait after its
-    change, so that one commit writes the change and the answer.
+    A request and its retries therefore have the effect of one call, also after a broken connection or, in durable mode,
+    after a kill of the server. The response waits until everything that the method changed is written. The method must
+    not wait after its change, so that one commit writes the change and the answer.
     """
 
     def decorate(method: Callable[..., Awaitable[M]]) -> Callable[..., Awaitable[M]]:
         @functools.wraps(method)
         async def respond(self: Any, request: Any, call: Call) -> M:
+            """Takes the place of `method`: answers a request, or repeats the first answer."""
             buffer = self.backend.buffer
             if not request.request:  # a request without an id is never repeated
                 response = await method(self, request, call)
                 await self.backend.durable()
                 return response
             digest = _digest(request)
+            # None: this is the first request with the id.
             answer = first_answer(buffer, request.request, digest)
             if answer is not None:
                 response = response_type.FromString(answer)

@@ -126,14 +126,15 @@ class Clients:
             yield partial(self._record_sign_of_life, name, connection)
         finally:
             assert client.calls[connection] > 0, (client.name, connection)
-            client.calls -= Counter([connection])
+            client.calls -= Counter([connection])  # also removes an entry of 0, so that `calls` is empty without calls
             client.left = self._clock()
             self._touch(client)  # a client that waits sends nothing, so it is last seen at the end of its call
 
     def describe(self, context: Context, settings: dict[str, str]) -> None:
-        """Replaces the settings of a client by `settings`, and notes the role that they tell.
+        """Replaces the settings of a client by `settings`, and notes the role that the settings tell.
 
-        Raises Refused if they are too long, or if the name belongs to another connection with an open call.
+        Raises Refused if the settings are too long, or if the client's name belongs to another connection that has an
+        open call. Does nothing for a client without a name.
         """
         name = name_of(context)
         if not name:
@@ -152,13 +153,13 @@ class Clients:
         prompts_table = settings.get("prompts_table")
         if prompts_table:
             self.prompt_tables.add(prompts_table.strip('"'))
-            # A generator that drew prompts before it described itself was taken for a trainer.
+            # The client draws prompts, so it is a generator. If it did so before this call, it was taken for a trainer.
             client.roles.discard(ClientRole.TRAINER)
         part = settings.get("part", "").strip('"')
         if part in (ClientRole.TRAINER, ClientRole.GENERATOR):
             # Noted now, because the client may load its model for minutes before its calls show the role.
             client.roles.add(ClientRole(part))
-        elif part in _PASSING:
+        elif part in _PASSING:  # drops the roles that its calls have shown so far
             client.roles = {ClientRole(part)}
 
     def _forget_old_settings(self) -> None:
@@ -166,7 +167,7 @@ class Clients:
         left = MAX_DESCRIPTIONS
         for client in self:
             left -= len(client.settings)
-            if left < 0:
+            if left < 0:  # also for all clients after this one
                 client.settings = "{}"
 
     def leave(self, context: Context) -> None:
@@ -177,7 +178,7 @@ class Clients:
             client.last_seen_at = self._clock()
 
     def missed(self, role: ClientRole) -> Sequence[Client]:
-        """The clients of a role that are expected to go on: all that have not said that they end.
+        """The clients of a role that have not said that they end, the one seen last first. They are expected to go on.
 
         Empty if the client of this role that was seen last has said that it ends. Otherwise a client that was killed
         long ago would still be expected, although its successor has ended.
@@ -193,7 +194,7 @@ class Clients:
         if client is None:
             client = Client(name, connection)
             self._by_name[name] = client
-            if len(self._by_name) > MAX_CLIENTS:
+            if len(self._by_name) > MAX_CLIENTS:  # forgets the client that was seen longest ago
                 self._by_name.popitem(last=False)
             assert len(self._by_name) <= MAX_CLIENTS, len(self._by_name)
         self._touch(client)

@@ -93,10 +93,10 @@ def table_info(buffer: ReplayBuffer, table: Table) -> pb.TableInfo:
     now = buffer.clock()
     lines = buffer.lines[table.name]
     columns = table.columns
-    slots = columns.occupied()
-    retained = np.array(list(columns.retained.values()), dtype=np.int64)  # slots
+    slots = columns.occupied()  # of the items that are in the table; retained rows have slots of their own
+    retained = np.array(list(columns.retained.values()), dtype=np.int64)  # the slots of the retained rows
     staleness = buffer.policy.version - columns.policy_version[slots]
-    np.maximum(staleness, 0, out=staleness)
+    np.maximum(staleness, 0, out=staleness)  # after a rollback, items may be newer than the current version
     limiter = table.limiter
     flow = table.flow.measured()
     if table.name in buffer.items.copies:
@@ -144,7 +144,7 @@ def table_info(buffer: ReplayBuffer, table: Table) -> pb.TableInfo:
 
 
 def _waiting(line: Line[Any], why_waiting: Callable[[Any], str]) -> pb.Waiting:
-    """The waits in a line. `why_waiting` returns the reason why a request waits."""
+    """The waits in a line. `why_waiting` returns the reason why its first request waits."""
     reason = ""
     if line.awaited and line.head is not None:
         reason = why_waiting(line.head)
@@ -160,7 +160,10 @@ def _arrival_times(buffer: ReplayBuffer, activity: Meter, now: float) -> pb.Arri
 
 
 def _usual_interval(buffer: ReplayBuffer, activity: Meter) -> float:
-    """The usual seconds between two bursts of inserts or samples; 0: unknown."""
+    """The usual seconds between two bursts of inserts or samples; 0: unknown.
+
+    The usual seconds of a policy version tell which pauses are between two bursts.
+    """
     return activity.arrivals.interval(buffer.versions.interval)
 
 
@@ -254,6 +257,7 @@ def long_wait(buffer: ReplayBuffer, clients: Clients) -> float:
     step = _usual_step(buffer)
     if step:
         return _longest_silence(step)
+    # Both roles are expected, and none has a usual interval yet: their first steps may take long.
     if clients.missed(ClientRole.TRAINER) and clients.missed(ClientRole.GENERATOR):
         return FIRST_STEPS
     return LONG_WAIT
@@ -262,7 +266,7 @@ def long_wait(buffer: ReplayBuffer, clients: Clients) -> float:
 def overdue_clients(buffer: ReplayBuffer, clients: Clients) -> Iterator[pb.OverdueClient]:
     """Yields an entry if the trainer is overdue, and one for each table that overdue generators should fill."""
     # Tables of prompts say nothing about either role: generators insert and draw many prompts at once, and then none
-    # for long.
+    # for long. `trained` are all tables except copies.
     tables = [table for table in buffer.trained if table.name not in clients.prompt_tables]
     now = buffer.clock()
     lines = [buffer.lines[table.name] for table in tables]
@@ -270,6 +274,7 @@ def overdue_clients(buffer: ReplayBuffer, clients: Clients) -> Iterator[pb.Overd
     # A role whose request waits here is connected, and is not overdue.
     trainers = clients.missed(ClientRole.TRAINER)
     if trainers and not _any_waits(table_lines.samples for table_lines in lines):
+        # By its usual interval or, if that is not exceeded or not known, because it was connected and is gone.
         overdue = list(_overdue_trainer(buffer, tables, now, trainers))
         yield from overdue or _vanished(ClientRole.TRAINER, now, trainers)
 
@@ -294,7 +299,7 @@ def _overdue_trainer(
         if age > _longest_silence(usual):
             problem = f"no new policy version since version {policy.version}, for {_seconds(age)}"
             yield _overdue(ClientRole.TRAINER, "", age, usual, problem, now, trainers)
-        return
+        return  # samples count only for a trainer that publishes no versions
     # Generators, and not the trainer, sample partial groups.
     permit_tables = _permit_tables(buffer)
     sampled = [table for table in tables if _usual_interval(buffer, table.sampled) and table.name not in permit_tables]
@@ -323,7 +328,7 @@ def _overdue_generators(
         if table.name in not_filled_by_generators:
             continue
         usual = _usual_interval(buffer, table.inserted)
-        if not usual:
+        if not usual:  # too few inserts so far to know how often they come
             continue
         usual = max(usual, _usual_step(buffer))
         age = now - table.inserted.last
@@ -339,7 +344,7 @@ def _permit_tables(buffer: ReplayBuffer) -> Collection[str]:
 
 
 def _vanished(role: ClientRole, now: float, clients: Sequence[Client]) -> Iterator[pb.OverdueClient]:
-    """Yields an entry if the client seen last was connected for LONG_WAIT, and no client was seen for LONG_WAIT since.
+    """Yields an entry if the client seen last was connected for LONG_WAIT, and then no client was seen for LONG_WAIT.
 
     `clients` are the clients of the role. The client seen last comes first.
     """
@@ -347,6 +352,7 @@ def _vanished(role: ClientRole, now: float, clients: Sequence[Client]) -> Iterat
     last = clients[0]
     if not last.vanished(since, LONG_WAIT):
         return
+    # Another client of the role may be connected, or was seen since.
     if any(client.calls or client.last_seen_at > since for client in clients):
         return
     age = now - last.left
@@ -359,8 +365,8 @@ def _overdue(
 ) -> pb.OverdueClient:
     """The entry of a role that has been silent for `age` seconds, with the reason in words.
 
-    `table`: the table that the role has not used; "": it is about no table. `usual`: seconds of the role's usual
-    interval; 0: unknown. `problem`: the first clause of the reason.
+    `table`: the table that the role has not used; "": the entry is about no table. `usual`: seconds of the role's usual
+    interval; 0: unknown. `problem`: the first clause of the reason. `clients`: those of the role, the last seen first.
     """
     reason = problem
     if usual:

@@ -68,6 +68,7 @@ class InsertMethods:
         all_rows = Decided()
         unread = [request]
 
+        # `Inserts` calls these two functions in the place of reading from and writing to a stream.
         async def read() -> Request | None:
             return unread.pop() if unread else None
 
@@ -78,9 +79,9 @@ class InsertMethods:
             await Inserts(self._backend, call.client, read, answer, on_message).run()
             if self._journal is not None:
                 ticket = self._journal.ticket()
-                await asyncio.wait([ticket])
+                await asyncio.wait([ticket])  # raises no error: `refuse_unwritten` looks at the ticket
                 refuse_unwritten(all_rows, self._journal, ticket)
-        if len(all_rows) < len(request.head.keys):  # a stream could bring the rest later, but this is a single message
+        if len(all_rows) < len(request.head.keys):  # cannot happen: `run` refuses a message that lacks payload bytes
             raise invalid("the payload is shorter than payload_sizes says")
         return all_rows.message()
 
@@ -95,7 +96,7 @@ class InsertMethods:
             if self._journal is None:
                 await inserts.run()
             else:
-                await acknowledged(self._journal, inserts)
+                await acknowledged(self._journal, inserts)  # runs `inserts`, and answers rows when they are written
 
 
 class Decided:
@@ -123,7 +124,10 @@ class Decided:
         self._response.errors.add(key=key, code=refusal.code, message=refusal.message, reason=refusal.reason)
 
     def evict(self, batch: InsertBatch) -> None:
-        """Adds the rows that left their tables at once."""
+        """Adds the rows of `batch` that a full table evicted as soon as they were inserted.
+
+        Empties `batch.evicted`, so that no row is added twice.
+        """
         for key, table in batch.evicted:
             self._response.evicted.add(key=key, table=table)
         batch.evicted.clear()
@@ -212,7 +216,8 @@ class Inserts:
     async def _chunks(self, frame: Request, total: int) -> Sequence[bytes | memoryview]:
         """Reads the payload bytes of a message, `total` bytes, and returns them unless they are refused.
 
-        Sets `_timeout`, `_refusal` and `_nbytes` for the message. Raises Refused if it has fewer or more bytes.
+        Sets `_timeout`, `_refusal` and `_nbytes` for the message. Raises Refused if the message has fewer or more bytes
+        than `total`. If the payloads are refused, their bytes are read and dropped.
         """
         request = frame.head
         chunks = frame.payloads
@@ -228,7 +233,7 @@ class Inserts:
             chunks = list(chunks)
             with ExitStack() as share:  # of `max_unfinished_bytes`, until the message is complete
                 if self._refusal is None:
-                    try:
+                    try:  # waits until clients use so little of the budget that `total` bytes fit
                         await self._backend.unfinished.take_in_turn(self._client, total, self._timeout)
                         share.callback(self._backend.unfinished.release, self._client, total)
                     except Refused as no_room_in_time:
@@ -262,7 +267,7 @@ class Inserts:
                 ) from None
             if more is None:
                 break
-            if more.head.keys or not more.payloads:  # a new message, or one with neither rows nor bytes
+            if more.head.keys or not more.payloads:  # the next message, or a part without any bytes
                 raise invalid(f"{missing} of {total} payload bytes are missing")
             missing -= sum(map(len, more.payloads))
             if self._refusal is None:
@@ -279,9 +284,10 @@ class Inserts:
         row = 0
         rows = len(batch)
         while row < rows:
-            if not first:
+            if not first:  # so that also a message of many small batches lets other requests run
                 await asyncio.sleep(0)
             first = False
+            # To slice a single row would only cost time. A slice shares the list `evicted` with the batch.
             inserted, outcome = self._admit(batch if rows == 1 else batch[row : row + ROWS_PER_YIELD])
             self._decided.keys.extend(batch.keys[row : row + inserted])
             self._decided.evict(batch)
@@ -290,7 +296,7 @@ class Inserts:
                 continue
             if isinstance(outcome, PendingInsert):
                 refusal = await self._wait(outcome)
-                self._decided.evict(batch)
+                self._decided.evict(batch)  # again, for the row that has waited
             else:
                 refusal = outcome
             self._decided.keys.append(batch.keys[row])
@@ -311,6 +317,7 @@ class Inserts:
         if full or (self._backend.draining and not batch.closes):
             # New items are refused. A retry of an item that the server has is confirmed all the same.
             key = batch.keys[0]
+            # `known_keys` has the keys of the last inserts, also of items that have left since.
             is_retry = key in buffer.items or key in buffer.known_keys
             if not is_retry and full:
                 return 0, busy(full)
@@ -338,7 +345,8 @@ class Inserts:
         except Refused as refusal:
             return refusal
         finally:
-            buffer.abandon(pending)  # the row is still in line if the budget refused it, or its client went away
+            # The row is still in line if the budget refused it, or the client went away. Otherwise this does nothing.
+            buffer.abandon(pending)
         return None
 
     # ------------------------------------------------------------------------------------------- segments
@@ -347,6 +355,7 @@ class Inserts:
         """Appends or refuses each segment of a message."""
         # A client that extends partial groups is a generator. A client that extends other items is a teacher.
         permit_tables = PermitTables.of(self._buffer)
+        # `marked` has the keys of the items in permit tables that hold a permit.
         is_partial = permit_tables is not None and request.keys[0] in permit_tables.marked
         self._on_message(ClientRole.GENERATOR if is_partial else ClientRole.TEACHER)
         labels = labels_in(request) or [NO_LABELS] * len(payloads)
@@ -375,7 +384,8 @@ class Inserts:
         nbytes = sum(map(len, payload))
         digest = b""
         if number:
-            # Two requests of one number are the same request if their digests are equal.
+            # Two requests of one number are the same request if their digests are equal. The suffix keeps segments
+            # apart from calls of methods, whose digests end with the type of the request.
             identity = repr((key, sorted(names), nbytes)).encode()
             digest = hashlib.blake2b(identity, digest_size=8).digest() + b"segment"
             answer = first_answer(buffer, number, digest)
@@ -388,6 +398,7 @@ class Inserts:
             refusal = buffer.outstanding.why_not_closed(held)
             if refusal is not None:
                 raise refusal
+        # The columns that the item had already, so that nothing was appended; empty: appended; None: no such item.
         present = buffer.extend(key, names, payload)
         unchanged = pb.UnchangedRow(key=key, present=present or (), missing=present is None)
         if number:
@@ -396,7 +407,10 @@ class Inserts:
 
 
 def check_message(request: pb.InsertRequest) -> None:
-    """Raises Refused if the columns of the message do not fit together."""
+    """Raises Refused if the fields of the message do not fit together.
+
+    A field with one entry for each row may also be empty.
+    """
     rows = len(request.keys)
     if rows > MAX_ROWS:
         raise invalid(f"{rows} items in one message: at most {MAX_ROWS}")
@@ -536,7 +550,7 @@ async def acknowledged(journal: Journal, inserts: Inserts) -> None:
         ticket = journal.ticket()
         unanswered.append((ticket, decided))
         decided_more.set()
-        if journal.backlog > MAX_UNWRITTEN_BYTES:
+        if journal.backlog > MAX_UNWRITTEN_BYTES:  # the disk is slower than the clients
             await asyncio.wait([ticket])
         while len(unanswered) >= MAX_UNANSWERED:
             answered.clear()
@@ -544,7 +558,7 @@ async def acknowledged(journal: Journal, inserts: Inserts) -> None:
 
     inserts.answer = answer
     inserting = asyncio.create_task(inserts.run())
-    inserting.add_done_callback(lambda _: decided_more.set())
+    inserting.add_done_callback(lambda _: decided_more.set())  # wakes the loop below when no more rows will come
     try:
         while unanswered or not inserting.done():
             if not unanswered:
@@ -552,14 +566,14 @@ async def acknowledged(journal: Journal, inserts: Inserts) -> None:
                 await decided_more.wait()
                 continue
             ticket, decided = unanswered.popleft()
-            await asyncio.wait([ticket])
-            while unanswered and unanswered[0][0] is ticket:
+            await asyncio.wait([ticket])  # raises no error: `refuse_unwritten` looks at the ticket
+            while unanswered and unanswered[0][0] is ticket:  # rows that the same commit has written
                 _, later = unanswered.popleft()
                 decided.extend(later)
             refuse_unwritten(decided, journal, ticket)
             await answer_client(decided)
             answered.set()
-        await inserting
+        await inserting  # raises the error that ended the stream
     finally:
         inserting.cancel()
         await asyncio.gather(inserting, return_exceptions=True)

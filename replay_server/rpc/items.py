@@ -37,6 +37,7 @@ class ItemMethods:
 
     async def UpdatePriorities(self, request: pb.UpdatePrioritiesRequest, call: Call) -> pb.MutationResponse:
         """Sets the priorities of items in one table. A repetition has the same effect, so this needs no `once`."""
+        # Both fields are bytes that hold an array of numbers, each of 8 bytes.
         if len(request.keys) % 8 or len(request.priorities) % 8:
             raise invalid(f"keys and priorities of {len(request.keys)} and {len(request.priorities)} bytes: 8 for each")
         _check_keys(len(request.keys) // 8)
@@ -53,11 +54,15 @@ class ItemMethods:
         return pb.MutationResponse(applied=len(set(request.keys)) - len(missing), missing=missing)
 
     async def Get(self, request: pb.GetRequest, call: Call) -> None:
-        """Sends the facts about items, and then their payloads unless the client wants none."""
+        """Sends the facts about items, and then their payloads unless the client wants none.
+
+        Raises Refused if an item leaves, or proves damaged, before its payload is sent.
+        """
         if len(request.keys) > MAX_ROWS:
             raise invalid(f"{len(request.keys)} keys: at most {MAX_ROWS} in one request")
         buffer = self.buffer
         reading = self.backend.reading
+        # Items that left their tables in one large change stay in memory for a while, but count as gone.
         keys = [key for key in dict.fromkeys(request.keys) if not buffer.items.gone(key)]
         first = _columns(buffer, keys, request)
         if request.without_payloads or not keys:
@@ -69,10 +74,11 @@ class ItemMethods:
         # slice is sent, items of later slices may leave.
         for rows in read_slices(sizes):
             nbytes = sum(sizes[rows])
+            # Waits until the answers to all clients leave room for these bytes in memory.
             await reading.take_in_turn(call.client, nbytes, self.backend.limits.stall_timeout)
             try:
                 for key, item in zip(keys[rows], items[rows], strict=True):
-                    if buffer.items.get(key) is not item:
+                    if buffer.items.get(key) is not item:  # gone, or replaced by a new item with this key
                         raise try_again(f"item {key} left before its bytes were sent: ask again, for fewer at once")
                 for response in split_payloads(first, read_payloads(buffer.storage, keys[rows], sizes[rows])):
                     await call.write(response)
@@ -105,7 +111,7 @@ class ItemMethods:
         keys: list[int] = columns.key[chosen].tolist()
         labels = self.buffer.items.labels(keys) or ()
         missing_columns: Sequence[Labels] = ()
-        if table.waiting.count:
+        if table.waiting.count:  # the number of items that lack a column which the table requires
             missing_columns = [Labels(frozenset(names)) for names in table.waiting.lacking_of(chosen)]
         return pb.ListItemsResponse(
             keys=keys,
@@ -204,6 +210,7 @@ def _columns(buffer: ReplayBuffer, keys: Sequence[int], request: pb.GetRequest) 
         columns=columns_message(labels),
         tags=tags_message(labels),
     )
+    # A membership has the rows of this response whose items are in the table, and the table's facts about them.
     for table in buffer.tables.values():
         columns = table.columns
         slots_of_keys = columns.find(np.array(keys, dtype=np.uint64))  # (n,); -1: not in this table

@@ -45,6 +45,7 @@ class Backend:
         self.waiting = Budget(limits.max_waiting_bytes, "bytes of items that wait for their table (max_waiting_bytes)")
         self.outstanding = Budget(MAX_ROWS_OUTSTANDING, "samples under leases or drawn ahead")
         self.reading = Budget(reading, "bytes of items that readers are sent")
+        # If memory is short, the guard first drops copies, and then says why inserts are refused.
         self.memory = MemoryGuard(limits.memory_share, self._release_copies)
         self.clients = Clients(buffer.clock)
         self.draining = False
@@ -56,9 +57,9 @@ class Backend:
             await self._written()
 
     def _release_copies(self) -> None:
-        """Drops the items that only copies hold."""
+        """Drops the items that only tables of copies (`copy_to`) hold."""
         copying = Copying.of(self.buffer)
-        if copying is not None:
+        if copying is not None:  # None: no table has `copy_to`
             copying.free(math.inf)
 
 
@@ -101,7 +102,7 @@ class Budget:
         return None
 
     def acquire(self, client: str, n: int) -> None:
-        """Takes n for the client. Raises Refused (RESOURCE_EXHAUSTED) if the client cannot have n more."""
+        """Takes n for the client at once. Raises Refused (RESOURCE_EXHAUSTED) if the client cannot have n more."""
         why = self.why_not(client, n)
         if why is not None:
             raise busy(f"{why}; try again later")
@@ -119,7 +120,7 @@ class Budget:
 
     @contextmanager
     def held(self, client: str, n: int) -> Iterator[None]:
-        """Takes n for the client, and gives it back at the end. Raises Refused as `acquire` does."""
+        """Takes n for the client at once, and gives n back when the block ends. Raises Refused as `acquire` does."""
         self.acquire(client, n)
         try:
             yield
@@ -127,7 +128,7 @@ class Budget:
             self.release(client, n)
 
     async def take_in_turn(self, client: str, n: int, timeout: float | None) -> None:
-        """Waits until the client can have n more, and takes it.
+        """Waits in line until the client can have n more, and takes n. The caller gives n back by `release`.
 
         Raises Refused (DEADLINE_EXCEEDED) after `timeout` seconds.
         """
@@ -138,14 +139,15 @@ class Budget:
         await result_of(pending, now, self._time_out, self._abandon)
 
     def _time_out(self, pending: PendingShare) -> None:
-        """Refuses a request whose deadline has passed, and serves those that it held up."""
+        """Refuses a request whose deadline has passed, and serves the requests that it held up."""
         if not pending.done:
+            # Without a reason of its own, the request was behind another one that did not fit.
             why = self.why_not(pending.client, pending.n) or f"others came first for the {self.total} {self._name}"
             pending.fail(deadline(why))
             self._serve()
 
     def _abandon(self, pending: PendingShare) -> None:
-        """Ends a request whose client went away, and serves those that it held up."""
+        """Ends a request whose client went away, and serves the requests that it held up."""
         if not pending.done:
             pending.abandon()
             self._serve()
@@ -157,6 +159,7 @@ class Budget:
         for pending in self._line:
             if self.used + pending.n > self.total:
                 break  # first come, first served: smaller requests behind this one wait, too
+            # A request that is above the half of its own client stays in the line, and those behind it are served.
             if self.why_not(pending.client, pending.n) is None:
                 self._acquire(pending.client, pending.n)
                 pending.finish(pending.n)
@@ -172,6 +175,7 @@ class Budget:
             assert self.why_not(first.client, first.n) is not None, first.n
 
     def _acquire(self, client: str, n: int) -> None:
+        """Counts n more as used by the client. The caller makes sure that there is room."""
         assert n >= 0, n
         self.used += n
         assert self.used <= self.total, (self.used, self.total)
@@ -215,7 +219,7 @@ class OpenCalls:
         try:
             yield
         except asyncio.CancelledError as error:  # gRPC would not tell the client why the call was cancelled
-            if error.args == (REVOKED,):
+            if error.args == (REVOKED,):  # the argument with which `Authorizer.end_revoked` cancels calls
                 raise Refused(Code.UNAUTHENTICATED, REVOKED) from None
             if endless and self._closing:
                 # After UNAVAILABLE, clients try again until a server is back. A call without a timeout would try for

@@ -81,13 +81,14 @@ class PolicyMethods:
             raise invalid(f"{request.count} permits: at most {MAX_ROWS} in one request")
         timeout = request.timeout if request.HasField("timeout") else None
         until = deadline_at(self.buffer.clock(), timeout)
+        # A request with the id of a grant that still runs gets this grant again, at once.
         pending = admission.acquire(request.count, until, request.request, _shard_index_in(request))
         try:
             with self.backend.clients.calling(call.context, ClientRole.GENERATOR):
                 grant = await result_of(pending, self.buffer.clock(), admission.time_out, admission.abandon)
                 await self.backend.durable()
-        except BaseException:  # the client does not hear of the grant, so its permits are released
-            admission.abandon(pending)
+        except BaseException:
+            admission.abandon(pending)  # the client does not hear of the grant: releases its permits, or ends the wait
             raise
         self._expire_permits_at(grant.expires)
         return pb.Permits(grant=grant.id, count=grant.count, ttl=admission.config.permit_ttl)
@@ -115,6 +116,7 @@ class PolicyMethods:
 
 def _shard_index_in(request: pb.SetPolicyVersionRequest | pb.AcquirePermitsRequest) -> ShardIndex | None:
     """The shard index that the client sends; None if it sends none. Raises Refused."""
+    # 0 of 0 shards if the client sends none, which passes the check.
     shard_index = ShardIndex(request.shard_index.index, request.shard_index.shards)
     if shard_index.shards > MAX_SERVERS or shard_index.number >= max(1, shard_index.shards):
         raise invalid(

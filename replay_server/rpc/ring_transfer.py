@@ -44,7 +44,7 @@ class Rings:
     def put_down(self, client: str, ring_id: int, ring: Ring) -> None:
         """Takes a ring back from a call, so that the client's next call may use the ring as it is."""
         assert (client, ring_id) not in self._idle, "two calls had one ring"
-        if (client, ring_id) in self._open:
+        if (client, ring_id) in self._open:  # otherwise the ring has ended while the call used it
             self._idle[client, ring_id] = ring
 
 
@@ -64,8 +64,8 @@ class Carrier:
 
         A request of a kind without payloads may name the ring for the responses, which the call uses from then on.
         """
-        if isinstance(request, Frame):
-            try:
+        if isinstance(request, Frame):  # a request of a kind with payloads
+            try:  # `take_frame` returns the frame itself if its payloads lie in no ring
                 return take_frame(request, self._reader_of)
             except LookupError as error:  # the ring ended with its call of ShareMemory: the client connects again
                 raise try_again(str(error)) from None
@@ -73,9 +73,9 @@ class Carrier:
                 raise invalid(str(error)) from None
         if request.ring:
             ring = self._rings.lend(self._client, request.ring)
-            if isinstance(ring, Segment):
+            if isinstance(ring, Segment):  # the first use of the ring
                 ring = FrameWriter(ring)
-            # If the ring has ended meanwhile, there is no writer, and the payloads travel in the messages.
+            # If the ring has ended meanwhile, or is one for reading, the payloads travel in the messages.
             self._writer = ring if isinstance(ring, FrameWriter) else None
         return request
 
@@ -89,7 +89,7 @@ class Carrier:
         if self._writer is None:
             return response
         gathered = self._writer.gather(response)
-        if gathered is None:
+        if gathered is None:  # the writer holds this part until enough parts are joined
             return None
         return await self._writer.place(gathered)
 
@@ -107,7 +107,7 @@ class Carrier:
         self._writer = None
 
     def _reader_of(self, ring_id: int) -> RingReader | None:
-        """The ring with this id, for reading; None: it has ended, another call uses it, or it is one for writing."""
+        """The ring with this id, for reading. None: the ring has ended, another call uses it, or it is for writing."""
         if self._reader is not None and self._reader.ring_id == ring_id:
             return self._reader
         ring = self._rings.lend(self._client, ring_id)
@@ -115,6 +115,6 @@ class Carrier:
             return None
         if isinstance(ring, Segment):
             ring = RingReader(ring)
-        # A stream reads one ring at a time: this ring replaces the one before.
+        # A stream reads one ring at a time: this ring replaces the one before, which no later call can use.
         self._reader = ring if isinstance(ring, RingReader) else None
         return self._reader

@@ -75,13 +75,15 @@ class SampleMethods:
         draws = self.draws
         ready = asyncio.Event()
         is_leased = False
+        # Until the block ends, the client counts as connected.
         with backend.clients.calling(call.context, _role(backend, request.table)):
+            # `ready` is set when the batch is drawn or has failed. `responses` raises the error of a batch that failed.
             draw = draws.begin(request, call.client, on_ready=lambda _: ready.set(), stream=None)
             try:
                 while (responses := draws.responses(draw)) is None:
                     await ready.wait()
                     ready.clear()
-                # The last message is held back, until the batch is acknowledged.
+                # A batch has at least one message. The last one is held back, until the batch is acknowledged.
                 last = next(responses)
                 for response in responses:
                     await call.write(last)
@@ -91,7 +93,7 @@ class SampleMethods:
                 if not request.lease and backend.is_durable:
                     await backend.durable()  # raises Refused if the disk fails, before anything is acknowledged
                     draws.acknowledge(draw)
-                    await backend.durable()
+                    await backend.durable()  # returns when the acknowledgement is written
                 await call.write(last)
                 if request.lease > 0:
                     is_leased = True
@@ -100,7 +102,7 @@ class SampleMethods:
                     draws.acknowledge(draw)  # has no effect in durable mode, in which it is done
             finally:
                 if not is_leased:
-                    draws.drop(draw)
+                    draws.drop(draw)  # no effect on a draw that was acknowledged
 
     async def Draw(self, call: Call) -> None:
         """Serves a stream of draws."""
@@ -109,7 +111,7 @@ class SampleMethods:
 
     @once(pb.MutationResponse)
     async def ConsumeItems(self, request: pb.ConsumeItemsRequest, call: Call) -> pb.MutationResponse:
-        """Counts items as drawn and used, by a reader whose lease of them has ended meanwhile."""
+        """Draws and acknowledges items without sending them: their reader has used them, but its lease has ended."""
         if len(request.keys) > MAX_KEYS:
             raise invalid(f"{len(request.keys)} keys: at most {MAX_KEYS} in one request")
         buffer = self.backend.buffer
@@ -118,8 +120,8 @@ class SampleMethods:
         table = buffer.table(request.table)
         missing = table.columns.absent(keys)
         batch_id = buffer.outstanding.draw_keys(table, np.array(keys, dtype=np.uint64))
-        if batch_id:
-            buffer.acknowledge(batch_id, sent=True)
+        if batch_id:  # 0: the table has none of the items
+            buffer.acknowledge(batch_id, sent=True)  # `sent`: the reader has used the items, however stale they are
         return pb.MutationResponse(applied=len(keys) - len(missing), missing=missing)
 
 
@@ -165,7 +167,7 @@ def _wanted(request: pb.SampleRequest) -> SampleRequest:
         distinct=not request.allow_repeats,
         scope=request.scope,
         exclude=frozenset(request.exclude),
-        id=request.id or new_id(),
+        id=request.id or new_id(),  # a call of `Sample` needs no id
         values=tuple(ValueRows(rows.value, rows.rows, rows.share) for rows in request.values),
     )
 
@@ -208,8 +210,10 @@ class OpenDraws:
         self._buffer = backend.buffer
         self.by_id: dict[int, OpenDraw] = {}
         self._buffer.outstanding.on_closed = self._closed
-        for batch_id, seconds in self._buffer.outstanding.leased.items():  # from before a restart
-            wanted = SampleRequest(1, 1, id=batch_id)  # only the id is used: nothing is drawn any more
+        # Batches whose leases were recorded before a restart. Each lease begins anew.
+        for batch_id, seconds in self._buffer.outstanding.leased.items():
+            # Nothing is drawn or sent any more, so only the id of the draw is used.
+            wanted = SampleRequest(1, 1, id=batch_id)
             draw = OpenDraw(pb.SampleRequest(), wanted, "", 0.0, lambda _: None, None)
             self.by_id[batch_id] = draw
             self.lease(draw, seconds)
@@ -222,7 +226,10 @@ class OpenDraws:
         on_ready: Callable[[OpenDraw], None],
         stream: DrawResponder | None,
     ) -> OpenDraw:
-        """Puts a draw into the line of its table. Raises Refused for a draw that can never be served."""
+        """Puts a draw into the line of its table.
+
+        Raises Refused for a draw that can never be served, or whose id belongs to a draw that has ended.
+        """
         wanted = _wanted(request)
         timeout = request.timeout if request.HasField("timeout") else None
         deadline = deadline_at(self._buffer.clock(), timeout)
@@ -248,23 +255,26 @@ class OpenDraws:
     def responses(self, draw: OpenDraw) -> Iterator[Response] | None:
         """The messages of the batch. None: the draw waits, or waits again because an item was damaged.
 
-        Raises Refused, and ends the draw, if there will be no batch. The iterator also does so if it reads an item that
-        is damaged.
+        Raises Refused, and ends the draw, if there will be no batch. The iterator raises it as well, if it reads a
+        damaged item after the first messages were sent.
         """
-        if draw.ended:
+        if draw.ended:  # by `begin`, for a request with the same id
             raise try_again("the same draw was asked for again, and the new request gets the batch")
         assert draw.pending is not None
         if not draw.pending.done:
             return None
         try:
-            _, batch = draw.pending.result()
+            _, batch = draw.pending.result()  # raises the error if nothing was drawn
             return self._read(draw, batch)
         except Refused:
             self.drop(draw)
             raise
 
     def set_ahead(self, draw: OpenDraw, ahead: bool) -> None:
-        """Notes whether the draw is made ahead, before somebody waits for its batch. No wait is counted then."""
+        """Notes whether the draw is made ahead, which means that nobody waits for its batch yet.
+
+        The lines of a table do not count a draw as waiting while it is ahead.
+        """
         if draw.pending is not None:
             for line in draw.pending.lines:
                 line.set_ahead(draw.pending, ahead)
@@ -276,11 +286,13 @@ class OpenDraws:
         """
         outlives_sending = draw.stream is not None or draw.request.lease
         if outlives_sending:  # a batch of `Sample` without a lease is outstanding only while it is sent
+            # `backend.outstanding` is a budget of samples. The outstanding batches are in `buffer.outstanding`.
             share = self._backend.outstanding.held(draw.client, len(batch))
             draw.share.enter_context(share)
         keys: list[int] = batch.keys.tolist()
         try:
-            # The sizes at the draw leave out segments that were appended since then.
+            # `batch.sizes` are the sizes at the draw, so the payloads end before segments that were appended since.
+            # This reads the first few MB of them. `_messages` reads the rest while the batch is sent.
             payloads = read_payloads(self._buffer.storage, keys, batch.sizes.tolist())
         except DamagedPayloads as damage:
             draw.share.close()
@@ -299,15 +311,15 @@ class OpenDraws:
             self.set_ahead(draw, ahead=True)
         left = draw.deadline - buffer.clock()
         if left <= 0:
-            buffer.time_out(pending)
-        if pending.done:  # the batch was drawn at once, or the deadline has passed
+            buffer.time_out(pending)  # no effect if the batch was drawn at once
+        if pending.done:  # with a batch, or with the error of the deadline
             draw.on_ready(draw)
             return
         pending.on_done = lambda: draw.on_ready(draw)
         self._set_timer(draw, left, buffer.time_out, pending)
 
     def _set_timer(self, draw: OpenDraw, seconds: float, act: Callable[[Any], None], argument: object) -> None:
-        """Calls `act(argument)` after `seconds`, in the place of the call that the timer had before."""
+        """Calls `act(argument)` after `seconds` (infinite: never), and cancels the call that was planned before."""
         if draw.timer is not None:
             draw.timer.cancel()
             draw.timer = None
@@ -334,10 +346,10 @@ class OpenDraws:
             payload_sizes=batch.sizes.tolist(),
         )
         if self._buffer.items.tagged:
-            first.tags.extend(tags_message(self._buffer.items.labels(keys) or ()))
+            first.tags.extend(tags_message(self._buffer.items.labels(keys) or ()))  # None: no item has labels
         self.tell_weight(draw.request, first)
-        # The payloads of a batch of several messages are read while it is sent. The batch may end meanwhile, so this
-        # holds its items in the storage.
+        # The payloads of a batch of several messages are read while the batch is sent. The batch may end meanwhile, so
+        # its items are held here: the storage deletes no payload of an item that is held.
         held = keys if batch.sizes.sum() > BYTES_PER_MESSAGE else []
         self._buffer.items.hold(held)
         try:
@@ -349,7 +361,10 @@ class OpenDraws:
             self._buffer.release(held)
 
     def tell_weight(self, request: pb.SampleRequest, response: pb.SampleResponse) -> None:
-        """Adds the weight of the table, if the draw asks for it. Raises Refused."""
+        """Adds the weight of the table to the response, if the draw asks for it. Raises Refused.
+
+        A client of several servers divides its next draws among the servers by these weights.
+        """
         if request.weigh:
             # The weight counts the items that a draw of one sample could return.
             wanted = SampleRequest(1, 1, scope=request.scope, exclude=frozenset(request.exclude))
@@ -374,13 +389,16 @@ class OpenDraws:
             return self.acknowledge(draw)
         if self._is_drawn(draw):
             self._remove(draw)
-            self._buffer.requeue(draw_id, by_reader=True)  # `by_reader`: remembered, because the reader may ask again
+            self._buffer.requeue(draw_id, by_reader=True)  # remembers the id, because the reader may repeat the request
         else:
             self.drop(draw)  # the draw still waits, so its wait ends
         return True
 
     def acknowledge(self, draw: OpenDraw) -> bool:
-        """Acknowledges a batch. Returns False if the draw has ended, has no batch, or has an item that is too stale."""
+        """Acknowledges a batch. Returns False if the draw has ended, or has no batch yet.
+
+        Returns False also if an item became too stale before the reader used the batch, which is then requeued.
+        """
         if draw.ended or not self._is_drawn(draw):
             return False
         self._remove(draw)
@@ -398,14 +416,17 @@ class OpenDraws:
         if not self._is_drawn(draw):
             return False
         if not self._buffer.acknowledge(draw_id, sent=draw.in_use, lease=seconds):
-            self._remove(draw)
+            self._remove(draw)  # an item is too stale, and the buffer has requeued the batch
             return False
         self.lease(draw, seconds)
         return True
 
     def lease(self, draw: OpenDraw, seconds: float) -> None:
-        """Leases a batch: it outlives its stream, and is requeued after `seconds`."""
-        if draw.ended:
+        """Leases a batch: it outlives its stream, and is requeued after `seconds`.
+
+        Only `renew` also records the lease, so that it outlives a restart of the server.
+        """
+        if draw.ended:  # while its last message was sent
             return
         self._set_timer(draw, seconds, self.drop, draw)
         if draw.stream is not None:
@@ -419,12 +440,15 @@ class OpenDraws:
         self._remove(draw)
         if self._is_drawn(draw):
             self._buffer.requeue(draw.wanted.id)
-        elif draw.pending is not None and not draw.pending.done:
+        elif draw.pending is not None and not draw.pending.done:  # otherwise the wait has failed, and nothing is left
             self._buffer.abandon(draw.pending)
             draw.on_ready(draw)  # a call of `Sample` that waits for the draw learns that the draw has ended
 
     def check(self) -> None:
-        """Asserts that each outstanding batch has a draw that has not ended, and that no stream ends leased draws."""
+        """Asserts that each outstanding batch belongs to a draw that has not ended and does not wait.
+
+        Asserts also that the draws with a recorded lease belong to no stream, whose end would requeue their batches.
+        """
         outstanding = self._buffer.outstanding
         assert outstanding.by_id.keys() <= self.by_id.keys(), outstanding.by_id.keys() - self.by_id.keys()
         for draw_id, draw in self.by_id.items():
@@ -466,7 +490,7 @@ class DrawResponder:
         self._call = call
         self._on_message = on_message
         self.awaited = True
-        """True while somebody waits for its draws."""
+        """True while somebody waits for the draws of this stream."""
         self._own_draws: dict[int, OpenDraw] = {}
         """The draws that end with this stream, by id."""
         self._ready: OrderedDict[int, OpenDraw] = OrderedDict()
@@ -476,12 +500,12 @@ class DrawResponder:
         self._answered = asyncio.Event()
         """Set when an answer was sent."""
         self._work = asyncio.Event()
-        """Set when there is something to send."""
+        """Set when there is something to send, or the reader has ended the stream."""
 
     async def run(self) -> None:
         """Serves the stream until the reader ends it. Raises Refused."""
         reading = asyncio.create_task(self._read())
-        reading.add_done_callback(lambda _: self._work.set())
+        reading.add_done_callback(lambda _: self._work.set())  # the loop below then sees that the reading has ended
         try:
             while True:
                 await self._work.wait()
@@ -512,6 +536,7 @@ class DrawResponder:
     async def _read(self) -> None:
         """Reads the requests of the stream, and does what they ask for. Batches and answers are sent by `run`."""
         while (request := await self._call.read()) is not None:
+            # Only a draw shows the role of the client, by its table.
             role = _role(self._backend, request.draw.table) if request.HasField("draw") else None
             self._on_message(role)
             while len(self._answers) >= MAX_UNANSWERED:  # the reader is slow: wait until it has read answers
@@ -521,11 +546,11 @@ class DrawResponder:
                 self._set_awaited(request.awaited)
             answer = None
             if request.acknowledge or request.requeue or request.renew:
-                answer = self._end(request)
+                answer = self._end(request)  # before the draw: draws that end make room for new draws (MAX_DRAWS)
             if request.HasField("draw"):
                 self._begin(request.draw)
             if answer is not None:
-                try:
+                try:  # the answer confirms the acknowledgements, so these must be written first
                     await self._backend.durable()
                 except Refused as refusal:
                     answer = _refused(refusal)
@@ -554,7 +579,7 @@ class DrawResponder:
 
     def _answer_weight(self, request: pb.SampleRequest) -> None:
         """Answers a draw of no samples, which only asks for the weight of the table. Raises Refused."""
-        _wanted(request)  # checks the request
+        _wanted(request)  # raises Refused for a wrong request; the result is not needed
         self._buffer.check_open()
         answer = pb.SampleResponse(batch=request.id)
         self._draws.tell_weight(request, answer)
@@ -569,7 +594,11 @@ class DrawResponder:
         self._work.set()
 
     def _responses_of(self, draw: OpenDraw) -> Iterator[Response]:
-        """Yields the messages of a draw that is ready, or one message with its error. Then its lease begins, if any."""
+        """Yields the messages of a draw that is ready, or one message with its error.
+
+        After the last message the lease begins, if the draw asks for one. Yields nothing if the draw has ended, or
+        waits again.
+        """
         if draw.ended:  # since it became ready
             return
         try:
@@ -577,14 +606,17 @@ class DrawResponder:
         except Refused as refusal:
             yield Frame(_refused(refusal, draw.request.id), ())
             return
-        if responses is None:  # the draw waits again, and becomes ready once more
+        if responses is None:  # an item was damaged: the draw waits again, and `_on_ready` is called once more
             return
         yield from responses
         if draw.request.lease:
             self._draws.lease(draw, draw.request.lease)
 
     def _end(self, request: pb.DrawRequest) -> pb.SampleResponse:
-        """Ends and renews draws. The answer lists the draws for which this was done, and the others as missing."""
+        """Acknowledges, requeues and renews the draws that the request names.
+
+        The answer lists the draws for which this was done, and all others as missing.
+        """
         try:
             _check_end(request)
         except Refused as refusal:

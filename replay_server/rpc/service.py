@@ -68,7 +68,7 @@ class ReplayService:
         """All methods of replay.proto, by name."""
         rings = Rings()
         method_groups = (
-            Multiplex(self.methods),
+            Multiplex(self.methods),  # which are added below
             SharedMemoryMethods(self.backend, rings, shared_folder),
             InsertMethods(self.backend, journal),
             self.sampling,
@@ -84,7 +84,7 @@ class ReplayService:
 
     def handlers(self) -> grpc.GenericRpcHandler:
         """The handlers of all methods, which gRPC calls."""
-        wrap = tracing.traced if tracing.available() else None
+        wrap = tracing.traced if tracing.available() else None  # None: the calls get no spans
         handlers = {name: method.handler(wrap) for name, method in self.methods.items()}
         return grpc.method_handlers_generic_handler(SERVICE, handlers)
 
@@ -102,7 +102,7 @@ class Listener:
     ) -> None:
         """Takes the address, and accepts no connection before `start`. Raises OSError if it cannot take the address."""
         self._service = service
-        interceptors = [] if authorizer.tokens is None else [authorizer]
+        interceptors = [] if authorizer.tokens is None else [authorizer]  # without tokens, every call may proceed
         self._server = grpc.aio.server(options=_options(limits), interceptors=interceptors)
         self._server.add_generic_rpc_handlers((service.handlers(),))
         reflection.enable_server_reflection((SERVICE, reflection.SERVICE_NAME), self._server)  # for grpcurl
@@ -115,7 +115,7 @@ class Listener:
                 port = self._server.add_secure_port(address, credentials)
         except (RuntimeError, OSError) as error:
             raise OSError(f"cannot listen on {address}: it is in use, or not an address of this machine") from error
-        self.address = f"{address.rpartition(':')[0]}:{port}"
+        self.address = f"{address.rpartition(':')[0]}:{port}"  # gRPC has chosen the port if it was 0
 
     async def start(self) -> None:
         """Accepts connections from now on."""
@@ -137,6 +137,7 @@ def _check_free(address: str) -> None:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         with socket.socket(family, socket.SOCK_STREAM) as attempt:
+            # As gRPC does: connections of a server that has just ended do not block the address.
             attempt.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             attempt.bind((host.strip("[]"), int(port)))
     except OSError as error:

@@ -44,7 +44,10 @@ class SharedMemoryMethods:
         """True if the last ring was refused for lack of room."""
 
     async def ShareMemory(self, call: Call) -> None:
-        """Opens, sends and closes rings, as the requests of the stream ask for. All rings end with the stream."""
+        """Opens, sends and closes rings, as the requests of the stream ask for. All rings end with the stream.
+
+        A client opens a ring, makes the socket that the response names, and then asks the server to send the memory.
+        """
         client = call.client
         opened: dict[int, Segment] = {}
         """The segments of the rings that this call has opened, by the ring's id."""
@@ -84,12 +87,12 @@ class SharedMemoryMethods:
             segment = await asyncio.to_thread(Segment.create, self._folder, capacity)
         except BaseException as error:
             self._budget.release(client, cost)
-            if not isinstance(error, OSError):
+            if not isinstance(error, OSError):  # the client went away
                 raise
             return self._no_room(f"the system gives no memory for rings: {error.strerror}")
         # The share is released when the segment is freed, because a stream may use it for longer than this call lasts.
         share = weakref.finalize(segment, self._budget.release, client, cost)
-        share.atexit = False
+        share.atexit = False  # at the exit of the process, nobody needs the share any more
         self._shares[segment] = share
         self._is_short = False
         opened[segment.ring_id] = segment
@@ -116,7 +119,7 @@ class SharedMemoryMethods:
             # to the segment, by its traceback and the frame of `hand_over`, until the garbage collector runs.
             share = self._shares.pop(segment)
             segment.close()
-            share()
+            share()  # releases the share, and makes the finalizer do nothing later
             return pb.ShareMemoryResponse(refusal=str(error))
         if segment.capacity:
             self._rings.add(client, segment)

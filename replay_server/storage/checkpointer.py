@@ -68,7 +68,7 @@ class Checkpointer:
         self._keep = keep
         self._copy = copy
         self._unsynced = 0
-        """Payload bytes of the present checkpoint that were written since the last sync."""
+        """Payload bytes of all items in the deltas that were written since the last sync."""
         self._turn = asyncio.Lock()
         """Held while a checkpoint is being written."""
         self._task: asyncio.Task[Checkpoint] | None = None
@@ -113,12 +113,13 @@ class Checkpointer:
         if name:
             self.directory.file(name)  # raises Refused for a bad name
         await self._turn.acquire()
+        # A task of its own, shielded below, so that a cancelled call does not end the checkpoint.
         self._task = asyncio.create_task(self._make(name))
         self._task.add_done_callback(lambda _: self._turn.release())
         return await asyncio.shield(self._task)
 
     async def _make(self, name: str) -> Checkpoint:
-        """Writes a checkpoint in a folder beside its path, then seals it and moves it there. Raises Refused."""
+        """Writes a checkpoint in a folder beside its path, seals the file, and moves it to its path. Raises Refused."""
         began = time.monotonic()
         try:
             created = await asyncio.to_thread(self._time)
@@ -131,7 +132,7 @@ class Checkpointer:
             try:
                 partial = folder / "data.mdb"
                 if self._copy is None:
-                    await self._copy_memory(folder)
+                    await self._copy_memory(folder)  # makes `partial` in the folder
                 else:
                     await self._copy(partial)
                 checkpoint = await self._in_thread(seal, partial, path, created)
@@ -156,24 +157,32 @@ class Checkpointer:
         return max(time.time(), latest + _APART)
 
     async def _copy_memory(self, folder: Path) -> None:
-        """Writes a data directory in `folder`, with everything that the buffer holds at the end of the call."""
+        """Writes a data directory in `folder`, with the state of the buffer at the moment of the last `collect`.
+
+        Of the remembered ids, all known keys are written. Acknowledged and requeued batches and answers to requests are
+        written only if they are remembered during this call.
+        """
         buffer = self._buffer
         copy = await self._in_thread(LmdbStorage, folder)
         collector = ChangeCollector(buffer)
         buffer.watchers.append(collector)
         try:
-            # The collector notes only changes from now on. The keys known before, and all items, are told to it here.
+            # The collector notes only changes from now on. So the known keys are written here, and all items are
+            # declared as changed.
             known = list(buffer.known_keys)
             for start in range(0, len(known), _KEYS_PER_YIELD):
                 some_keys = known[start : start + _KEYS_PER_YIELD]
+                # Leaves out keys that were forgotten while the keys before them were written.
                 entry = collector.remembered_ids(buffer.known_keys.kind, some_keys)
                 await self._commit(copy, Delta(remembered=[entry]))
             keys = np.fromiter(buffer.items, np.uint64, len(buffer.items))
             await self._in_thread(keys.sort)  # LMDB fills its pages if keys come in ascending order
             collector.changed(keys)
             for rounds in count(1):
+                # Slices are written one by one while clients change items. `collect` has what has changed meanwhile.
                 for delta in collector.slices():
                     await self._commit(copy, delta)
+                # `collect` takes all pending items at one moment, so the last round should have few of them.
                 is_last = collector.pending() <= _LAST_ITEMS or rounds > _MOST_ROUNDS
                 delta = collector.collect()
                 await self._commit(copy, delta)
@@ -203,13 +212,13 @@ def _write(
     copy: LmdbStorage, delta: Delta, keys: Sequence[int], sizes: Sequence[int], payloads: Sequence[Payload]
 ) -> None:
     """Writes a delta, and those payloads that the copy does not have in this size yet. Runs on a thread."""
-    copy.delete(delta.removed)
+    copy.delete(delta.removed)  # also keys that the copy never had, which has no effect
     written_sizes = copy.sizes(keys)
     missing: Sequence[int] = range(len(keys))
     if written_sizes:
         missing = [index for index, key in enumerate(keys) if written_sizes.get(key) != sizes[index]]
     copy.put([keys[index] for index in missing], [payloads[index] for index in missing])
-    copy.commit(delta, copy.begin_commit())
+    copy.commit(delta, copy.begin_commit())  # if this raises lmdb.Error, the whole checkpoint is given up
     copy.end_commit(None)
 
 
@@ -227,5 +236,5 @@ def restore_into_memory(buffer: ReplayBuffer, checkpoint: Checkpoint) -> None:
         buffer.storage.put(keys[rows], [payload or () for payload in payloads])
     file.close()
     restore(buffer, state)
-    buffer.discard([key for key in damaged if key in buffer.items])
+    buffer.discard([key for key in damaged if key in buffer.items])  # `restore` may have dropped some of them
     log.info("restored %s from checkpoint %s", counted(len(buffer.items), "item"), checkpoint.path)

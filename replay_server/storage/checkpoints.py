@@ -109,10 +109,10 @@ class CheckpointDirectory:
         return _look(self.file(name), verified)
 
     def open(self, name: str) -> Checkpoint:
-        """The checkpoint `name`; for the name "latest", the newest checkpoint.
+        """The checkpoint `name`; for the name "latest", the newest checkpoint. Reads every byte of it.
 
-        If that checkpoint is damaged: the newest whole checkpoint. Raises ValueError if there is none, or if there is
-        no checkpoint `name`.
+        If that checkpoint is damaged, returns the newest whole checkpoint. Raises ValueError if no checkpoint is whole,
+        or if there is no checkpoint `name`.
         """
         candidates = [entry.name for entry in self.list()]  # in the order in which to try them
         if name != "latest":
@@ -121,7 +121,7 @@ class CheckpointDirectory:
                 raise ValueError(f"no checkpoint {name!r} in {self.path}; there are: {known}")
             candidates.remove(name)
             candidates.insert(0, name)
-        first_problem = ""
+        first_problem = ""  # of the first damaged candidate, for the error
         for candidate in candidates:
             checkpoint = self.verify(candidate)
             if checkpoint is None:  # removed meanwhile
@@ -136,11 +136,11 @@ class CheckpointDirectory:
         raise ValueError(f"no checkpoint that can be restored in {self.path}{first_problem}")
 
     def prune(self, keep: int) -> None:
-        """Removes all but the newest `keep` of the whole checkpoints that the server named, and what is left of others.
+        """Removes old checkpoints, among those that the server named: all whole ones except the newest `keep`.
 
-        The latter are folders of checkpoints that were never finished. Damaged checkpoints stay.
+        Also removes the folders of such checkpoints that were begun and never finished. Damaged checkpoints stay.
         """
-        for partial in self.path.glob(f"auto-*{SUFFIX}{PARTIAL}"):
+        for partial in self.path.glob(f"auto-*{SUFFIX}{PARTIAL}"):  # a client may have chosen a name with auto-, too
             if _OWN_NAME.match(partial.name.removesuffix(SUFFIX + PARTIAL)):
                 shutil.rmtree(partial, ignore_errors=True)
         own = [entry for entry in self.list() if _OWN_NAME.match(entry.name) and not entry.problem]
@@ -166,8 +166,9 @@ class DamagedCheckpoint(ValueError):
 
 def seal(partial: Path, path: Path, created: float) -> Checkpoint:
     """Adds the seal to a new LMDB file, `partial`, syncs the file to the disk, and renames it to `path`."""
+    # `subdir=False`: the path is of the file itself, and not of a directory. `lock=False`: nobody else has the file.
     file = LmdbFile(partial, subdir=False, readonly=True, lock=False)
-    totals = file.totals()
+    totals = file.totals()  # items, bytes and policy version, the last fields of Checkpoint
     file.close()
     size = partial.stat().st_size
     checksum = _checksum(partial, size)
@@ -197,7 +198,7 @@ def sealed_by(end: bytes, size: int, path: Path) -> Checkpoint:
     """
     if len(end) < _END.size:
         raise DamagedCheckpoint("its end is missing")
-    length, mark = _END.unpack(end[-_END.size :])
+    length, mark = _END.unpack(end[-_END.size :])  # `length`: the number of bytes of the seal
     if mark == _OLD_MARK:
         raise DamagedCheckpoint(of_another_version("a format of before 2026-11-25"))
     if mark != _MARK:
@@ -211,7 +212,7 @@ def sealed_by(end: bytes, size: int, path: Path) -> Checkpoint:
         raise DamagedCheckpoint("its end is damaged") from None
     if version != FORMAT:
         raise DamagedCheckpoint(of_another_version(f"format {version}"))
-    if pages != size - _END.size - length:
+    if pages != size - _END.size - length:  # the seal and the end follow the bytes of the pages at once
         raise DamagedCheckpoint("its bytes are not what was written")
     created, *totals = rest
     return Checkpoint(path, created, pages, checksum, *totals)
@@ -245,7 +246,7 @@ def _checksum(path: Path, size: int) -> int:
     """The checksum of the first `size` bytes of a file, or of all bytes of a shorter file."""
     checksum = xxh3_64()
     with path.open("rb") as file:
-        while block := file.read(min(size, _BLOCK)):
+        while block := file.read(min(size, _BLOCK)):  # empty at the end of the file, or when `size` is 0
             checksum.update(block)
             size -= len(block)
     return checksum.intdigest()

@@ -43,15 +43,20 @@ class DamagedDirectory(UnusableDirectory):
     """No state in the data directory is known to be whole. The remedy is a checkpoint."""
 
     def __init__(self, directory: Path, what: str) -> None:
+        """`what` says in a few words what is damaged."""
         super().__init__(
             f"data_dir {directory} is damaged ({what}): name an empty data_dir and restore a checkpoint into it with "
             f"--restore latest"
         )
         self.what = f"data_dir {directory} is damaged ({what}), and no state in it is whole"
+        """The message without the remedy, for a start that falls back to a checkpoint by itself."""
 
 
 def lock(directory: Path) -> int:
-    """Locks the directory, and returns the file descriptor of the lock. Raises UnusableDirectory, or OSError."""
+    """Locks the directory until the file descriptor that this returns is closed.
+
+    Raises UnusableDirectory if another server has the lock, and OSError if the lock file cannot be made.
+    """
     file = os.open(directory / "server.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -79,6 +84,7 @@ def why_not_openable(path: Path) -> str:
     """
     with path.open("rb") as file:
         check = LmdbCheck(file, path.stat().st_size)
+        # The verifier reports most damage by its own error, but some damaged numbers end in one of the others.
         try:
             check.check_version(path.parent)
             check.verify()
@@ -119,6 +125,7 @@ class LmdbCheck(_Verifier):  # type: ignore[misc]  # the type of the base class 
     """A verifier of one LMDB file that checks the leaf pages of the large databases with numpy."""
 
     def __init__(self, file: BinaryIO, size: int) -> None:
+        """`size` is the number of bytes of the file."""
         super().__init__(file, size)
         self._unchecked: dict[int, bytes] = {}
         """The next leaf pages to check, by their numbers, in the order in which the walk found them."""
@@ -134,6 +141,7 @@ class LmdbCheck(_Verifier):  # type: ignore[misc]  # the type of the base class 
         return os.pread(self.f.fileno(), n, off)  # half the time of seek and read, for each page of the file
 
     def _verify_tree(self, name: str, db: Any, *rest: Any, is_free: bool) -> Any:
+        """Checks one database. `is_free`: it is LMDB's own list of free pages, whose keys are integers."""
         # With other flags LMDB orders keys in another way, or fails an assertion, which ends the process.
         flags = lmdb_verify.MDB_INTEGERKEY if is_free else 0
         if db.flags != flags:
@@ -150,10 +158,10 @@ class LmdbCheck(_Verifier):  # type: ignore[misc]  # the type of the base class 
             self._check_leaves(ctx)
 
     def _check_counts(self, name: str, db: Any, ctx: dict[str, Any]) -> None:
-        """Checks the counters of a database, after its last leaf page."""
+        """Checks the counters of a database. The verifier calls this after the last page of the database."""
         if self._unchecked:
             self._check_leaves(ctx)
-        self._last = self._last[:0]
+        self._last = self._last[:0]  # the keys of the next database begin anew
         super()._check_counts(name, db, ctx)
 
     def _check_cover(self) -> None:
@@ -168,6 +176,7 @@ class LmdbCheck(_Verifier):  # type: ignore[misc]  # the type of the base class 
 
         Call this before `verify`, which knows only the keys of this version.
         """
+        # Methods of py-lmdb's verifier: the first finds the layout of the file, the second the root of the last commit.
         self.detect_engine()
         self.load_metas()
         commit = self._commit(self.meta.main.root)
@@ -187,6 +196,8 @@ class LmdbCheck(_Verifier):  # type: ignore[misc]  # the type of the base class 
         recorded_new = self._recorded_number(new)
         if recorded_new is None:
             return  # no commit has ended yet, or the file is not of a replay server: then the start refuses it
+        # LMDB numbers its transactions one after the other, so the numbers of the two roots differ by 1, even if the
+        # older root has no record of ours. A new file has only one root: the other has number 0 and no pages.
         is_new_file = not old.txnid and old.main.root == lmdb_verify.P_INVALID
         if recorded_old is None and old.txnid != new.txnid - 1 and not is_new_file:
             self.err(f"commits {old.txnid} and {new.txnid} follow each other")
@@ -208,8 +219,10 @@ class LmdbCheck(_Verifier):  # type: ignore[misc]  # the type of the base class 
         if page is None:
             return None
         try:
+            # The node pointers of the page end at the byte `lower`. Each is the byte at which a node begins.
             (lower,) = struct.unpack_from("<H", page, 12)
             for (node,) in struct.iter_unpack("<H", page[_HEADER:lower]):
+                # Our record is short: the upper half of its length, which is not used here, is 0.
                 length, _, _, key_length = struct.unpack_from("<HHHH", page, node)
                 start = node + _NODE + key_length
                 if page[node + _NODE : start] == COMMIT:
@@ -241,6 +254,7 @@ class LmdbCheck(_Verifier):  # type: ignore[misc]  # the type of the base class 
         # The node pointers of a page end at the byte `lower`, and its nodes begin at the byte `upper`.
         lower = words_of_pages[:, 6].astype(np.int64)
         upper = words_of_pages[:, 7].astype(np.int64)
+        # Pointers are words of 2 bytes, so their end is even.
         bad_bounds = (lower < _HEADER) | (lower > upper) | (upper > page_size) | (lower % 2 == 1)
         refuse(bad_bounds, page_indexes, "bad bounds")
 
@@ -255,7 +269,7 @@ class LmdbCheck(_Verifier):  # type: ignore[misc]  # the type of the base class 
 
         words = words_of_pages.reshape(-1)
         at = (page * page_size + node) // 2  # the index in `words` at which each node begins
-        size = words[at] | words[at + 1].astype(np.int64) << 16
+        size = words[at] | words[at + 1].astype(np.int64) << 16  # of the value: the low word, then the high word
         flags = words[at + 2]
         big = flags == _BIG
         # A big node holds the number of its first overflow page, in 8 bytes, in the place of its value.
@@ -273,10 +287,12 @@ class LmdbCheck(_Verifier):  # type: ignore[misc]  # the type of the base class 
         key_words = words[(at + _NODE // 2)[:, None] + np.arange(key_size // 2)]  # (nodes, words of a key)
         new_keys = key_words.view(f"S{key_size}")[:, 0]  # (nodes,)
         keys = np.concatenate([self._last.astype(new_keys.dtype), new_keys])
-        # Each key is compared with the key before it. Without a last key, the first new key has none before it.
+        # Each key is compared with the key before it. If there is no last key, the first new key has none before it,
+        # and its entry of `page` is left out.
         refuse(keys[1:] <= keys[:-1], page[new_keys.size + 1 - keys.size :], "keys out of order")
 
         self._last = keys[-1:]
+        # The verifier compares these sums with the counters of the database (`_check_counts`).
         ctx["entries"] += page.size
         if big.any():
             self._check_overflow(ctx, words, at[big] + (_NODE + key_size) // 2, size[big])
@@ -307,6 +323,7 @@ class LmdbCheck(_Verifier):  # type: ignore[misc]  # the type of the base class 
         # The numbers of all pages of all values: first, first + 1, ..., first + pages - 1 of each value.
         run_starts = first - (np.cumsum(pages) - pages)
         page_numbers = np.repeat(run_starts, pages) + np.arange(int(pages.sum()))
+        # A view of the verifier's `live`, in which each page that was reached has a 1.
         live = np.frombuffer(self.live, np.uint8)
         if live[page_numbers].any() or np.unique(page_numbers).size < page_numbers.size:
             self.err(f"{name} DB: overflow pages are reachable more than once")

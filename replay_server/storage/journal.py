@@ -17,9 +17,9 @@ run in between. The changes that these requests make are collected again at the 
 still has the state of one moment: the moment of the last collection.
 
 * No client is told of a change before the change is written.
-* When a commit fails, the journal rolls back the inserts in it that were never drawn, and refuses them. It writes
-  everything else again with the next commit. Requests that wait for the failed commit fail with the reason. A request
-  that is repeated waits for the next commit.
+* When a commit fails, the journal rolls back the inserts in it that were never drawn and closed no batch, and refuses
+  them. It writes everything else again with the next commit. Requests that wait for the failed commit fail with the
+  reason. A request that is repeated waits for the next commit.
 * A response may wait for a later commit than the commit that failed with its insert. The journal therefore remembers
   the keys of inserts that it has rolled back, and each insert asks for them before it responds.
 """
@@ -59,6 +59,7 @@ class Journal:
     """Writes the changes of a buffer to its storage, in group commits, and tells requests when that is done."""
 
     def __init__(self, buffer: ReplayBuffer, storage: LmdbStorage, collector: ChangeCollector) -> None:
+        """Begins to commit. `start` calls this when `collector` watches the buffer."""
         self._buffer = buffer
         self._storage = storage
         self._collector = collector
@@ -85,6 +86,7 @@ class Journal:
             raise DamagedDirectory(storage.directory, "a checkpoint was not restored into it to the end")
         try:
             collector = ChangeCollector(buffer, state)
+            # Before the restore, which may drop items: the collector must note that their records are to be deleted.
             buffer.watchers.append(collector)
             restore(buffer, state)
         except ValueError as error:
@@ -131,7 +133,7 @@ class Journal:
 
     def rolled_back(self, keys: Collection[int]) -> set[int]:
         """The keys among `keys` whose insert was rolled back, and was not repeated with success since."""
-        if not len(self._rolled_back):
+        if not len(self._rolled_back):  # the usual case, without a loop over the keys
             return set()
         return {key for key in keys if key in self._rolled_back and key not in self._buffer.known_keys}
 
@@ -146,7 +148,7 @@ class Journal:
     async def _run(self) -> None:
         """Commits when a request waits, and at least each _TICK, until the stop or until nothing can be written."""
         loop = asyncio.get_running_loop()
-        while not self._stopping and not self._next.done():
+        while not self._stopping and not self._next.done():  # done before its commit: nothing can be written any more
             tick = loop.call_later(_TICK, self._wanted.set)
             await self._wanted.wait()
             tick.cancel()
@@ -158,6 +160,7 @@ class Journal:
     async def _commit_and_wake(self) -> None:
         """Commits once, and wakes the requests that wait for this commit."""
         ticket = self._next
+        # A change that is made from now on may miss this commit, so its request waits for the next one.
         self._next = asyncio.get_running_loop().create_future()
         try:
             await self._commit()
@@ -178,7 +181,7 @@ class Journal:
         slices = []
         for changes in self._collector.slices():
             slices.append(changes)
-            await asyncio.sleep(0)
+            await asyncio.sleep(0)  # lets other requests run; what they change is in a later slice or in `delta`
         # From here to the start of the thread nothing waits, so `delta` and `payloads` have the same moment.
         delta = self._collector.collect()
         if not delta and not slices and not storage.changed:
@@ -187,19 +190,21 @@ class Journal:
         try:
             await loop.run_in_executor(self._thread, storage.commit, delta, payloads, slices)
         except lmdb.Error as error:
-            if not storage.error:
+            if not storage.error:  # one line for a row of failed commits
                 log.error("cannot write to %s, inserts are refused until it can be: %s", storage.directory, error)
             for changes in (*slices, delta):
                 self._collector.not_written(changes)
+            # The keys of new items whose payloads are unwritten. The buffer removes those that were never drawn and
+            # have closed no batch, and returns their keys.
             new_keys = storage.end_commit(error)
             self._remember_as_rolled_back(self._buffer.roll_back(new_keys))
             remedy = "" if isinstance(error, FileGone) else "; make room, and ask again"
             why = f"data_dir {storage.directory} cannot be written: {error}{remedy}"
             raise try_again(why) from error
-        if storage.error:
+        if storage.error:  # of the commit before this one
             log.warning("%s can be written again", storage.directory)
         storage.end_commit(None)
-        self._collector.written(delta)
+        self._collector.written(delta)  # slices have only records of items, which it does not note
         while slices:  # to free the records of a million items at once takes 50 ms
             slices.pop()
             await asyncio.sleep(0)

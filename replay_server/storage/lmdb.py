@@ -172,6 +172,7 @@ class LmdbFile:
 
     def __init__(self, path: Path, **options: Any) -> None:
         """Opens the file at `path`. `options` are passed to lmdb.open. Raises lmdb.Error."""
+        # No readahead, because payloads are read in any order. `max_dbs` has to be at least the three databases below.
         self._env = lmdb.open(str(path), map_size=MAP_SIZE, max_dbs=8, readahead=False, **options)
         create = not options.get("readonly", False)
         self._payloads = self._env.open_db(b"payloads", create=create)
@@ -200,6 +201,7 @@ class LmdbFile:
             while some_names := list(islice(names, _RECORDS_AT_ONCE)):
                 chunk_names.append(np.frombuffer(b"".join(some_names), dtype=CHUNK_NAME))
         items = join_items(parts)
+        # Payloads are written before the records that name them, so a kill between the two leaves chunks behind.
         self._strays = unneeded(items, np.concatenate(chunk_names))
         return State(pieces, items, skipped)
 
@@ -213,7 +215,7 @@ class LmdbFile:
             return items, nbytes, policy[0]
 
     def sizes(self, keys: Sequence[int]) -> dict[int, int]:
-        """The bytes of the payloads of those items that are in the file, by key."""
+        """The bytes of the payloads of `keys`, by key. Keys that the file does not have are left out."""
         sizes: dict[int, int] = {}
         with self._env.begin() as txn:
             found = txn.cursor(self._items).getmulti([KEY.pack(key) for key in keys])
@@ -293,7 +295,7 @@ class LmdbStorage(LmdbFile):
         """Raises DamagedDirectory if LMDB must not open the file, and does nothing if there is no file yet."""
         path = self.directory / "data.mdb"
         if not path.exists() or not path.stat().st_size:
-            if self.was_written:
+            if self.was_written:  # otherwise the directory is new
                 raise DamagedDirectory(self.directory, "data.mdb is gone or empty")
             return
         if self._unsynced.exists() and self._unsynced.read_text() != boot_id():
@@ -312,8 +314,9 @@ class LmdbStorage(LmdbFile):
             lock_file.write_bytes(bytes(LOCK_BYTES))
             super().__init__(self.directory, sync=self._fsync, metasync=self._fsync, max_spare_txns=4)
             self._file = _identity(self.directory)
+            """The device and inode of the file that LMDB has opened."""
             if self._fsync:
-                self.sync()
+                self.sync()  # also removes the file `unsynced`
             else:
                 self._unsynced.write_text(boot_id())
                 sync_directory(self.directory)
@@ -324,11 +327,13 @@ class LmdbStorage(LmdbFile):
     # The methods of a Storage.
 
     def put(self, keys: Sequence[int], payloads: Sequence[Payload]) -> None:
+        """Holds new payloads in memory until a commit has written them."""
         parts = [Part(start=0, pieces=payload, is_new=True) for payload in payloads]
         self._next.parts.update(zip(keys, parts, strict=True))
         self._next.nbytes += sum(part.size for part in parts)
 
     def extend(self, key: int, size: int, segment: Payload) -> None:
+        """Appends bytes to a payload that has `size` bytes until now. The next commit writes them."""
         part = self._next.parts.get(key)
         if part is None:
             part = Part(start=size, pieces=(), is_new=False)
@@ -336,6 +341,7 @@ class LmdbStorage(LmdbFile):
         self._next.nbytes += sum(map(len, segment))
 
     def get(self, keys: Sequence[int], sizes: Sequence[int]) -> list[Payload]:
+        """The first bytes of payloads, as many as `sizes` says. Raises DamagedPayloads."""
         if self._next.parts or self._committing.parts:
             found = self._read_with_unwritten(keys, sizes)
         else:
@@ -357,7 +363,10 @@ class LmdbStorage(LmdbFile):
         return [None if first is None else (*first, *rest) for first, rest in zip(written, unwritten, strict=True)]
 
     def _split(self, key: int, size: int) -> tuple[int, Payload]:
-        """Splits the first `size` bytes of a payload: how many to read from the file, and the bytes after those."""
+        """Splits the first `size` bytes of a payload: the number to read from the file, and the bytes after those.
+
+        The latter are in memory, because no commit has written them yet.
+        """
         written = size
         pieces: Payload = ()
         for unwritten in (self._committing, self._next):  # the running commit has the earlier bytes
@@ -369,12 +378,13 @@ class LmdbStorage(LmdbFile):
                 # write one.
                 written = 0
                 pieces = part.pieces
-            else:
+            else:  # the file has the bytes before the first of the two parts
                 written = min(written, part.start)
                 pieces = (*pieces, *part.pieces)
         return written, first_bytes(pieces, size - written)
 
     def delete(self, keys: Sequence[int]) -> None:
+        """Deletes payloads. The next commit deletes them from the file."""
         following = self._next
         for key in keys:
             part = following.parts.pop(key, None)
@@ -395,6 +405,7 @@ class LmdbStorage(LmdbFile):
             assert not part.is_new or part.start == 0, (key, part)
 
     def why_full(self, nbytes: int) -> str | None:
+        """Why payloads of `nbytes` cannot be stored; None: they can. Logs the beginning and the end of a shortage."""
         if self.error:
             free, _ = self._free_bytes()
             return f"data_dir {self.directory}: {self.error}; {free} bytes are free"
@@ -403,6 +414,7 @@ class LmdbStorage(LmdbFile):
             free, reserve = self._free_bytes()
             self._looked_at = now
             self._room = free + self._free_pages() - reserve
+        # The unwritten bytes are accepted already, and need their room at the next commits.
         if nbytes + self.unwritten > self._room:
             free, reserve = self._free_bytes()
             why = (
@@ -413,7 +425,7 @@ class LmdbStorage(LmdbFile):
                 log.error("%s: such inserts are refused until there is room", why)
             self._refused_bytes = nbytes
             return why
-        if self._refused_bytes and nbytes >= self._refused_bytes:
+        if self._refused_bytes and nbytes >= self._refused_bytes:  # a smaller insert would not show that there is room
             log.warning("data_dir %s has room again", self.directory)
             self._refused_bytes = 0
         return None
@@ -426,7 +438,7 @@ class LmdbStorage(LmdbFile):
         return free, reserve
 
     def _free_pages(self) -> int:
-        """Free bytes within the file that new payloads can use, about: half of all, the rest is lost to fragments."""
+        """Bytes in the file that new payloads can use: about half of the free bytes. Fragments waste the other half."""
         with self._env.begin() as txn:
             stats = [txn.stat(db) for db in self._databases]
         used_pages = sum(stat["branch_pages"] + stat["leaf_pages"] + stat["overflow_pages"] for stat in stats)
@@ -434,6 +446,7 @@ class LmdbStorage(LmdbFile):
         return free_pages * stats[0]["psize"] // 2
 
     def facts(self) -> StorageFacts:
+        """The facts that operators see, as of now."""
         error = self.error
         try:
             blocks = (self.directory / "data.mdb").stat().st_blocks
@@ -466,7 +479,7 @@ class LmdbStorage(LmdbFile):
         thread of the journal.
         """
         self._check_file()
-        portion: float = BYTES_PER_TRANSACTION
+        portion: float = BYTES_PER_TRANSACTION  # payload bytes of one transaction
         if not payloads.parts.keys().isdisjoint(payloads.gone):
             # An item was deleted, and a new item has its key: the chunks of the new payload overwrite the chunks of the
             # old payload. The old item must be whole until the last transaction, so there may be only one transaction.
@@ -474,13 +487,13 @@ class LmdbStorage(LmdbFile):
         parts = payloads.parts.items()
         chunks = chain.from_iterable(chunks_of(key, part.pieces, part.start) for key, part in parts)
         changes = [(changed, pack_items(changed.items)) for changed in (*slices, delta)]
-        next_chunk = next(chunks, None)  # read ahead, to know the last transaction
+        next_chunk = next(chunks, None)  # read ahead: None after the last chunk, which shows the last transaction
         is_last = False
         while not is_last:
             with self._env.begin(write=True) as txn:
                 for stray in self._strays:
                     txn.delete(stray, db=self._payloads)
-                if next_chunk is not None:
+                if next_chunk is not None:  # None: the commit writes only records
                     remaining_chunks = chain([next_chunk], chunks)
                     txn.cursor(self._payloads).putmulti(first_chunks(remaining_chunks, portion))
                 next_chunk = next(chunks, None)
@@ -509,7 +522,8 @@ class LmdbStorage(LmdbFile):
             if key not in payloads.parts:
                 packed_key = KEY.pack(key)
                 cursor.set_range(packed_key)
-                while cursor.key()[: KEY.size] == packed_key:  # the key is empty at the end of the database
+                # The name of a chunk begins with the key of its payload. At the end of the database it is empty.
+                while cursor.key()[: KEY.size] == packed_key:
                     cursor.delete()  # and moves on to the next chunk
 
     def _write_records(self, txn: lmdb.Transaction, delta: Delta, records: list[tuple[int, bytes]]) -> None:
@@ -544,12 +558,12 @@ class LmdbStorage(LmdbFile):
             self.commits += 1
             return []
         self.error = f"the last commit failed ({error})"
-        deleted = set(following.gone)
+        deleted = set(following.gone)  # payloads that were deleted during the commit need not be written any more
         following.gone = ended.gone + following.gone
         remaining = {key: part for key, part in ended.parts.items() if key not in deleted}
         for key, part in remaining.items():
             following.nbytes += part.size
-            later = following.parts.get(key)
+            later = following.parts.get(key)  # bytes that were appended during the commit
             following.parts[key] = part if later is None else part.extended(later.pieces)
         return [key for key, part in remaining.items() if part.is_new]
 
@@ -578,10 +592,11 @@ class LmdbStorage(LmdbFile):
     def load(self) -> State:
         """The committed state, as LmdbFile loads it.
 
-        Raises DamagedDirectory, and UnusableDirectory if the file is not one of this version.
+        Raises DamagedDirectory if the record of the last commit is damaged, and UnusableDirectory if the file has data
+        and no such record, so that no replay server wrote it.
         """
         with self._env.begin() as txn:
-            commit = txn.get(COMMIT)
+            commit = txn.get(COMMIT)  # None: nothing was committed yet, or the file is not ours
             if commit is not None:
                 try:
                     unseal(commit)
@@ -631,7 +646,7 @@ class LmdbStorage(LmdbFile):
 
 
 def _read(txn: lmdb.Transaction, key: int, size: int) -> Payload | None:
-    """The first `size` bytes of the payload, from its chunks; None if it is damaged."""
+    """The first `size` bytes of the payload, from its chunks; None if a chunk is damaged or missing."""
     pieces: list[bytes] = []
     start = 0
     while start < size:
@@ -642,6 +657,7 @@ def _read(txn: lmdb.Transaction, key: int, size: int) -> Payload | None:
         pieces.append(piece)
         start += len(piece)
     payload = tuple(pieces)
+    # The last chunk may go on after `size`, because one commit writes several segments as one chunk.
     return payload if start == size else first_bytes(payload, size)
 
 
@@ -685,5 +701,6 @@ def unneeded(items: ItemRecords, names: npt.NDArray[np.void]) -> list[bytes]:
     if keys.size:
         # For each chunk, the index of the only item that may need it: `keys` ascend.
         owner = np.searchsorted(keys, names["key"]).clip(max=keys.size - 1)
+        # A chunk that begins behind the end of the payload is left from a commit that was killed.
         needed = (keys[owner] == names["key"]) & (names["start"] < sizes[owner])
     return [CHUNK_KEY.pack(key, start) for key, start in names[~needed].tolist()]

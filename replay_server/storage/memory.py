@@ -30,6 +30,7 @@ class MemoryStorage:
         self._extended.add(key)
 
     def get(self, keys: Sequence[int], sizes: Sequence[int]) -> list[Payload]:
+        """The first bytes of payloads, as many as `sizes` says."""
         payloads = list(map(self._payloads.__getitem__, keys))  # faster than a comprehension
         if self._extended.isdisjoint(keys):
             return payloads
@@ -42,6 +43,7 @@ class MemoryStorage:
             self._extended.difference_update(keys)
 
     def check(self, sizes: Mapping[int, int]) -> None:
+        """Asserts that exactly the payloads of `sizes` (bytes by key) are here, in these sizes."""
         assert self._payloads.keys() == sizes.keys(), self._payloads.keys() ^ sizes.keys()
         for key, payload in self._payloads.items():
             nbytes = sum(map(len, payload))
@@ -59,7 +61,7 @@ def first_bytes(payload: Payload, size: int) -> Payload:
     """The first `size` bytes of a payload that has at least so many, without a copy."""
     chunks: list[bytes | memoryview] = []
     for chunk in payload:
-        if size < len(chunk):
+        if size < len(chunk):  # the payload ends within this chunk, or before it if `size` is 0 by now
             if size:
                 chunks.append(memoryview(chunk)[:size])
             break
@@ -75,7 +77,7 @@ def read_payloads(storage: Storage, keys: Sequence[int], sizes: Sequence[int]) -
     now or during the iteration. The items must be held until the iteration has ended.
     """
     slices = read_slices(sizes)
-    first = next(slices, slice(0))
+    first = next(slices, slice(0))  # slice(0) is empty: there are no keys
     first_payloads = storage.get(keys[first], sizes[first])
     return chain(first_payloads, _read_rest(storage, keys, sizes, slices))
 

@@ -131,7 +131,7 @@ class RememberedIds(NamedTuple):
 
     @classmethod
     def all_of(cls, state: State) -> list[RememberedIds]:
-        """All remembered ids of a state, in order."""
+        """All records of remembered ids in a state, the oldest first."""
         entries = []
         for name, (kind, packed_ids, answers) in state.named(REMEMBERED).items():
             ids = np.frombuffer(packed_ids, "<u8").tolist()
@@ -182,6 +182,7 @@ def unpack_items(keys: Sequence[int], records: Sequence[bytes]) -> ItemRecords:
     items = np.frombuffer(b"".join([record[:head_size] for record in intact]), ITEM)
     sizes = np.fromiter(map(len, intact), np.int64, len(intact))
     row_ends = sizes - items["labels"]  # (n,): the byte of each record at which its rows end and its labels begin
+    # In memory, rows and labels of all records are apart from their heads.
     rows = b"".join([record[head_size:end] for record, end in zip(intact, row_ends.tolist(), strict=True)])
     labels = b""
     if items["labels"].any():
@@ -311,7 +312,7 @@ def time_offset(values: Mapping[bytes, Any], clock: float) -> float:
     again in the same boot keeps the recorded offset, so that a change of the wall clock changes no age and no lease.
     After a reboot, the wall clock says how much time has passed.
     """
-    written_boot, offset = values.get(CLOCK, ("", 0.0))
+    written_boot, offset = values.get(CLOCK, ("", 0.0))  # "" for a new state: the second case below
     if written_boot and written_boot == boot_id():
         return float(offset)
     return wall_offset(clock)

@@ -107,7 +107,7 @@ class ChangeCollector:
     def changed(self, keys: Iterable[int] | KeyArray) -> None:
         """Notes that the records of these items may no longer be true."""
         if isinstance(keys, np.ndarray):
-            if keys.size > ITEMS_PER_SLICE:
+            if keys.size > ITEMS_PER_SLICE:  # to add a million keys to a set would hold up all clients
                 self._many_changed.append(keys)
                 return
             keys = keys.tolist()
@@ -131,24 +131,24 @@ class ChangeCollector:
         has the item too. All slices and the Delta of `collect` after them therefore lead to the state of the moment of
         `collect`. Only all of them together are a consistent state.
         """
-        # A bound on the number of slices, because items may change faster than they are collected.
+        # At most twice as many slices as are needed now, because items may change as fast as they are collected.
         for _ in range(2 * self.pending() // ITEMS_PER_SLICE):
             if self.pending() <= ITEMS_PER_SLICE:
                 return
             if self._many_changed:
                 keys = self._many_changed.pop()
-                if keys.size > ITEMS_PER_SLICE:
+                if keys.size > ITEMS_PER_SLICE:  # the rest is for later slices
                     self._many_changed.append(keys[ITEMS_PER_SLICE:])
                 yield self._items_delta(keys[:ITEMS_PER_SLICE].tolist())
             else:
                 yield self._items_delta({self._changed.pop() for _ in range(ITEMS_PER_SLICE)})
 
     def _items_delta(self, keys: Collection[int]) -> Delta:
-        """The records of these items as of now. Keys without a record are of items to delete."""
+        """The records of these items as of now. Items without a record are listed as removed."""
         present = sorted(key for key in keys if key in self._buffer.items)
         items = self.item_records(np.array(present, dtype=np.uint64))
         removed: list[int] = []
-        if len(items) < len(keys):  # items are gone, or only batches hold them
+        if len(items) < len(keys):  # items are gone, or are in no table any more and held only by outstanding batches
             recorded: list[int] = items.items["key"].tolist()
             removed = sorted(set(keys).difference(recorded))
         return Delta(items, removed)
@@ -156,18 +156,19 @@ class ChangeCollector:
     def collect(self) -> Delta:
         """Everything that changed since the last call, as of now."""
         keys = self._changed
-        self._changed = set()
+        self._changed = set()  # for changes after this call
         for many_keys in self._many_changed:
             keys.update(many_keys.tolist())
         self._many_changed.clear()
         delta = self._items_delta(keys)
+        # A record that has changed once more replaces the change that could not be written.
         delta.state_records = self._unwritten | dict(self._state_records())
         self._unwritten = {}
         for kind, ids in self._remembered.items():
             if ids:
                 self._remembered[kind] = []
                 entry = self.remembered_ids(kind, ids)
-                if entry.ids:
+                if entry.ids:  # empty if all of the ids are forgotten already
                     delta.remembered.append(entry)
             remembered = self._buffer.remembered[kind]
             ends = self._ends[kind]
@@ -193,7 +194,7 @@ class ChangeCollector:
         return len(self._changed) + sum(keys.size for keys in self._many_changed)
 
     def written(self, delta: Delta) -> None:
-        """Notes that `delta` is written."""
+        """Notes that `delta` is written, so that later ones leave out what has not changed since."""
         for name, record in delta.state_records.items():
             if record is None:
                 self._written.pop(name, None)
@@ -208,13 +209,18 @@ class ChangeCollector:
             self._ends[entry.kind].append((entry.name, newest_id))
 
     def not_written(self, delta: Delta) -> None:
-        """Notes that `delta` could not be written, so that the next Delta contains its changes."""
+        """Notes that `delta` could not be written, so that the next Delta contains its changes.
+
+        Call this for slices before the Delta of `collect`: it replaces `_unwritten`, and slices have no state records.
+        """
         self.changed(delta.items.items["key"].astype(np.uint64))
         self.changed(delta.removed)
-        # The next Delta makes a new record of the ids, because some of these inserts may be rolled back meanwhile.
+        # The next Delta makes a new record of the ids, because the buffer may forget some of them meanwhile, when it
+        # rolls inserts back.
         for entry in delta.remembered:
             self._remembered[entry.kind][:0] = entry.ids
-        # The next Delta contains all other records anyway, because they differ from the records last written.
+        # Only deletions and the records whose changes the buffer reports must be kept. The next Delta contains all
+        # other records anyway, because they differ from the records last written.
         self._unwritten = {
             name: record for name, record in delta.state_records.items() if record is None or name.startswith(_REPORTED)
         }
@@ -243,7 +249,7 @@ class ChangeCollector:
             heads[name] = np.fromiter(map(attrgetter(name), items), dtype=ITEM[name], count=len(items))
         heads["inserted_at"] += self._offset
         for extension in buffer.extensions:
-            marked = extension.marked
+            marked = extension.marked  # the keys of the items that the extension has marked, because they hold permits
             if marked:
                 is_marked = [key in marked for key in keys.tolist()]
                 heads["permit"][is_marked] = extension.mark
@@ -263,6 +269,7 @@ class ChangeCollector:
         owners = [_NO_OWNERS]
         rows = [_NO_ROWS]
         for table in self._buffer.tables.values():
+            # `rows_in_table` leaves the number of the table open, and its times are of the buffer's clock.
             table_owners, table_rows = rows_in_table(self._buffer, table, keys)
             if table_owners.size:
                 table_rows["table"] = self._tables[table.name]
@@ -272,7 +279,10 @@ class ChangeCollector:
         return np.concatenate(owners), np.concatenate(rows, dtype=ROW)
 
     def _forwarded_rows(self, items: Sequence[Item]) -> tuple[IntArray, npt.NDArray[np.void]]:
-        """The owner (m,) of each row, as an index in `items`, and the rows (m,) of the tables that forwarded them."""
+        """One row for each table that has forwarded an item: the owners (m,), as indexes in `items`, and the rows (m,).
+
+        These rows stand for no row of a table. After a restart they say that the table must not forward the item again.
+        """
         owners: list[int] = []
         tables: list[int] = []
         for index, item in enumerate(items):
@@ -293,6 +303,7 @@ class ChangeCollector:
             POLICY: [policy.version, policy.weights, policy.set_at + self._offset],
         }
         for table_name, table in buffer.tables.items():
+            # Counters, rate limiter and random state of the table, and its name: the record's name has only a number.
             values[TABLE + b"%d" % self._tables[table_name]] = table.state_dict()
         for extension in buffer.extensions:
             if extension.record:
@@ -332,11 +343,13 @@ class ChangeCollector:
         """Yields the changes of records of scopes: the deletions of outdated records, and new records in their place.
 
         A changed scope gets a new record, because the order of the names is the order in which scopes are restored.
+        Scopes that have changed since the same Delta get their new records in any order.
         """
         changed = self._changed_scopes
         self._changed_scopes = set()
         buffer = self._buffer
         present = self._present_scopes()
+        # The records of scopes that the tables have forgotten, and the old records of changed scopes.
         outdated = (self._scopes.keys() - present) | (self._scopes.keys() & changed)
         for table_and_scope in outdated:
             yield self._scopes.pop(table_and_scope), None
@@ -351,7 +364,7 @@ class ChangeCollector:
 
 def _first_free_number(state: State) -> int:
     """The number after the highest number in the names of recorded scopes and remembered ids."""
-    names = state.values.keys() | state.damaged
+    names = state.values.keys() | state.damaged  # `values` sets `damaged`: a damaged record has a number, too
     highest = 0
     for name in names:
         if name.startswith((SCOPE, REMEMBERED)):
@@ -387,12 +400,14 @@ def rows_in_table(buffer: ReplayBuffer, table: Table, keys: KeyArray) -> tuple[I
         rows[name] = getattr(columns, name)[slots[owners]]
     drawn, times = buffer.outstanding.drawn(table)  # keys, ascending, and how often each was drawn
     if drawn.size:  # takes the draws of outstanding batches back
+        # For each row, the index in `drawn` at which its key would be. Another key there: no batch has the row.
         at = np.searchsorted(drawn, keys[owners]).clip(max=drawn.size - 1)
         rows["times_sampled"] -= np.where(drawn[at] == keys[owners], times[at], 0)
     history = History.of(buffer) if retained else None
     if history is not None:
         for row, key in enumerate(keys[owners].tolist()):
             if key in retained:
+                # A retained row was consumed by its only draw, so this column has room for the number of consumption.
                 consumed = history.rows[table.name, key]
                 rows["times_sampled"][row] = consumed.number
                 rows["kind"][row] = RETAINED_WITH_PERMIT if consumed.permit else RETAINED
@@ -435,7 +450,7 @@ def restore(buffer: ReplayBuffer, state: State) -> None:
         leased = np.frombuffer(keys, dtype="<u8").astype(np.uint64)
         buffer.outstanding.restore_lease(batch_id, buffer.tables.get(table_name), leased, scope, seconds)
     _fit_to_configuration(buffer)
-    buffer.items.freed = False
+    buffer.items.freed = False  # no insert waits for the bytes that were freed so far
     buffer.damaged += len(state.skipped)
 
 
@@ -448,7 +463,7 @@ def _fit_to_configuration(buffer: ReplayBuffer) -> None:
         extension.reconcile()
     for table in buffer.tables.values():
         size = table.size
-        lost = table.reconcile()
+        lost = table.reconcile()  # items that the counters count, and that were not loaded; also evicts
         if lost:
             log.warning("table %r: %s lost", table.name, counted(lost, "item"))
         evicted = size - table.size
@@ -479,11 +494,11 @@ def _restore_items(buffer: ReplayBuffer, state: State, offset: float) -> None:
     keys = items["key"]
     labels = state.items.labels_of_items()
     holders = np.zeros(keys.size, dtype=np.int64)  # (n,): the number of tables that hold each item
-    names = state.tables
+    names = state.tables  # by the numbers that the rows use
     # If the clock was set back, a time may lie in the future.
     rows_inserted_at = np.minimum(rows["inserted_at"] - offset, now)
     items_inserted_at: list[float] = np.minimum(items["inserted_at"] - offset, now).tolist()
-    forwarded = rows["kind"] == FORWARDED
+    forwarded = rows["kind"] == FORWARDED  # (m,): such rows only say that the table has forwarded the item
     for number, name in names.items():
         chosen = np.flatnonzero(~forwarded & (rows["table"] == number))  # the rows of this table
         if not chosen.size:
@@ -515,8 +530,9 @@ def _restore_items(buffer: ReplayBuffer, state: State, offset: float) -> None:
     for extension in buffer.extensions:
         if extension.mark:
             extension.load_marked(keys[items["permit"] == extension.mark].tolist())
-    buffer.items.bytes += int(items["nbytes"].sum())
-    # Items that are in no table of the configuration are removed: an item leaves when its last holder releases it.
+    buffer.items.bytes += int(items["nbytes"].sum())  # the bytes of labels were added above, by `label`
+    # Items that are in no table of the configuration are removed. An item leaves when its last holder releases it, so
+    # these items are held for a moment.
     unheld = keys[holders == 0].tolist()
     buffer.items.hold(unheld)
     for watcher in buffer.watchers:
@@ -532,7 +548,10 @@ def _restore_rows(
     inserted_at: FloatArray,
     labels: list[Labels] | None,
 ) -> None:
-    """Adds rows (n,) to their table, in their order. `items` (n,) has the item of each row. Some rows are retained."""
+    """Adds rows (n,) to their table, in their order. `items` (n,) has the item of each row.
+
+    Retained rows are added as all others, and then retained again, as when they were consumed.
+    """
     keys = items["key"]
     retained = rows["kind"] >= RETAINED
     table.add_rows(

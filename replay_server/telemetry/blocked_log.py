@@ -36,8 +36,8 @@ class BlockedLog:
         """Logs the lines that stand still for long, and the logged lines that do so no more."""
         now = self._buffer.clock()
         for name, line, reason in self._lines():
-            since = line.still_since
-            logged = self._logged.get(name)
+            since = line.still_since  # the beginning of the standstill; None: the line does not stand still
+            logged = self._logged.get(name)  # the beginning of the standstill that was logged; None: none was
             if logged is not None and since != logged:  # the standstill that was logged has ended
                 change = "moves again" if line.moved_at > logged else "has nothing that waits any more"
                 log.info("%s %s after %.0f s", name, change, now - logged)

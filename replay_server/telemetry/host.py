@@ -30,6 +30,7 @@ _NO_LIMIT = 1 << 60
 def resident_bytes() -> int:
     """Bytes of the memory of this process that are in RAM; 0: unknown."""
     try:
+        # The second number of statm counts the pages that are in RAM.
         return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     except (OSError, ValueError, IndexError):
         return 0
@@ -72,7 +73,7 @@ def disk_available(folder: Path) -> int:
 def _machine() -> Memory | None:
     """The memory of the machine; None: unknown, as on other systems than Linux."""
     try:
-        facts = _facts(Path("/proc/meminfo"))
+        facts = _facts(Path("/proc/meminfo"))  # in KiB
         return Memory("the machine", 1024 * facts["MemTotal:"], 1024 * facts["MemAvailable:"])
     except (OSError, ValueError, KeyError):
         return None
@@ -91,6 +92,7 @@ def _control_groups() -> tuple[Path, ...]:
         if controllers in ("", "memory"):  # version 2 names no controllers
             root = _CGROUP / controllers
             group = root / path.lstrip("/")
+            # The limit of a group also holds for all groups in it, so all parents count.
             folders += [folder for folder in (group, *group.parents) if folder.is_relative_to(root)]
     return tuple(folders)
 
@@ -182,6 +184,7 @@ class MemoryGuard:
         """
         now = time.monotonic()
         self._until_next_look -= received
+        # While inserts are refused anyway, the guard looks only at its usual times.
         too_much_received = self._until_next_look < 0 and self._why is None
         is_due = now - self._looked_at >= _LOOK_EVERY or too_much_received
         if self._share < 1 and is_due:
@@ -208,10 +211,10 @@ class MemoryGuard:
 
         Also sets the bytes that may be received before the next look.
         """
-        self._until_next_look = float("inf")
+        self._until_next_look = float("inf")  # no bound if no memory is known
         for memory in self._look():
             reserve = int(memory.limit * (1 - self._share))
-            if memory.name == "the machine":
+            if memory.name == "the machine":  # of a large machine, the share would keep more free than is needed
                 reserve = min(reserve, _MACHINE_RESERVE)
             if memory.available < reserve:
                 return (
@@ -229,7 +232,7 @@ def return_freed_memory() -> None:
     Otherwise malloc would keep the memory of removed items for later use, and the guard would not see this memory as
     free.
     """
-    give_back_idle()
+    give_back_idle()  # large blocks that `large_buffer` would reuse
     if sys.platform == "linux":
         try:
             ctypes.CDLL(None).malloc_trim(0)

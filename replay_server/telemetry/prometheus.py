@@ -45,7 +45,7 @@ HEALTH = "/health"
 BOUNDS = (0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 """Upper ends of the buckets of durations, in seconds. One more bucket counts longer times."""
 _LOOP_SECONDS = 5.0
-"""The most seconds that a scrape or a health check waits for the event loop."""
+"""Seconds after which a scrape or a health check does not wait for the event loop any longer."""
 Families = dict[str, CounterMetricFamily | GaugeMetricFamily]
 """Metrics by name."""
 # Otherwise the library would add a series with the start time of each series.
@@ -59,9 +59,11 @@ class MetricsEndpoint:
     """
 
     def __init__(self, address: str) -> None:
+        """`address` is host:port; port 0 takes a free port."""
         host, _, port = address.rpartition(":")
         self._registry = CollectorRegistry()
         self._loop: asyncio.AbstractEventLoop | None = None
+        """The event loop of the server; None before `start`."""
         try:
             self._http, self._thread = start_http_server(int(port), host.strip("[]"), self._registry)
         except OSError as error:
@@ -69,8 +71,9 @@ class MetricsEndpoint:
                 f"metrics_listen: cannot listen on {address}: it is in use, or not one of this machine ({error})"
             ) from error
         self._metrics = make_wsgi_app(self._registry)
+        # Replaces the library's own application, which has no /health.
         self._http.set_app(self._respond)
-        self._http.RequestHandlerClass = _Handler
+        self._http.RequestHandlerClass = _Handler  # cuts silent connections, which the library's handler does not
         self.latencies = Latencies(self._registry)
         ProcessCollector(registry=self._registry)
         GCCollector(registry=self._registry)
@@ -93,10 +96,11 @@ class MetricsEndpoint:
         body = f"metrics are at {PATH}, health is at {HEALTH}"
         try:
             if environ["PATH_INFO"] == PATH:
+                # Calls `ServerCollector.collect`, so it raises the errors of `_on_loop`.
                 metrics: Iterable[bytes] = self._metrics(environ, start_response)
                 return metrics
             if environ["PATH_INFO"] == HEALTH:
-                self._on_loop(lambda: None)
+                self._on_loop(lambda: None)  # does nothing, but shows that the event loop runs
                 status = "200 OK"
                 body = "ok"
         except (TimeoutError, RuntimeError):  # the event loop is busy, not there yet, or closed
@@ -188,7 +192,7 @@ def _add_fields(families: Families, message: Message, name: str, text: str, labe
     for field, option in _with_metrics(message.DESCRIPTOR):
         metric = name + option.metric
         value = getattr(message, field.name)
-        if field.is_repeated:
+        if field.is_repeated:  # messages with a name, such as tables: `option.label` is the label that holds the name
             for entry in value:
                 _add_fields(families, entry, metric, option.help, labels | {option.label: entry.name})
             continue
@@ -200,6 +204,7 @@ def _add_fields(families: Families, message: Message, name: str, text: str, labe
             continue
         if not value and option.zero_is_unknown:
             continue
+        # All tables share the family of a metric. Each adds one sample, with labels of its own.
         family = families.get(metric)
         if family is None:
             kind = CounterMetricFamily if option.counter else GaugeMetricFamily
@@ -272,8 +277,8 @@ class Latencies:
     def responded(self, method: str, response: Any, seconds: float | None) -> None:
         """Notes that a response is sent, `seconds` after the last message of the client.
 
-        `seconds` is None if that message has had a response already. A refused draw counts as a call that failed. Its
-        stream goes on, so `ended` would not count it.
+        `seconds` is None if that message has had a response already. A refused draw counts as a call that failed: the
+        error is in the response and the stream goes on, so `ended` would not count the draw.
         """
         if seconds is not None:
             self._seconds.labels(method).observe(seconds)

@@ -27,7 +27,7 @@ def available() -> bool:
 
 
 def traced(name: str, method: Method) -> Method:
-    """Wraps `method`, a coroutine with one request, in a span. If the client sends no span, the call gets none."""
+    """Wraps `method`, which answers one request, in a span. If the client sends no span, the call gets no span."""
     from opentelemetry import trace
     from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
@@ -36,8 +36,9 @@ def traced(name: str, method: Method) -> Method:
 
     @functools.wraps(method)
     async def call(request: Any, context: Context) -> Any:
+        """Takes the place of `method`: answers the request within a span, whose parent is the client's span."""
         headers = {key: value for key, value in context.invocation_metadata() or () if key == "traceparent"}
-        if not headers:
+        if not headers:  # the client has no span that this call could belong to
             return await method(request, context)
         attributes = {
             "rpc.system": "grpc",
