@@ -61,7 +61,7 @@ def _print_version(wanted: bool) -> None:
 @app.callback()
 @taking(ROOT)
 def options(
-    _: dict[str, Any],
+    _: dict[str, Any],  # the options of ROOT: the commands read them from the context, see `access_of`
     show_version: Annotated[
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
     ] = False,
@@ -86,9 +86,11 @@ def run() -> NoReturn:
         raise KeyboardInterrupt
 
     for number in numbers:
-        if number != signal.SIGINT:
+        if number != signal.SIGINT:  # Python itself raises KeyboardInterrupt at SIGINT
             signal.signal(number, terminate)
     try:
+        # Returns the status of typer.Exit, or None, which `sys.exit` takes as 0. Without `standalone_mode`, typer does
+        # not print errors of usage, but raises them.
         status = app(prog_name="replay", standalone_mode=False)
     except _UsageError as error:
         _complain_of_usage(error)
@@ -109,7 +111,7 @@ def run() -> NoReturn:
     for number in numbers:  # from here on, a signal could only cause a traceback
         signal.signal(number, signal.SIG_IGN)
     if status == _INTERRUPTED:
-        status = ended_by
+        status = ended_by  # the status of the signal that raised KeyboardInterrupt
     sys.exit(status)
 
 
@@ -129,7 +131,7 @@ _NO_COMMAND = re.compile(r"^No such command (.*?)\.(?= Did|$)")
 
 def _mistake(error: Any) -> str:
     """The mistake in a command line, in a sentence: `--limit must be at least 1`."""
-    is_unknown_option = hasattr(error, "possibilities")
+    is_unknown_option = hasattr(error, "possibilities")  # click's NoSuchOption has it: the options with similar names
     if is_unknown_option:
         hint = ""
         if error.possibilities:
@@ -137,9 +139,10 @@ def _mistake(error: Any) -> str:
         return f"there is no option {error.option_name}{hint}"
     parameter = getattr(error, "param", None)
     if parameter is None:  # the error is about the command line as a whole
+        # `format_message` of a BadParameter would put "Invalid value: " before the message.
         message = str(error.message if isinstance(error, typer.BadParameter) else error.format_message())
         message = _NO_COMMAND.sub(r"there is no command \1", message)
-        return message.replace(". Did", "; did").rstrip(".")
+        return message.replace(". Did", "; did").rstrip(".")  # one sentence: `...; did you mean ...?`
     name = parameter.metavar if parameter.param_type_name == "argument" else parameter.opts[0]
     if not error.message:  # click's error about a missing value has no message
         return f"{name} is needed"

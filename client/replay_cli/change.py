@@ -81,7 +81,7 @@ def reset(
 
 
 def _losses(info: TableInfo, wanted: Document) -> str:
-    """Says which of the new limits the table exceeds, as words that follow the table's name. Empty: none of them.
+    """The first of the new limits that the table exceeds, in words that follow the table's name. Empty: none of them.
 
     `wanted`: the new values of fields of the table, by name. Raises ValueError for a text that is no size.
     """
@@ -100,6 +100,7 @@ def _losses(info: TableInfo, wanted: Document) -> str:
             return f"holds {amount:.0f} {unit}, more than {name} {limit:.0f}"
     uses = wanted.get("max_times_sampled")  # 0: without a limit
     uses_before = json.loads(info.config)["max_times_sampled"]
+    # A new or lower limit removes the items that were sampled that often. This command does not know if there are any.
     if isinstance(uses, int) and uses and info.size:
         had_no_limit = not uses_before
         is_lower = had_no_limit or uses < uses_before

@@ -35,6 +35,7 @@ def check_folder(name: str, folder: Path) -> None:
 
     `name`: the setting that names the folder.
     """
+    # The first folder that exists decides: `folder` itself or, if it is missing, the nearest one above it.
     for ancestor in (folder, *folder.parents):
         if ancestor.exists():
             if not ancestor.is_dir():
@@ -104,7 +105,7 @@ def _stretches_positions(config: Any) -> bool:
     sections = [rope]
     sections += [value for value in rope.values() if isinstance(value, dict)]  # some models have one per kind of layer
     for section in sections:
-        kind = section.get("rope_type", section.get("type", "default"))
+        kind = section.get("rope_type", section.get("type", "default"))  # `type` in older configurations
         if kind != "default":
             return True
     return False
@@ -192,6 +193,7 @@ def rewards_of_nothing(
         return {}
     scorer = Scorer(called, threads=settings.reward_threads, timeout=settings.reward_timeout)
     try:
+        # The first result is the weighted sum of the rewards, which nobody needs here.
         _, by_name = run(scorer.score(prompt.row, [""], [Rollout([sequence])]))
     except RewardError:
         if settings.on_prompt_error == "skip":

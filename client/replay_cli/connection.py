@@ -84,9 +84,9 @@ def connect(context: typer.Context, usual: float = 5.0, *, named: bool = False) 
 def reach(client: ReplayClient, context: typer.Context) -> None:
     """Ends the command soon if no server answers. Call it before a request that takes the server long."""
     timeout = timeout_of(context, _REACH)
-    assert timeout is not None  # None would need a `usual` of None
+    assert timeout is not None  # `timeout_of` returns None only if its `usual` is None
     seconds = min(timeout, _REACH)
-    ask(lambda: client.policy(timeout=seconds))
+    ask(lambda: client.policy(timeout=seconds))  # a request that every server answers at once
 
 
 def ask(question: Callable[[], R]) -> R:
@@ -102,7 +102,7 @@ def ask(question: Callable[[], R]) -> R:
 def parse_key(text: str) -> int:
     """The key of an item. Raises BadParameter unless it is a whole number of 64 bits."""
     try:
-        key = int(text, 0)
+        key = int(text, 0)  # base 0: also 0x... in hexadecimal
     except ValueError:
         key = -1  # no key, so it is refused below
     if not 0 <= key < 1 << 64:
@@ -124,6 +124,7 @@ def complete_table(context: typer.Context, incomplete: str) -> list[str]:
     """
     from replay_client import ReplayClient
 
+    # An error would appear in the middle of the line that the person types.
     with suppress(Exception), ReplayClient.from_env(1.0, **access_of(context)) as client:
         return [name for name in client.server_info().tables if name.startswith(incomplete)]
     return []

@@ -29,7 +29,7 @@ _PACKAGES = {"s3": ("s3fs",), "gs": ("gcsfs",)}
 """The packages that fsspec needs for a kind of store, by the scheme of its addresses."""
 _SEAL = 64
 """The number of bytes at the end of a checkpoint that are compared. They belong to the seal, which has the checksum and
-the time, so they differ between any two checkpoints."""
+the time, so they differ between any two checkpoints. The whole seal takes up to SEAL_BYTES."""
 
 
 class Store:
@@ -43,7 +43,7 @@ class Store:
 
     def files(self) -> dict[str, Any]:
         """The store's entry of each finished file, by the file's name. An address may name a single file."""
-        self._fs.invalidate_cache()
+        self._fs.invalidate_cache()  # otherwise `ls` may return a listing from before
         try:
             listed = self._fs.ls(self._root, detail=True)  # of a file: the entry of that file
         except FileNotFoundError:  # nothing was copied yet
@@ -59,7 +59,7 @@ class Store:
         """True if the store holds this file already. `entry`: the store's entry with the name of the file, or None."""
         with path.open("rb") as file:
             size = file.seek(0, os.SEEK_END)
-            file.seek(max(0, size - _SEAL))
+            file.seek(max(0, size - _SEAL))  # what `file.read` returns below: the end of the file
             if entry is None or entry["size"] != size:
                 return False
             if path.suffix != ".checkpoint":
@@ -79,6 +79,7 @@ class Store:
             progress = Callback(hooks={"beat": lambda *_, **__: beat()})
             self._fs.put_file(str(path), target, callback=progress)
             return
+        # A folder shows a file while it is being written, so the file has a temporary name until it is whole.
         self._fs.makedirs(self._root, exist_ok=True)
         self._fs.put_file(str(path), target + ".tmp")
         self._fs.mv(target + ".tmp", target)
@@ -98,6 +99,7 @@ class Store:
             end = self._fs.tail(entry["name"], SEAL_BYTES)
             problem = ""
             try:
+                # Decodes the seal in `end`. This needs neither the other bytes nor a file with this path.
                 created = sealed_by(end, entry["size"], Path(name)).created
             except DamagedCheckpoint as error:
                 created = self._fs.modified(entry["name"]).timestamp()
@@ -151,7 +153,7 @@ def copy(
     is_last = False
     while True:
         problem = copy_finished(folder, store, done)
-        if not problem:
+        if not problem:  # without heartbeats, a health check reports this process after a while
             beat()
         if problem and not last_problem:
             complain(f"{folder} is not copied: {problem}; it is tried again")
@@ -176,7 +178,7 @@ def copy_finished(folder: Path, store: Store, done: dict[str, tuple[int, int]]) 
         versions = _versions(folder)
         fresh = [path for path, version in versions.items() if done.get(path.name) != version]
         fresh.sort(key=versions.__getitem__)
-        stored = store.files() if fresh else {}
+        stored = store.files() if fresh else {}  # the store is asked only if there is something to copy
     except Exception as error:  # each store has its own types of errors
         return in_words(error)
     for path in fresh:
@@ -224,7 +226,7 @@ def fetch(address: str, folder: Path) -> str:
         if problems:
             raise ValueError(f"no checkpoint that can be restored: {'; '.join(problems)}")
         raise ValueError("there is no checkpoint")
-    except Exception as error:  # the two above, and errors of the store, which may be of any type
+    except Exception as error:  # the ValueErrors above, that of `_fetched`, and errors of the store of any type
         raise ValueError(f"{address}: {in_words(error)}") from error
 
 
@@ -241,7 +243,7 @@ def _fetched(store: Store, entry: Any, path: Path) -> str:
     elif not store.has(path, entry):
         raise ValueError(f"{path} is another one of its name: move it away, or restore it by its name")
     try:
-        verified(path)
+        verified(path)  # reads the whole file, and compares the checksum of its bytes with the one in the seal
     except DamagedCheckpoint as error:
         if is_new:  # a file that this command has not made stays
             path.unlink()

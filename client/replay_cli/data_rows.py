@@ -35,7 +35,7 @@ NEEDED = ("prompt_ids", "completion_ids", "reward")
 
 
 def items_of(rows: Iterable[Numbered], table: str | None) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Rows of items for `replay table import`. Before each of them: the number of the last row that it was made from.
+    """Rows of items for `replay table import`, each after the number of the last row that it was made from.
 
     Rows of a data set become groups, and rows of items stay as they are. The key of a group follows from its bytes and
     its position among the groups, so a second import of the same rows inserts nothing. `table`: the table of groups
@@ -101,6 +101,7 @@ def group_of(rows: Sequence[Row]) -> RolloutGroup:
     first = firsts[0]
     rewards_G = np.array([row["reward"] for row in firsts], np.float32)
     return group_from_rows(
+        # The whole prompt of each sequence. `group_from_rows` finds the beginning that all of them share.
         prompts=[[*row["prompt_ids"], *(row.get("context_ids") or ())] for row in rows],
         completions=[row["completion_ids"] for row in rows],
         logprobs=[_logprobs_of(row) for row in rows],
@@ -123,7 +124,7 @@ def _rollouts_of(rows: Sequence[Row]) -> list[list[Row]]:
     numbers: list[tuple[Any, int]] = []
     for index, row in enumerate(rows):
         number = row.get("rollout")
-        # The index keeps two rows without a number apart, and the None keeps it apart from the numbers of other rows.
+        # Two rows without a number differ by their index. The None differs from every number of another row.
         numbers.append((None, index) if number is None else (number, 0))
     rollouts = []
     for _, numbered_rows in groupby(zip(numbers, rows, strict=True), key=itemgetter(0)):

@@ -52,7 +52,7 @@ def doctor(
         address = client.address
     findings = [_access(access_of(context)), *examined]
     judgement = verdict(info, findings, ())  # (): without the warning signs in the trainer's metrics
-    if by_shard and info is not None:
+    if by_shard and info is not None:  # after the verdict, which is about all servers as one
         findings += _of_shards(info, max_staleness)
     levels = {finding.level for finding in findings}
     healthy = Level.FAILURE not in levels
@@ -81,14 +81,15 @@ def _access(options: dict[str, Any]) -> Finding:
     if access.tls is not None:
         return Finding("access", Level.OK, f"{token}, encrypted")
     if not all(is_loopback(host) for host in hosts):
-        return found("not-encrypted", "access", token=token)
+        return found("not-encrypted", "access", token=token)  # the warning, with its remedy
     return Finding("access", Level.OK, f"{token}, not encrypted")
 
 
 def look(client: ReplayClient, max_staleness: float | None = None) -> tuple[ServerInfo | None, list[Finding]]:
     """Returns the state of the server, and all findings about it.
 
-    If the server does not answer, returns None and the finding about the connection.
+    If the server does not answer, or refuses, returns None and the finding about the connection. `max_staleness`: the
+    mean staleness of fresh groups that the person accepts; None: as their table and its permits say.
     """
     from replay_client.errors import DeadlineExceededError, ReplayError, ServerUnavailableError
     from replay_dashboard.diagnosis import Finding, Level, diagnose, found
@@ -102,6 +103,7 @@ def look(client: ReplayClient, max_staleness: float | None = None) -> tuple[Serv
             trips.append(time.perf_counter() - begin)
         info = client.server_info()
         transport = client.transport
+    # `found` makes the finding of a known problem, here about the connection, with its remedy.
     except ServerUnavailableError as error:
         return None, [found("no-server", "connection", error=error)]
     except DeadlineExceededError as error:
@@ -115,11 +117,12 @@ def look(client: ReplayClient, max_staleness: float | None = None) -> tuple[Serv
     else:
         connection = Finding("connection", Level.OK, f"{client.address} answers in {milliseconds:.1f} ms")
     payloads = Finding("payloads", Level.OK, f"travel over {transport}")
+    # `diagnose` compares the server's version and clock with those of this command.
     return info, [connection, payloads, *diagnose(info, version("replay-server"), time.time(), max_staleness)]
 
 
 def _of_shards(info: ServerInfo, max_staleness: float | None) -> Iterator[Finding]:
-    """The findings about each of several servers. A server that does not answer has none."""
+    """The findings about each of several servers that answers. `look` reports the servers that do not answer."""
     from replay_client.records import shards_of
     from replay_dashboard.diagnosis import diagnose
 

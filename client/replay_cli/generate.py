@@ -150,8 +150,9 @@ def generate(
         if agent or sessions:
             flag = "--agent" if agent else "--sessions"
             need(flag, "agents", "aiohttp")
-            needs_reward = not reward and not settings.unscored_table
+            needs_reward = not reward and not settings.unscored_table  # True: the agents must give the rewards
             hook = load_sessions(agent, sessions, settings, needs_reward=needs_reward)
+        # None: the rewards come with the rollouts, or later from `replay score`.
         scorer = [load_reward(name) for name in reward] if reward else None
     except ValueError as error:
         misuse(in_flags(str(error), as_typed))
@@ -194,7 +195,7 @@ def generate(
     stops: list[bool] = []  # not empty after a signal
     try:
         stats = run_generator(
-            lambda: client,
+            lambda: client,  # the client is made already; `run_generator` calls this on its event loop
             running_engine,
             rows,
             scorer,
@@ -207,8 +208,8 @@ def generate(
     except (ReplayError, ValueError, OSError, ImportError) as error:
         fail(error)
     report(stats, 0.0)  # the last statistics, even if a line was printed a moment ago
-    made = stats["groups"] + stats["groups_filtered"]
-    if settings.max_groups is None or stops:
+    made = stats["groups"] + stats["groups_filtered"]  # inserted groups, and those that `group_filter` left out
+    if settings.max_groups is None or stops:  # fewer groups are no failure if there is no number, or after a signal
         return
     if made < settings.max_groups:
         fail(
@@ -292,9 +293,11 @@ def check_options(options: dict[str, Any], named: Mapping[str, Any]) -> Generato
     if environment and "prompts_table" in options:
         raise ValueError("--prompts-table needs --prompts: an environment gives its own prompts one by one")
     settings = _settings_of(options, named["seed"], environment)
+    # Fills in the default of `on_prompt_error`, which is "skip" if agents play the rollouts.
     settings = settings.decided(agents=bool(named["agent"] or named["sessions"]))
     if settings.unscored_table and (reward or named["drop_zero_variance"]):
         raise ValueError("--reward and --drop-zero-variance belong to `replay score` here, because of --unscored-table")
+    # Without a reward function, whoever plays the rollouts must give the rewards, or `replay score` does it later.
     if not (reward or settings.unscored_table or any(players.values())):
         raise ValueError("--reward exact_match or --reward package.module:function is needed")
     engine_args(named["engine_arg"])  # raises for a text that is not NAME=VALUE
@@ -323,7 +326,7 @@ def _check(
         check_listen("--sessions", named["sessions"])
     _need_engine(named["engine"])
     args = engine_args(named["engine_arg"])
-    files = model_files(model, named["max_length"] or args.get("max_model_len"))
+    files = model_files(model, named["max_length"] or args.get("max_model_len"))  # the latter is vLLM's own argument
     prompt, prompt_ids = first_prompt(rows, files, settings)
     line = f"{model}: the first prompt, {prompt.prompt_id!r}, has {counted(len(prompt_ids), 'token')}"
     values = rewards_of_nothing(rewards or (), prompt, settings, has_rollouts=hook is single_turn)
@@ -382,12 +385,14 @@ def check_source(
 def reporter(as_json: bool) -> Callable[..., None]:
     """Makes a function that prints the statistics of a generator, as JSON or as a line for people.
 
-    The function prints nothing if it has printed less than `seconds` ago, or if its last output was the same.
+    The generator calls the function after each group. To print at most once a second, the function leaves out most of
+    the statistics.
     """
     printed_at = -math.inf
     printed: object = None
 
     def report(stats: GeneratorStats, seconds: float = 1.0) -> None:
+        """Prints `stats`, unless the last output is younger than `seconds`, or is the same."""
         nonlocal printed_at, printed
         now = time.monotonic()
         output = plain(stats) if as_json else in_a_line(stats)
@@ -424,12 +429,13 @@ def load_rows(
     seed: int | None,
     check: bool,
 ) -> Iterable[PromptSource] | PromptRows:
-    """An endless iterator over the prompts, shuffled anew for each epoch. Without a seed: the rows in their order.
+    """An endless iterator over the prompts, shuffled anew for each epoch. Without a seed: the rows, by their numbers.
 
     `check`: raises ValueError at once for a bad row, if the rows are in memory. Also raises OSError and ImportError.
     """
     from replay_generator.prompts.prompt import PreparedRows, cycle_prompts, load_prompts
 
+    # Not checked here: `rows.check` below also checks that each prompt can become a chat.
     loaded = load_prompts(prompts, prompt_field=prompt_field, split=split, check=False)
     rows = PreparedRows(loaded, prompt_field, system, chat=chat)
     if check and loaded.in_memory:
@@ -453,7 +459,7 @@ def _need_engine(name: str) -> None:
 def load_engine(name: str, model: str, args: dict[str, Any]) -> Engine:
     """An engine by its name, with its model loaded. Ends the command if its packages are not installed."""
     _need_engine(name)
-    module_name, _, class_name = ENGINES[name][2].partition(":")
+    module_name, _, class_name = ENGINES[name][2].partition(":")  # the class, as module:class
     module = import_module(f"replay_generator.engines.{module_name}")
     engine: Engine = getattr(module, class_name)(model, **args)
     return engine

@@ -151,7 +151,7 @@ def delete(
             missing += result.missing
     document = {"deleted": deleted, "missing": [str(key) for key in missing]}
     print_result(as_json, document, f"{deleted} deleted from {table}")
-    if missing:
+    if missing:  # after the output, which says what was deleted: `fail` ends the command with status 1
         fail(f"not in {table}: {', '.join(map(str, missing))}")
 
 
@@ -223,7 +223,7 @@ def show(
         lines += _group_lines(group, text, tokens)
     elif prompt_document is not None:
         lines.append(json.dumps(prompt_document, ensure_ascii=False, indent=2, default=str))
-    else:
+    else:  # neither a group nor a prompt: the reason, and the beginning of the bytes
         lines += [f"payload: {document['problem']}", *document["head"]]
     out = console()
     for line in lines:

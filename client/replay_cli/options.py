@@ -68,6 +68,7 @@ def options_of(kind: type, panel: str, *names: str) -> Options:
         form = _form_of(field.annotation)
         if form is not None:
             more["metavar"] = form
+        # The default is None, which means "not given": the class of settings has the actual default.
         options.append(option(name, text, _type_of(field.annotation), None, **more))
     return options
 
@@ -114,6 +115,7 @@ def _type_of(annotation: Any) -> Any:
     if origin in (types.UnionType, typing.Union):
         kinds = [_type_of(part) for part in get_args(annotation)]
         return next(kind for kind in kinds if kind is not type(None))
+    # The type of None stays, so that the union above can leave it out.
     if origin is Literal or annotation not in (bool, int, float, type(None)):
         return str
     return annotation
@@ -126,6 +128,8 @@ def taking(*groups: Options) -> Callable[[Callable[..., R]], Callable[..., R]]:
     """
 
     def decorate(command: Callable[..., R]) -> Callable[..., R]:
+        """Returns the function that typer calls: it collects the options of each group, and calls `command`."""
+
         @functools.wraps(command)
         def run(**arguments: Any) -> R:
             dicts = []
@@ -202,10 +206,10 @@ class CommandSettings:
         recipe: dict[str, Any] = {}
         if source["recipe"] is not None:
             try:
-                recipe = recipe_of(source["recipe"])[str(context.info_name)]
+                recipe = recipe_of(source["recipe"])[str(context.info_name)]  # the part of this command, by its name
             except ValueError as error:
                 misuse(error)
-        settings = changed(recipe, context.meta.get(_FILE, {}))
+        settings = changed(recipe, context.meta.get(_FILE, {}))  # in a section of both, fields of the file override
         return settings | typed_settings
 
     def _read_file(self, context: typer.Context, path: Path | None) -> Path | None:
@@ -326,8 +330,10 @@ class _InGroups:
         parse = parser.parse_args
 
         def parse_args(args: list[str]) -> tuple[dict[str, Any], list[str], list[Any]]:
+            """click calls this with the arguments of the command. Passes the root's options on to the root."""
             values, rest, order = parse(args=args)
             for name in values.keys() & further.keys():
+                # Stores the value in `root.params`, as if it stood before the command.
                 further[name].handle_parse_result(root, {name: values.pop(name)}, [])
             return values, rest, order
 
@@ -339,7 +345,7 @@ class _InGroups:
         own = {parameter.name for parameter in self.params}
         options = {}
         for parameter in root.command.params:
-            if not parameter.is_eager and parameter.name not in own:
+            if not parameter.is_eager and parameter.name not in own:  # --version is eager, and stays with the root
                 options[parameter.name] = parameter
         return options
 
@@ -359,6 +365,7 @@ class _InGroups:
 
     def format_options(self: Any, ctx: Any, formatter: Any) -> None:
         """Overrides click's method. Writes the arguments and options in their groups, and then the commands."""
+        # The records of each group by its heading. The headings here come first, if they have records.
         groups: defaultdict[str, list[Any]] = defaultdict(list, {"Arguments": [], "Options": []})
         for parameter in self.get_params(ctx):
             record = parameter.get_help_record(ctx)
@@ -408,6 +415,7 @@ class Commands(typer.Typer):
     """A group of commands, in the order in which they are added."""
 
     def __init__(self, text: str, **further: Any) -> None:
+        """`text`: the help of the group, which may end with an example. `further`: other arguments of typer.Typer."""
         arguments = {
             **_help_of(text),
             "no_args_is_help": True,

@@ -79,7 +79,7 @@ def printable(text: str) -> str:
         if character.isprintable() or character in "\n\t":
             characters.append(character)
         else:
-            characters.append(repr(character)[1:-1])
+            characters.append(repr(character)[1:-1])  # the escape without the quotes around it: \x1b
     return "".join(characters)
 
 
@@ -98,13 +98,14 @@ def console() -> Console:
 
     class PrintableConsole(Console):
         def render(self, *args: Any, **options: Any) -> Iterator[Segment]:
+            """Overrides rich's method: makes all texts printable, and leaves rich's own control characters."""
             for segment in super().render(*args, **options):
                 if segment.control:
                     yield segment
                 else:
                     yield Segment(printable(segment.text), segment.style)
 
-    width = None if sys.stdout.isatty() else _WIDTH_WITHOUT_TERMINAL
+    width = None if sys.stdout.isatty() else _WIDTH_WITHOUT_TERMINAL  # None: the width of the terminal
     return PrintableConsole(highlight=False, markup=False, emoji=False, width=width)
 
 
@@ -132,7 +133,7 @@ def claim_stdout() -> None:
     """
     sys.stdout.flush()
     _claimed.append(open(os.dup(sys.stdout.fileno()), "w", encoding="utf-8"))  # noqa: SIM115  for the whole command
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # for child processes, which inherit it as standard output
     sys.stdout = sys.stderr
 
 

@@ -36,6 +36,11 @@ class TextFormatter(logging.Formatter):
         super().__init__("%(asctime)s %(levelname)s %(name)s: %(message)s")
 
     def formatMessage(self, record: logging.LogRecord) -> str:
+        """Overrides logging's method: the text of a record without its traceback.
+
+        Control characters in a record of this project become escapes, so that a name chosen by a user cannot start a
+        new line.
+        """
         line = super().formatMessage(record)
         is_ours = record.name.startswith("replay_")
         has_lines = getattr(record, "has_lines", False)  # only `show_recipe` logs several lines
@@ -48,6 +53,7 @@ class JsonFormatter(logging.Formatter):
     """Writes each record as a line of JSON: `time` (UTC), `level`, `logger`, `message` and perhaps `exception`."""
 
     def format(self, record: logging.LogRecord) -> str:
+        """Overrides logging's method: the record as a line of JSON."""
         seconds = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
         milliseconds = int(record.msecs)
         line = {
@@ -71,6 +77,8 @@ def log_to_stderr(level: str, form: str = "text") -> None:
 
 def set_up_tracing(service: str) -> bool:
     """Sets up the export of spans. Returns False if the environment asks for no export.
+
+    `service`: the name under which spans are exported, unless OTEL_SERVICE_NAME is set.
 
     OTEL_TRACES_EXPORTER is otlp (over HTTP to OTEL_EXPORTER_OTLP_ENDPOINT), console (to standard error) or none. If
     it is not set, an endpoint makes it otlp. OTEL_TRACES_SAMPLER sets the sampling.
@@ -156,6 +164,7 @@ class FirstSignal:
     """
 
     def __init__(self, act: Callable[[], None]) -> None:
+        """`act` is called by a signal handler, so it must be quick, and must not print."""
         self.number = 0
         """The number of the first signal; 0: no signal has come."""
         self._act = act
@@ -165,6 +174,7 @@ class FirstSignal:
         """The handler that each signal had before the block, by the number of the signal."""
 
     def __enter__(self) -> FirstSignal:
+        """Handles the stop signals until the end of the block, which restores the handlers from before."""
         for number in stop_signals():
             handler = signal.getsignal(number)
             if callable(handler):  # an ignored signal stays ignored
@@ -189,7 +199,7 @@ class FirstSignal:
         else:
             ends_command = now - self._first_time > SAME_REQUEST
         if ends_command:
-            self._before[number](number, frame)
+            self._before[number](number, frame)  # the handler from before the block ends the command
 
 
 def say_later(function: Callable[[str], None], message: str) -> None:

@@ -66,7 +66,7 @@ def create(
     Example: replay checkpoint create before-the-change
     """
     with connect(context, _LONG) as client:
-        reach(client, context)
+        reach(client, context)  # ends the command within seconds, not after _LONG, if no server answers
         if name:
             names = [entry.name for entry in ask(client.list_checkpoints)]
             if name in names:
@@ -85,7 +85,7 @@ def list_checkpoints(
     Example: replay checkpoint list --verify
     """
     with connect(context, _LONG) as client:
-        reach(client, context)
+        reach(client, context)  # ends the command within seconds, not after _LONG, if no server answers
         entries = ask(lambda: client.list_checkpoints(verify=verify))
     if as_json:
         print_json([document(entry) for entry in entries])
@@ -135,8 +135,9 @@ def export(
     tags = parse_tags(tag)
     form = Form(rows == "sequences", load_tokenizer(tokenizer), payloads)
     with connect(context, 60.0) as client:
-        exported = islice(all_items(client, table, tags), limit)
+        exported = islice(all_items(client, table, tags), limit)  # None: all of them
         written = _rows(client, exported, table, form)
+        # Both are iterators, so the items are read from the server only while `write` writes their rows.
         write(file, form, written, {"table": table}, as_json)
 
 
@@ -206,21 +207,26 @@ def _insert_all(
 ) -> None:
     """Inserts the items of the files into `table`, or each into the tables that its rows name. Counts them in `done`.
 
-    An item that is in several files is inserted once, into all of its tables.
+    An item that is in several files is inserted once, into all of its tables. An item that was in the server before
+    counts as present, even if it leaves the server meanwhile.
     """
     several = len(files) > 1
-    priorities: dict[str, dict[str, float]] = {}  # stays empty if each item joins only the table of its own row
+    # The priority of each item in all of its tables. Stays empty if each item joins only one table: `table`, or that of
+    # its own row.
+    priorities: dict[str, dict[str, float]] = {}
     if several and table is None:
         priorities = _priorities_of_all(files)
-    known_keys: set[str] = set()
+    known_keys: set[str] = set()  # with several files: the keys of all batches so far
     for file in files:
         rows = _items_of(file, table)
         while batch := list(islice(rows, _PAYLOADS_PER_CALL)):
             if several:
-                # An item of an earlier file has been inserted into all of its tables already.
+                # Items of earlier batches are left out: they have been inserted into all of their tables already.
                 batch = [(number, row) for number, row in batch if str(row.get("key")) not in known_keys]
                 known_keys.update(str(row.get("key")) for _, row in batch)
-            keys = [] if new_keys else [int(row["key"]) for _, row in batch]  # the inserts return the new keys
+            # With `new_keys`, each insert below makes a new key, which is appended then.
+            keys = [] if new_keys else [int(row["key"]) for _, row in batch]
+            # `get` leaves out items that the server does not have.
             before = {item.key: item for item in client.get(keys, payloads=False)}
             for number, row in batch:
                 own_priority = {table or row["table"]: float(row["priority"])}
@@ -240,7 +246,11 @@ def _insert_all(
 
 
 def _refuse_other_tables(item: StoredItem | None, wanted: Mapping[str, float]) -> None:
-    """Raises ValueError if the item is in the server already, and not in all the tables of `wanted`."""
+    """Raises ValueError if the item is in the server already, and not in all the tables of `wanted`.
+
+    An insert leaves an item that is there as it is, so it would not add the item to the missing tables.
+    """
+    # An item without tables has left all of them, and is only being sent to a reader.
     if item is None or not item.tables:
         return
     missing = wanted.keys() - item.tables.keys()
@@ -252,9 +262,9 @@ def _refuse_other_tables(item: StoredItem | None, wanted: Mapping[str, float]) -
 
 
 def _priorities_of_all(files: Sequence[Path]) -> dict[str, dict[str, float]]:
-    """For each item, by its key: its priority in each of its tables, by the name of the table.
+    """The priorities of each item by the names of its tables, in a dict by the item's key as text.
 
-    Raises ValueError for a row that lacks one of these values.
+    Raises ValueError for a row that lacks key, table or priority.
     """
     from replay_cli.archive.files import read_rows
 
@@ -318,6 +328,7 @@ def _check(number: int, row: Row) -> None:
         except (TypeError, ValueError, OverflowError):
             raise ValueError(f"row {number}: {name} is {row[name]!r:.80}, not a number") from None
     try:
+        # Called only for the errors that they raise.
         _tags_of(row)
         _item_of(row)
     except ValueError as error:
@@ -350,7 +361,7 @@ def _tags_of(row: Row) -> Mapping[str, Any] | None:
             decoded = json.loads(tags)
     except RecursionError:
         raise ValueError("tags are nested too deeply") from None
-    if decoded is not None and not isinstance(decoded, Mapping):
+    if decoded is not None and not isinstance(decoded, Mapping):  # None: the JSON text was "null"
         raise ValueError(f"tags are {tags!r:.80}, not an object of names and values")
     return decoded
 

@@ -141,6 +141,7 @@ class TableView:
     """The past rates (in, out) of each table, by its name. They are shown as sparklines. None: no sparklines."""
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Table]:
+        """rich calls this to print the view: yields one table, with the columns that fit into the width."""
         rows = [{column.name: column.cell(table) for column in COLUMNS} for table in self.tables]
         columns = _fitting(rows, options.max_width)
         view = Table(box=None, header_style="bold", pad_edge=False)
@@ -163,7 +164,10 @@ class TableView:
 
 
 def _fitting(rows: Sequence[Mapping[str, Cell]], width: int) -> list[str]:
-    """The names of the columns that fit into `width` in whole. None is cut, because half a number is a wrong number."""
+    """The names of the columns that fit into `width` in whole.
+
+    A column is left out rather than cut, because half a number is a wrong number.
+    """
     widths = {}
     for column in COLUMNS:
         cells = [column.name, *(row[column.name] for row in rows)]
@@ -182,6 +186,7 @@ def waits(info: ServerInfo) -> list[Text]:
     overdue = [Text(one_line(f"{client.role} overdue: {client.reason}"), style="red") for client in info.overdue]
     lines = []
     for table in info.tables.values():
+        # The name of one request, and the number of such requests that wait at the table, with the reason.
         for request, wait in (("insert", table.inserting), ("sample request", table.sampling)):
             if wait.count:
                 lines.append(waiting(wait, request))
@@ -197,9 +202,9 @@ def clients(info: ServerInfo) -> Iterator[Text]:
     """A line for each client that inserts, samples or publishes: its state, and when the server last heard of it."""
     for client in info.clients:
         style = ""
-        if client.ended:
+        if client.ended:  # the client has told the server that it ends
             state = "ended"
-        elif client.open:
+        elif client.open:  # the number of its open calls
             state = "connected"
         else:
             state = "not connected"
@@ -211,7 +216,7 @@ def clients(info: ServerInfo) -> Iterator[Text]:
 def balances(info: ServerInfo) -> Iterator[Text]:
     """A line for each table that balances its draws by a tag, with the share of each value of the tag."""
     for table in info.tables.values():
-        if table.values:
+        if table.values:  # empty if the table does not balance its draws, or has no items
             tag = json.loads(table.config)["balance"]["tag"]
             yield Text(one_line(f"{table.name} balances {tag}: {shares(table.values)}"))
 
@@ -219,7 +224,7 @@ def balances(info: ServerInfo) -> Iterator[Text]:
 def tags(info: ServerInfo) -> Iterator[Text]:
     """A line for each tag by which a table counts groups: what became of the groups with each value of the tag."""
     for table in info.tables.values():
-        for counts in tag_counts(info, table):
+        for counts in tag_counts(info, table):  # `counts.values`: the numbers of groups by the value of the tag
             # The values with the most generated groups come first.
             ordered = sorted(counts.values.items(), key=lambda item: -item[1].generated)
             values = []
@@ -291,6 +296,7 @@ class Screen:
 
     def record(self, info: ServerInfo) -> None:
         """Stores an answer of the server, and the rates since the answer before it."""
+        # The first answer has no rates, because there is none before it.
         for name, rates in rates_between(self.info, info).items():
             for past, rate in zip(self._rates[name], rates, strict=True):
                 past.append(rate)
@@ -316,7 +322,7 @@ class Screen:
         if self.info is None:
             return self._without_answer(problem, live)
         above: list[Text | TableView] = [headline(self.address, self.info)]
-        for name, shard in shards_of(self.info):
+        for name, shard in shards_of(self.info):  # nothing for a single server
             above += _shard_parts(name, shard, self.by_shard, live)
         above += problem
         below = [*permits(self.info), *waits(self.info), *balances(self.info), *tags(self.info), *clients(self.info)]
@@ -324,6 +330,7 @@ class Screen:
         if height is not None:
             above.append(Text())  # an empty line
             below = [Text(), *below[:_BELOW], self._keys()]
+            # Each part above and below is one line: `_shard_parts` returns a TableView only if the screen is not live.
             room = height - len(above) - len(below) - _SPARE
             if len(shown) > room:
                 fitting = max(1, room - 1)  # one line says how many are hidden

@@ -95,7 +95,7 @@ def serve(
             show_recipe(recipe, "serve", loaded.model_dump(mode="json"))
         if insecure:
             loaded = _insecure(loaded)
-        server = ReplayServer.from_config(loaded, os.environ)
+        server = ReplayServer.from_config(loaded, os.environ)  # the environment may have the token
         if check:
             _check(loaded)
             return
@@ -105,10 +105,10 @@ def serve(
                 if loaded.checkpoint_dir is None:
                     fail(f"--restore {restore} needs data_dir, or dir in [checkpoints]: a folder for the checkpoint")
                 restore = fetch(restore, loaded.checkpoint_dir)
-            server.restore(restore, replace=replace)
+            server.restore(restore, replace=replace)  # only notes the checkpoint: the start below restores it
         elif replace:
             misuse("--replace goes with --restore")
-        # Each connection takes a file descriptor; the soft limit is often 1024.
+        # Each connection takes a file descriptor. The soft limit, often 1024, becomes the hard limit.
         _, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard_limit, hard_limit))
         # The garbage collector is off until the server has started (see `_announce`). A start with data makes at least
@@ -162,7 +162,7 @@ def _listening(config: Config, addresses: Mapping[str, str | None]) -> Config:
     try:
         section = ServerConfig.model_validate(config.server.model_dump() | changes)
     except ValidationError as error:
-        raise ValueError(in_flags(explain(error), changes)) from error
+        raise ValueError(in_flags(explain(error), changes)) from error  # names an address by its option: --listen
     return config.model_copy(update={"server": section})
 
 

@@ -101,6 +101,7 @@ def _show_looks(client: ReplayClient, interval: float, by_shard: bool) -> None:
                 except ReplayError as error:
                     screen.problem = str(error)
             live.update(screen.render(live.console.height), refresh=True)
+            # Shows the screen again at the next look, or as soon as a key is pressed.
             wait = interval if screen.paused else max(0.0, next_look - time.monotonic())
             for key in keyboard.read(wait):
                 screen.press(key)
@@ -202,7 +203,7 @@ def dashboard(
     token = None if is_loopback(host) else secrets.token_urlsafe(32)  # a page beyond loopback needs a token
     settings = Settings(access_of(context), tokenizer, runs, token, tuple(allow_host or ()), solved_reward)
     try:
-        server = PageServer(settings)
+        server = PageServer(settings)  # raises ValueError for settings that cannot be used
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         listener = socket.create_server((host, port), family=family)
     except ValueError as error:
@@ -218,8 +219,8 @@ def dashboard(
     url = f"http://{shown_host}:{listener.getsockname()[1]}/"
     if token is not None:
         url += f"#token={token}"  # a browser does not send the part after #
-    # The page's server handles signals while it runs. A signal before that must end it too.
-    early: list[int] = []
+    # The page's server handles signals while it runs. A signal that arrives before `server.run` must end it too.
+    early: list[int] = []  # the numbers of such signals
 
     def end(number: int, frame: object) -> None:
         early.append(number)
@@ -233,7 +234,7 @@ def dashboard(
     if browser and has_display:
         webbrowser.open(url)
     os.nice(5)  # if the replay server runs on the same machine, it goes first
-    server.run(sockets=[listener])
+    server.run(sockets=[listener])  # until a signal, or at once if `end` has set `should_exit`
     for number, handler in handlers.items():
         signal.signal(number, handler)
     if early:  # the signal now ends the command, with the status of the signal

@@ -88,6 +88,7 @@ def train(
         fail(error)
     except ValueError as error:
         message = _as_typed(str(error), typed(chosen))
+        # A message about an option begins with the option. Any other message is about a setting of the file.
         is_about_file = source["config"] is not None and not message.startswith("--")
         if is_about_file:
             message = f"{source['config']}: {message}"
@@ -130,14 +131,14 @@ def train(
                 steps_made = trainer.train()
     except (ReplayError, ValueError, OSError, RuntimeError, ImportError, FloatingPointError) as error:
         fail(_as_typed(in_words(error), typed(access)))
-    except KeyboardInterrupt:
+    except KeyboardInterrupt:  # a second signal, or one before or after the training
         complain("stopped; --resume continues from the last training checkpoint")
         raise
     if trainer.stopped:
         if trainer.ranks.is_first:
             complain(_stopped_where(trainer.last_step))
         # A status that is not 0 tells a scheduler that the run is not complete.
-        raise typer.Exit(128 + (first.number or signal.SIGTERM))
+        raise typer.Exit(128 + (first.number or signal.SIGTERM))  # 0: only another rank got a signal
     if not quiet and trainer.ranks.is_first:
         if steps_made == 0:
             say("nothing was trained, for the run has all its steps already: --max-steps makes it longer")
@@ -145,7 +146,7 @@ def train(
 
 
 def _stop(trainer: GRPOTrainer) -> None:
-    """Asks the trainer to end after its step, and says so on the first rank."""
+    """Asks the trainer to end after its step, and says so on the first rank. Called in a signal handler."""
     trainer.stop()
     if trainer.ranks.is_first:
         say_later(complain, "stops after this step, with a training checkpoint; a second signal hurries")
@@ -211,7 +212,10 @@ def check_options(options: Mapping[str, Any], named: Mapping[str, Any]) -> Train
 
 
 def _check_lora(lora: Any) -> None:
-    """Raises ValueError if [lora] is no section, if its `adapter` is missing, or if it has fields beside `adapter`."""
+    """Raises ValueError if [lora] is no section.
+
+    If it has the field `adapter`, raises ValueError unless that is the only field, and names the folder of an adapter.
+    """
     if not isinstance(lora, dict):
         raise ValueError(f"lora is a section of the file: [lora], with r = 16 below it, not lora = {lora!r}")
     folder = lora.get("adapter")
@@ -315,6 +319,7 @@ def _held_out(prompts: str, reading: _Reading) -> list[Prompt]:
     """The held-out prompts of an evaluation. Raises ValueError, OSError or ImportError if they cannot be read."""
     from replay_generator.prompts.prompt import PreparedRows, load_prompts
 
+    # Not checked here, because all rows are read below, which raises the error of a row that is no prompt.
     loaded = load_prompts(prompts, prompt_field=reading.prompt_field, split=reading.split, check=False)
     rows = PreparedRows(loaded, reading.prompt_field, reading.system, chat=reading.chat)
     return [rows[index] for index in range(len(rows))]

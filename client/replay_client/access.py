@@ -134,11 +134,13 @@ class Access:
     shared_memory: bool = True
     """Payloads go through shared memory if the server is on this host. Otherwise they always go over gRPC."""
     name: str | None = None
-    """The name by which the server lists this client, if it inserts, samples or publishes. None: host:pid."""
+    """The name by which the server lists this client, if it inserts, samples or publishes. None: host:pid. Empty: the
+    server does not list this client."""
     _credentials: grpc.ChannelCredentials | None = field(init=False, repr=False, compare=False)
     """The content of the files of `tls`, read when this object is made. None: not encrypted."""
 
     def __post_init__(self) -> None:
+        """Checks the settings, and reads the files of `tls`."""
         if self.token is not None:
             check_token(self.token, "token")
         if self.name is not None:
@@ -195,7 +197,7 @@ class Access:
     def channel(self, options: list[tuple[str, Any]]) -> grpc.aio.Channel:
         """A channel that sends the name of this client with every call. It belongs to the running event loop."""
         name = own_name() if self.name is None else self.name
-        if name:
+        if name:  # with an empty `name`, the server does not list this client
             # The server reads the name from the user agent. Every call has a user agent anyway, so the name costs
             # nothing.
             options = [*options, ("grpc.primary_user_agent", f"replay/{name}")]
@@ -298,7 +300,7 @@ def _find_settings(options: Mapping[str, Any], environment: Mapping[str, str]) -
     variables: dict[str, _Found] = {}
     for name in (*SETTINGS, "client_config"):
         variable = f"REPLAY_{name.upper()}"
-        if environment.get(variable):
+        if environment.get(variable):  # an empty variable counts as absent
             variables[name] = _Found(environment[variable], variable)
     settings: dict[str, _Found] = {}
     config = arguments.get("client_config") or variables.get("client_config")
@@ -366,6 +368,7 @@ class ListenAddress:
     """The name, in errors, of the user's setting that gives `token_file`."""
 
     def __post_init__(self) -> None:
+        """Checks the address and the files. Warns of an address that other machines reach without TLS."""
         only_this_machine = is_loopback(check_address(self.address, self.what))
         # The files are read for their errors only: `tls` and `authorized` read them again at each use.
         PemFiles.read(cert=self.cert, key=self.key, ca=None)
@@ -398,6 +401,7 @@ class ListenAddress:
         """
         if self.token_file is None:
             return True
+        # `surrogatepass`, because a wrong header may have characters that UTF-8 cannot encode.
         token = authorization.removeprefix("Bearer ").encode(errors="surrogatepass")
         expected = read_token(self.token_file, self.token_setting).encode()
         # This comparison takes the same time for every wrong token, so its time does not help to guess the token.

@@ -77,9 +77,9 @@ def check_advantages(advantages: str | AdvantageFunction, group_size: int = _TRI
     """Calls the function with made-up rewards, so that a mistake ends a run before its first group.
 
     The rewards of the first made-up group differ. The rewards of the second are equal, so that a function that divides
-    by their standard deviation returns NaN, which is refused. A function with a parameter `row` or
-    `rewards_by_function` is not called, because these facts cannot be made up. Raises ValueError as `load_advantages`
-    and `advantages_by` do.
+    by their standard deviation returns NaN, which is refused. A function that takes `row` or `rewards_by_function`, by
+    its name or by `**facts`, is not called, because these facts cannot be made up. Raises ValueError as
+    `load_advantages` and `advantages_by` do.
     """
     function = load_advantages(advantages)
     made_up_facts = {"lengths_G": np.arange(1, group_size + 1)}
@@ -103,7 +103,7 @@ def advantages_by(
     """
     function = load_advantages(advantages)
     try:
-        # A copy of the rewards, because the function may change them.
+        # Pass a copy of the rewards, because the function may change them.
         result = function(rewards_G.copy(), **facts_for(function, facts))
     except (Exception, SystemExit) as error:  # SystemExit: a `sys.exit` of the user must not end the generator
         place = raised_in(error, skip=1)  # the outermost frame is this function

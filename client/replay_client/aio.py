@@ -90,7 +90,8 @@ def servers_of(access: Access, timeout: float | None) -> Servers:
             board=server,
             permits=server,
         )
-    # Imported here, because a client of one server needs none of these modules.
+    # Several servers, or a ray:// address, for which `split_addresses` returns no server. Imported here, because a
+    # client of one server needs none of these modules.
     from replay_client.shards.fleet import Fleet
     from replay_client.shards.placing import Placement
     from replay_client.shards.policy import PermitOffice, PolicyBoard
@@ -374,6 +375,7 @@ class AsyncReplayClient:
         The items count as sampled once more. `missing` has the keys that are not in the table.
         """
         request = message_of(pb.ConsumeItemsRequest, table=table, keys=list(keys))
+        # `once` gives the request an id, so that a retry does not consume the items again.
         return await self._placement.change("ConsumeItems", once(request), self._seconds(timeout))
 
     def sampler(
@@ -410,7 +412,8 @@ class AsyncReplayClient:
     ) -> MutationResult:
         """Sets the priorities of items of one table, by key.
 
-        Raises InvalidRequestError for a priority that the table does not take; then no priority has changed.
+        Raises InvalidRequestError for a priority that the table does not take. Then the server of that item has changed
+        no priority. Other servers of the client may have changed theirs.
         """
         keys = column("keys", priorities.keys(), np.uint64)
         values = column("priorities", priorities.values(), np.float64)
@@ -441,9 +444,10 @@ class AsyncReplayClient:
         """
         wanted = list(keys)
         request = message_of(pb.GetRequest, keys=wanted, without_payloads=not payloads)
+        # `answer` is a frame: the message with the columns, and the payloads.
         items = await self._fleet.ask("Get", request, self._seconds(timeout), lambda answer: stored_items_of(*answer))
         items_by_key = {item.key: item for item in items}
-        # In the order of `keys`, each item once.
+        # The server answers in an order of its own. The result has the order of `keys`, and each item once.
         return [items_by_key[key] for key in dict.fromkeys(wanted) if key in items_by_key]
 
     async def list_items(
@@ -495,6 +499,7 @@ class AsyncReplayClient:
         Raises InvalidRequestError for a field that does not exist or cannot change.
         """
         request = pb.UpdateTableRequest(table=table, changes=json.dumps(changes))
+        # `once` gives the request an id, so that a retry changes nothing more. The response is the TableInfo already.
         return await self._fleet.ask_all(
             "UpdateTable", once(request), self._seconds(timeout), lambda response: response
         )
@@ -529,7 +534,8 @@ class AsyncReplayClient:
             state=state,
         )
         if rollback and state:
-            # The server must not repeat this rollback when it answers a retry, so the request needs an id.
+            # The server must not repeat this rollback when it answers a retry. `once` gives the request an id, by which
+            # the server recognises a retry.
             once(request)
         return await self._board.publish(request, self._seconds(timeout))
 
@@ -542,6 +548,7 @@ class AsyncReplayClient:
 
         Connects again by itself after a broken connection.
         """
+        # `aclosing` ends the calls to the servers as soon as the caller closes this generator.
         async with aclosing(self._board.watch()) as watch:
             async for policy in watch:
                 yield policy

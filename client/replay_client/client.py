@@ -42,7 +42,7 @@ def blocking(
     def call(self: ReplayClient, /, *args: P.args, **kwargs: P.kwargs) -> T:
         return self._thread.run(method(self._aio, *args, **kwargs))
 
-    # `wraps` copies these from the method of AsyncReplayClient. Tracebacks and the reference must name this class.
+    # `wraps` copies both names from the method of AsyncReplayClient. Tracebacks and the reference must name this class.
     call.__module__ = __name__
     call.__qualname__ = f"ReplayClient.{method.__name__}"
     return call
@@ -136,7 +136,7 @@ class Writer(_Blocking[AsyncWriter]):
         item = Item.of(key, group, priorities, policy_version, self._aio.timeout, permits, tags)
         if not self._aio.offer(item):  # too much is in flight
             room = Wake()
-            # The writer calls `room.set` when an item is acknowledged. Then offer the item again.
+            # An offer that finds no room leaves `room.set` with the writer, which calls it when there may be room.
             while not self._aio.offer(item, room.set):
                 room.wait()
         return item.key
@@ -278,6 +278,7 @@ class ReplayClient:
         self._thread.close(self._close())
 
     async def _close(self) -> None:
+        """Closes the asyncio client, and ends the iterators of `watch_policy`, on the loop's thread."""
         await self._aio.close()
         # End the watches here: an iterator of `watch_policy` that outlives the client can no longer use this loop.
         for watch in list(self._watches):
@@ -396,7 +397,8 @@ class _Call(Generic[T]):
 
     def _end(self, task: asyncio.Task[None]) -> None:
         """Wakes the calling thread even if the task was cancelled before it began, and `_run` never ran."""
-        self._work.close()  # else Python warns that the coroutine was never awaited
+        # If the coroutine never began, Python would warn that it was never awaited. If it has ended, this does nothing.
+        self._work.close()
         self._ended.set()
 
 
@@ -447,13 +449,14 @@ class LoopThread:
         self._closed = True
 
         async def finish() -> None:
+            """Runs `last`, and then cancels all other tasks of the loop."""
             await last
             others = asyncio.all_tasks() - {asyncio.current_task()}  # the calls of other threads
             for task in others:
                 task.cancel()
-            await asyncio.gather(*others, return_exceptions=True)
+            await asyncio.gather(*others, return_exceptions=True)  # waits until all have ended, however they end
 
         self._run(finish())
         self.loop.call_soon_threadsafe(self.loop.stop)
         self._thread.join()
-        _idle_loops.append((self._made_at, self.loop))
+        _idle_loops.append((self._made_at, self.loop))  # a later client uses the loop again

@@ -77,9 +77,9 @@ class Decoded(NamedTuple):
 def encode_arrays(
     magic: bytes, fields: dict[str, Any], arrays: Arrays, extras: Arrays, axes: Mapping[str, str]
 ) -> list[Buffer]:
-    """The bytes of the arrays, as consecutive buffers: the header, then each array without a copy, and its padding.
+    """The bytes of the arrays, as consecutive buffers: the header, then each array and its padding.
 
-    `axes` has the axis of each extra that has one, by its name.
+    A contiguous array is not copied. `axes` has the axis of each extra that has one, by the name of the extra.
 
     Raises ValueError for fields that msgpack cannot hold, and for a header that is too long.
     """
@@ -145,7 +145,7 @@ def decode_arrays(view: memoryview, header_length: int) -> Decoded:
     arrays: dict[str, Array] = {}
     extras: dict[str, Array] = {}
     axes: dict[str, str] = {}
-    end = 0
+    end = 0  # the end of the array that lies last in `body`, in bytes
     for entry in table:
         if len(entry) > _FIELDS:
             *entry, axis = entry
@@ -176,7 +176,7 @@ def _view(body: memoryview, name: str, dtype_name: str, shape: list[int], offset
     dtype = DTYPES.get(dtype_name)
     if dtype is None:
         raise ValueError(f"array {name!r} has dtype {dtype_name!r}, not one of {', '.join(DTYPES)}")
-    # `type`, because True is an instance of int. numpy 1 has at most 32 dimensions.
+    # Compare `type`, because True is an instance of int. numpy 1 has at most 32 dimensions.
     are_counts = all(type(number) is int and number >= 0 for number in (offset, *shape))
     if not are_counts or len(shape) > 32:
         raise ValueError(f"array {name!r} has shape {shape} and offset {offset}")
@@ -300,7 +300,7 @@ def encode_columns(extras: Mapping[str, npt.ArrayLike], axes: Mapping[str, str] 
 
     `extras` and `axes` are as in RolloutGroup. Raises ValueError if there are no columns. Raises ValueError that names
     the column for an unknown dtype or axis, and for arrays of one axis that differ in rows. This function does not know
-    the group, so it cannot check that the columns fit. `RolloutGroup.decode` refuses a group with columns that do not.
+    the group, so it cannot check that the columns fit the group. `RolloutGroup.decode` refuses columns that do not fit.
     """
     columns = checked_columns(extras)
     axes = axes or {}

@@ -168,9 +168,9 @@ def _column(
         return {name: np.concatenate([*of_shared_prompt, *of_rows])}
     if axis == "token":
         return {name: _behind(contexts_S, map(np.asarray, rows))}
-    # A ragged column: the values of all rows one after the other, and T + 1 offsets. The offsets of a row count from
+    # A ragged column has the values of all rows one after the other, and T + 1 offsets. The offsets of a row count from
     # its own first value, so add the number of values of the rows before.
-    offsets = [np.zeros(1, np.int8)]
+    offsets = [np.zeros(1, np.int8)]  # int8, so that `concatenate` below keeps the dtype of signed `row_offsets`
     start = 0
     for context, (_, row_offsets) in zip(contexts_S, rows, strict=True):
         # A token of the context has no values: its offset is 0, the end of what comes before the row.

@@ -36,9 +36,9 @@ T = TypeVar("T")
 _SHORT_BYTES = 1 << 20
 """The most bytes of a request that is sent on an idle stream. For a larger request, a call of its own costs no more."""
 _GRACE = 5.0
-"""Seconds that an RPC may last after the timeout of its call, so that the server can still answer why it waited."""
+"""Seconds that an RPC may last after the timeout of its call, so that the server can still say why the call waited."""
 _FIRST_PAUSE = 0.05
-"""Seconds between the first two attempts to reach a server that does not answer. Each pause doubles the last one."""
+"""Seconds between the first two attempts to reach a server that does not answer. Each pause is twice the one before."""
 _LONGEST_PAUSE = 1.0
 """Seconds of the longest of these pauses."""
 LATE_SECONDS = 0.5
@@ -126,13 +126,13 @@ class Connection:
         `rpc_timeout` is the seconds for one attempt; None: no limit.
         """
         patience = self.patience(timeout)
-        deadline = patience.start()
+        deadline = patience.start()  # the timeout begins now, and not at the first failure
 
         async def attempt_in_time() -> T:
             """One attempt, within the time that is left."""
             rpc_timeout = deadline.seconds
             if rpc_timeout is not None:
-                rpc_timeout += _GRACE
+                rpc_timeout += _GRACE  # so that the server can still answer why the request had to wait
             return await attempt(rpc_timeout)
 
         return await patience.result(attempt_in_time)
@@ -141,14 +141,17 @@ class Connection:
         """A Patience for calls: it tries again while the server does not answer, and raises other errors at once."""
 
         async def judge(error: Exception, late: bool) -> None:
-            """Raises the error that ends the attempts; returns if another attempt follows. `late`: the time is up."""
-            if not isinstance(error, grpc.aio.AioRpcError):
+            """Raises the error that ends the attempts; returns if another attempt follows. `late`: the time is up.
+
+            `Patience` calls this after each attempt that failed.
+            """
+            if not isinstance(error, grpc.aio.AioRpcError):  # an error of this client, such as ServerClosedError
                 raise error
             details = error.details() or ""
             remedy = _tls_remedy(details, self.access.tls)
             if remedy is not None:
                 raise AuthenticationError(f"{self.address}: {remedy}") from None
-            if error.code() not in GONE_CODES:
+            if error.code() not in GONE_CODES:  # a server has answered, so another attempt would not help
                 raise reported(error, self.address, timeout) from None
             if not late:
                 return
@@ -175,11 +178,13 @@ class Connection:
             data = request.SerializeToString()
 
         async def attempt(seconds: float | None) -> Any:
+            """Sends the request once: on an idle stream if it is short and few streams are busy, else as a call."""
             transport = self.transport
             if data is not None and transport.short_calls.free:
                 requests = [pb.CallRequest(method=method, request=data)]
+                # `exchange` calls the lambda with the bytes that a message should carry. A short request ignores them.
                 answer = await transport.short_calls.exchange(lambda _: requests, seconds)
-                if answer.code:
+                if answer.code:  # 0 is the code of success
                     raise failure(answer.code, answer.message, answer.reason)
                 return pb.MutationResponse.FromString(answer.response)  # the response of all SHORT_METHODS
             return await transport.call(method, request, seconds)
@@ -190,6 +195,7 @@ class Connection:
         """Inserts or extends one item. Tries again as `unary`. Raises the reason if the server refuses the item."""
 
         async def attempt(seconds: float | None) -> Any:
+            # `exchange` calls the lambda with the payload bytes that each message should carry.
             return await self.transport.inserts.exchange(lambda size: pack_items([item], size), seconds)
 
         answer: pb.InsertResponse = await self.call(attempt, item.timeout)
@@ -309,7 +315,7 @@ async def watch_policy(connection: Connection) -> AsyncGenerator[Policy]:
                     last = policy
                     yield message
         except grpc.aio.AioRpcError as error:
-            await patience.pause_or_raise(error)
+            await patience.pause_or_raise(error)  # raises if no other attempt follows
         finally:
             stream.cancel()
 

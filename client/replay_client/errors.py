@@ -96,7 +96,11 @@ class AuthenticationError(ReplayError):
 
 
 class ServerClosedError(ReplayError):
-    """The server is shutting down, or this client was closed; the request was not carried out."""
+    """The server is shutting down, or this client was closed.
+
+    A server that shuts down did not carry out the request. A call that waited when the client was closed may have taken
+    effect.
+    """
 
     code = grpc.StatusCode.ABORTED
 

@@ -317,9 +317,9 @@ def restarted(last: ServerInfo, info: ServerInfo) -> bool:
 def rates_between(last: ServerInfo | None, info: ServerInfo) -> dict[str, tuple[float, float]]:
     """Inserts a second and samples a second between two answers, by the name of the table.
 
-    `last` is the earlier answer. The result is empty if there is none, and if other servers answered then than now: a
-    shard that answers again brings counts of the time in which it did not answer. A table is absent if `last` does not
-    have it, or if its counters were set to 0 in between.
+    `last` is the earlier answer. The result is empty if there is none, if a server has restarted in between, and if
+    other servers answered then than now: a shard that answers again brings counts of the time in which it did not
+    answer. A table is absent if `last` does not have it, or if its counters were set to 0 in between.
     """
     if last is None or starts_of(last) != starts_of(info):
         return {}
@@ -368,6 +368,7 @@ def grant_of(message: pb.Permits, shard: str = "") -> PermitGrant:
 
 def server_info_of(message: pb.ServerInfo) -> ServerInfo:
     """The record of a message about a server and its tables."""
+    # The message has fields of the same names. The record has four of them in another form.
     values: dict[str, Any] = {field.name: getattr(message, field.name) for field in fields(ServerInfo)}
     values["admission"] = message.admission if message.HasField("admission") else None
     values["tables"] = {table.name: table for table in message.tables}
@@ -397,7 +398,7 @@ def samples_of(first: pb.SampleResponse, payloads: Sequence[Buffer], leased: boo
     )
     now = first.policy_version
     size = first.table_size
-    # A comprehension and positional arguments, because they are fast: this code runs for every sample.
+    # This code runs for every sample, so it has a comprehension and positional arguments, which are fast.
     return [
         Sample(
             SampleInfo(key, priority, chance, age, version, max(0, now - version), times, size, lease, "", of_row),
@@ -455,7 +456,7 @@ def item_page_of(response: pb.ListItemsResponse) -> ItemPage:
         response.payload_sizes,
         response.effective_priorities,
         _labels(response.columns, response.tags, len(response.keys)),
-        _labels(response.missing_columns, (), len(response.keys)),
+        _labels(response.missing_columns, (), len(response.keys)),  # labels that hold the names of missing columns
         strict=True,
     )
     now = response.policy_version

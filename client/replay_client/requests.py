@@ -47,6 +47,7 @@ class KeySequence:
         """The remaining keys with the present random bits."""
 
     def __next__(self) -> int:
+        """The next key, which is the last one plus 1, except after 2**24 keys."""
         key = next(self._keys, None)
         if key is None:  # at the first key, and when the counter has reached its end: draw new random bits
             start = FIRST_KEY | secrets.randbits(38) << 24
@@ -311,7 +312,7 @@ def check_extension(item: Sample | StoredItem, extras: Mapping[str, npt.ArrayLik
     # `extras`, which is a mistake of the caller: the check below refuses it.
     new_axes = {name: axis for name, axis in axes.items() if name in new_columns or name not in extras}
     try:
-        # The construction checks the shapes and axes of all columns.
+        # The construction checks the shapes and axes of all columns. `validate=False`: the stored values do not matter.
         replace(group, extras=group.extras | new_columns, axes=group.axes | new_axes, validate=False)
     except ValueError as error:
         raise InvalidRequestError(str(error)) from None
@@ -323,6 +324,7 @@ def pack_items(items: Sequence[Item], bytes_per_message: int = BYTES_PER_MESSAGE
     `bytes_per_message` is the most payload bytes of a message of a large item. All items of a message have the same
     timeout and permits, because a message has one field for each. An item that closes batches has its own message.
     """
+    # A message may carry more than BYTES_TOGETHER if its payloads travel through shared memory.
     bytes_together = max(bytes_per_message, BYTES_TOGETHER)
     start = 0
     while start < len(items):
@@ -347,7 +349,7 @@ def _share_a_message(first: Item, item: Item) -> bool:
         item.permits == first.permits
         and item.moved == first.moved
         and item.timeout == first.timeout
-        and bool(item.request) == bool(first.request)
+        and bool(item.request) == bool(first.request)  # both are segments, or both are new items
         and not item.closes
         and not first.closes
     )
@@ -378,7 +380,7 @@ def _message(items: Sequence[Item], nbytes: int, bytes_per_message: int) -> Iter
     if any(item.completions for item in items):
         request.lengths.completions.extend(item.completions for item in items)
         request.lengths.tokens.extend(item.completion_tokens for item in items)
-    if len(items) > 1 or nbytes <= bytes_per_message:
+    if len(items) > 1 or nbytes <= bytes_per_message:  # several items always fit: `pack_items` bounds their bytes
         pieces: list[Buffer] = []
         for item in items:
             pieces.extend(item.payload)

@@ -84,9 +84,9 @@ class SharedMemory:
                     pass
                 if self.carries:
                     return
-                request = self.ask(0)
+                request = self.ask(0)  # 0: only find out
                 if request is not None:
-                    await asyncio.wait({request})
+                    await asyncio.wait({request})  # does not cancel the task when the time is up
 
     def ask(self, capacity: int = _CAPACITY) -> asyncio.Task[Segment | None] | None:
         """Starts a task that asks the server for a ring, and returns the task. None: do not ask now.
@@ -100,14 +100,14 @@ class SharedMemory:
         return self._start(self._ask(capacity))
 
     async def ring(self, kind: type[R]) -> R | None:
-        """A ring for one call; None: there is no ring now."""
+        """A ring for one call; None: there is no ring now. If none is idle, asks for one and waits for it briefly."""
         idle = self._idle[kind]
         if not idle and kind not in self._requested_kinds:
             request = self.ask()
             if request is not None:
                 self._requested_kinds.add(kind)
                 request.add_done_callback(partial(self._on_answer, kind))  # adds the new ring to `idle`
-                await asyncio.wait({request}, timeout=_RING_WAIT)
+                await asyncio.wait({request}, timeout=_RING_WAIT)  # a ring that is made later serves a later call
         if not idle:
             return None
         ring: R = idle.pop()
@@ -116,7 +116,7 @@ class SharedMemory:
     def _on_answer(self, kind: type[Ring], request: asyncio.Task[Segment | None]) -> None:
         """Makes a ring of the memory that the server gave, if it gave any, and keeps the ring for later calls."""
         self._requested_kinds.discard(kind)
-        if request.cancelled() or request.exception() is not None:  # `_ask` has closed the stream
+        if request.cancelled() or request.exception() is not None:  # `_ask` has dropped the stream
             return
         segment = request.result()
         if segment is not None:
@@ -133,7 +133,7 @@ class SharedMemory:
 
     def close(self, ring: Ring) -> None:
         """Tells the server that this client no longer uses the ring."""
-        if self._stream is not None:
+        if self._stream is not None:  # else all rings have ended with the stream
             self._start(self._ask_to_close(ring.segment.ring_id))
 
     async def end(self) -> None:
@@ -255,6 +255,7 @@ class RingTransport(Transport):
         await self._shared.find_out()
 
     async def call(self, method: str, request: Message, timeout: float | None) -> Any:
+        """As `Transport.call`. The payloads of an answer to Get may come through a ring."""
         if not isinstance(request, pb.GetRequest):
             return await super().call(method, request, timeout)
         # The request names the ring, before the size of the answer is known. So ask for a ring if the last answer was
@@ -278,6 +279,7 @@ class RingTransport(Transport):
         return answer
 
     def stream(self, method: str, request: Message | None = None, timeout: float | None = None) -> Stream:
+        """As `Transport.stream`. The payloads of inserts and draws may go through rings."""
         if method == "InsertStream":
             return RingInserts(self._open(method), self._shared)
         if method == "Draw":
@@ -319,6 +321,7 @@ class RingDraws(RingAnswer):
         """True once a message has named the ring to the server."""
 
     async def write(self, request: pb.DrawRequest) -> None:
+        """As `Stream.write`. The first message after this call has taken a ring also names the ring."""
         if self._ring is not None and not self._is_named:
             self._is_named = True
             assert not request.ring, "a stream has one ring"
@@ -348,17 +351,18 @@ class RingInserts(Stream):
 
     @property
     def bytes_per_message(self) -> int:
-        if self._writer is None or self._writer.stalled:
+        if self._writer is None or self._writer.stalled:  # stalled: the ring has no room, so payloads go in messages
             return super().bytes_per_message
         return BYTES_PER_FRAME  # a message carries more if its payloads travel in a ring
 
     async def write(self, frame: Frame[pb.InsertRequest]) -> None:
+        """As `Stream.write`. The payload goes through the ring of this call, if the call has one."""
         if self._writer is None and is_large(frame.payloads):
             self._writer = await self._shared.ring(FrameWriter)
         if self._writer is None:
             await super().write(frame)
         else:
-            await super().write(await self._writer.place(frame))
+            await super().write(await self._writer.place(frame))  # `place` moves the payload into the ring if it fits
 
     async def end(self, reader: asyncio.Task[None] | None = None) -> bool:
         """As `Stream.end`. If the server ends the stream in good order too, a later stream uses the ring.

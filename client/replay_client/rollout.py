@@ -137,6 +137,7 @@ class RolloutGroup:
     stored."""
 
     def __post_init__(self, validate: bool) -> None:
+        """Converts the arrays, and checks all fields. Without `validate`, accepts values that no trainer can use."""
         for name, (dtype, _) in _ARRAYS.items():
             value = getattr(self, name)
             is_left_out = value is None and name in _OPTIONAL
@@ -282,7 +283,7 @@ class RolloutGroup:
         for sequence, span in enumerate(self.sequence_spans()):
             unknown = int(unknown_T[span].sum())
             trained = int(trained_T[span].sum())
-            if 0 < unknown < trained:
+            if 0 < unknown < trained:  # if all are unknown, the engine has reported none
                 token = span.start + int(unknown_T[span].argmax())
                 raise ValueError(
                     f"rollout_logprobs is NaN at token {token}, and other trained tokens of sequence {sequence} have a "
@@ -383,7 +384,7 @@ class RolloutGroup:
         "token": a row for each token of the sequence, its context included. "whole": a row for each token of the shared
         prompt, then a row for each token of the sequence. "sequence": the row of the sequence. "rollout": the row of
         its rollout. "ragged:token": the values of its tokens, which `offsets_of` cuts. "group": the whole array. The
-        result is a view, except for "whole", which needs a copy.
+        result is a view, except for "whole" and for a row that is one number, which are copies.
         """
         array = self.extras[name]
         axis = self.axes.get(name, "group")
@@ -418,7 +419,7 @@ class RolloutGroup:
         return b"".join(self.encode_pieces())
 
     def encode_pieces(self) -> list[bytes | memoryview]:
-        """The encoded group as consecutive buffers: the header, then each array without a copy."""
+        """The encoded group as consecutive buffers: the header, then each array, without a copy if it is contiguous."""
         self._check_texts()  # the caller may have set texts since the group was made
         return columns.encode_arrays(MAGIC, self._fields(), self._arrays(), self.extras, self.axes)
 

@@ -88,7 +88,7 @@ class Series:
 
 
 class DrawStream:
-    """A stream of draws to one server. The first request opens the stream, as does the first one after a break."""
+    """A stream of draws to one server. The first request opens it, and so does the first request after a break."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
@@ -143,8 +143,8 @@ class DrawStream:
     def give_up(self, draw_id: int) -> None:
         """Requeues a batch that the reader no longer wants. If the batch is not drawn yet, the draw ends."""
         self._draws.pop(draw_id, None)
-        if self._stream is not None:  # the end of a stream has requeued its batches
-            self.end(pb.DrawRequest(requeue=[draw_id]))
+        if self._stream is not None:  # else the end of the stream has requeued its batches
+            self.end(pb.DrawRequest(requeue=[draw_id]))  # nobody waits for the answer
 
     async def result(self, future: asyncio.Future[Any], seconds: float | None) -> Any:
         """The result of the future that `draw` or `end` returned.
@@ -191,7 +191,7 @@ class DrawStream:
         if self._stream is None:
             self._loop = asyncio.get_running_loop()
             self._stream = self._connection.transport.stream("Draw")
-            self._unsent.clear()
+            self._unsent.clear()  # requests for the stream before, which have failed with it
             self._tasks = [
                 self._loop.create_task(self._read(self._stream)),
                 self._loop.create_task(self._write(self._stream)),
@@ -239,7 +239,7 @@ class DrawStream:
     def _receive(self, answer: Batch) -> None:
         """Sets the result of the future that waits for this answer."""
         head = answer.head
-        if not head.batch:  # the answer to an acknowledgement, requeue or renewal
+        if not head.batch:  # no id of a draw: the answer to an acknowledgement, requeue or renewal
             _settle(self._answers.popleft(), head, head)
             return
         future = self._draws.pop(head.batch, None)
@@ -252,7 +252,7 @@ class DrawStream:
         self._stream = None
         assert stream is not None
         for task in self._tasks:
-            if task is not asyncio.current_task():
+            if task is not asyncio.current_task():  # the task that reads calls this when the stream has ended
                 task.cancel()
         stream.cancel()
         waiting: list[asyncio.Future[Any]] = [*self._draws.values(), *self._answers]
@@ -321,7 +321,7 @@ class SingleBatches:
             if drawn is None:
                 drawn = await self._draw(request, deadline)
             draw_id, samples = drawn
-            if request.lease:
+            if request.lease:  # the caller acknowledges the batch
                 return samples
             if await self._acknowledge(draw_id, samples, same_call, deadline.seconds):
                 return samples
@@ -347,10 +347,11 @@ class SingleBatches:
 
     async def _draw(self, request: pb.SampleRequest, deadline: Deadline) -> tuple[int, list[Sample]]:
         """The id and the samples of a new batch. Tries again if the stream breaks."""
-        # The same id at each attempt: the server then requeues the batch that an earlier attempt has drawn.
+        # Each attempt has the same id, so that the server requeues the batch that an earlier attempt has drawn.
         request.id = new_id()
 
         async def attempt(rpc_timeout: float | None) -> Any:
+            """Sends the draw once, and waits for its batch."""
             seconds = deadline.seconds
             if seconds is not None:
                 request.timeout = seconds  # at a later attempt, the server waits only for the seconds that are left
@@ -461,7 +462,7 @@ class AsyncSampler(AbstractAsyncContextManager["AsyncSampler"]):
             except grpc.aio.AioRpcError as error:
                 # `_received` stays: the next attempt acknowledges the same id again.
                 self._drop()
-                await patience.pause_or_raise(error)
+                await patience.pause_or_raise(error)  # raises if no other attempt follows
 
     async def _receive(self) -> tuple[int, list[Sample]]:
         """The id and the samples of the next batch that is drawn. Waits for one if none has been drawn ahead."""

@@ -130,6 +130,7 @@ def carries_gradient(group: RolloutGroup, scale: Scale | None = None, teacher: s
     if scale is not None:
         if equal_rewards:
             return False
+        # No divisor makes an advantage 0 that is not 0 before the division. So "none" stands for every `scale`.
         advantages_G = _of_trained(group, group_advantages(group.rewards, "none"))
         return bool(advantages_G.any())
     largest_error = 0.0

@@ -24,7 +24,7 @@ T = TypeVar("T")
 
 def tracer() -> Tracer | None:
     """The tracer; None if the program has not loaded the SDK, so that no span would be exported."""
-    # A look at `sys.modules`, because an import would load the SDK for programs that do not trace.
+    # Look into `sys.modules`, because an import would load the SDK for programs that do not trace.
     if "opentelemetry.sdk.trace" not in sys.modules:
         return None
     from opentelemetry import trace

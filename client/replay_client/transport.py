@@ -121,10 +121,10 @@ class Stream:
     async def end(self, reader: asyncio.Task[None] | None = None) -> bool:
         """Ends the stream in good order. `reader` is the task that reads the stream, if there is one.
 
-        Returns True if the server has ended the stream too. Otherwise cancels the stream and returns False.
+        Returns True if the server has ended the stream too, or if the stream had broken before. Otherwise cancels the
+        stream and returns False.
         """
-        # Why not `cancel` at once: gRPC would call the event loop once more afterwards, and the loop may be closed by
-        # then.
+        # `cancel` is the last resort: gRPC calls the event loop once more after it, and the loop may be closed by then.
         ended = False
         # InternalError: the call broke at this moment, and gRPC cannot send more to the server.
         with suppress(grpc.aio.AioRpcError, grpc.aio.InternalError, asyncio.InvalidStateError, TimeoutError):
@@ -181,15 +181,16 @@ class Rows:
         if end > self.missing:
             raise ReplayError(f"the server sent {end - self.missing} payload bytes more than payload_sizes says")
         self.missing -= end
-        # First the rest of the last payload, if it is not complete.
+        # First complete the last payload, if some of its bytes are missing.
         at = min(len(self._gap), end)
         if at:
             self._gap[:at] = data[:at]
             self._gap = self._gap[at:]
         sizes = self._sizes
         row = len(self.payloads)
-        # Then the rows that begin in `data`. An empty row needs no bytes: it is added as soon as the row before it is
-        # complete, because no more message may follow.
+        # Then add the rows that begin in `data`. An empty row needs no bytes: it is added as soon as the row before it
+        # is complete, because no more message may follow. (`not (sizes[row] or self._gap)`: the row is empty, and the
+        # row before it is complete.)
         while row < len(sizes) and (at < end or not (sizes[row] or self._gap)):
             size = sizes[row]
             if at + size <= end:
@@ -202,8 +203,8 @@ class Rows:
     def _begin(self, size: int, start: memoryview) -> None:
         """Allocates the payload of a row that spans several messages, and copies its first bytes into it."""
         try:
-            if size < LARGE_BUFFER:
-                buffer = np.empty(size, dtype=np.uint8).data  # numpy asks for huge pages, too
+            if size < LARGE_BUFFER:  # malloc keeps freed memory of this size for the next payload
+                buffer = np.empty(size, dtype=np.uint8).data  # numpy asks for huge pages, as `large_buffer` does
             else:
                 buffer = large_buffer(size).data
         except (MemoryError, OSError, OverflowError, ValueError) as error:
@@ -222,6 +223,7 @@ class BatchStream(Stream):
         head = frame.head  # the first message has the head of the whole answer; the later ones have only bytes
         rows = Rows(head.payload_sizes)
         await self._on_first_frame(frame)
+        # `pass_on` calls `rows.add` with the payload bytes of the frame, which are in the message or in a ring.
         pass_on(frame, self._reader_of, rows.add)
         while rows.missing:
             frame = await super().read()

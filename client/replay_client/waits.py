@@ -148,6 +148,7 @@ async def in_daemon_thread(work: Callable[[], Any]) -> Any:
     result: Future[Any] = Future()
 
     def run() -> None:
+        """Runs `work` in the thread, and sets its result or its error."""
         # Marks the future as running. A caller that stops waiting then does not cancel the future, and `set_result`
         # does not fail.
         result.set_running_or_notify_cancel()
@@ -217,7 +218,10 @@ class Patience:
         longest: float = 2.0,
         sleep: Callable[[float], Awaitable[object]] = asyncio.sleep,
     ) -> None:
-        """`timeout`: seconds from the call of `start`, or else from the first failure. None: no limit."""
+        """`timeout`: seconds from the call of `start`, or else from the first failure. None: no limit.
+
+        `first` and `longest`: seconds of the first and of the longest pause. `sleep` makes the pauses.
+        """
         self._judge = judge
         self._timeout = timeout
         self._sleep = sleep
@@ -249,11 +253,11 @@ class Patience:
 
     async def pause_or_raise(self, error: Exception) -> None:
         """Waits before the next attempt. Raises what `judge` raises."""
-        deadline = self._deadline or self.start()
+        deadline = self._deadline or self.start()  # the first failure begins the timeout, unless `start` has done it
         left = deadline.seconds
         is_late = left is not None and left <= self._pause  # the time would be up before the next attempt
         await self._judge(error, is_late)
-        if not isinstance(error, DeadlineExceededError):
+        if not isinstance(error, DeadlineExceededError):  # the docstring of the class says why no pause follows
             await self._sleep(self._pause)
             self._pause = min(2 * self._pause, self._longest)
 
@@ -318,7 +322,7 @@ class WaitLog:
 
         `is_news`: log the reason in any case, because a person must know it now.
         """
-        beat()
+        beat()  # a process that waits does not hang
         now = time.monotonic()
         if self._since is None:
             self._since = now

@@ -104,8 +104,8 @@ class AsyncWriter(AbstractAsyncContextManager["AsyncWriter"]):
         self._unreported: list[ReplayError] = []
         """The errors of refused items that no call has raised yet."""
         self._lost: deque[ReplayError] = deque()
-        """The error that ended each line of several, if no call has raised the error yet. The items of the line are
-        lost: they may or may not be inserted."""
+        """The errors that ended the lines of some servers, while the lines of other servers go on. A call that raises
+        such an error removes it. The items of an ended line are lost: they may or may not be inserted."""
         self._failure: ReplayError | None = None
         """The reason why this writer sends nothing more; None: it still sends."""
         self._room: list[Callable[[], None]] = []
@@ -136,7 +136,7 @@ class AsyncWriter(AbstractAsyncContextManager["AsyncWriter"]):
         item = Item.of(key, group, priorities, policy_version, self.timeout, permits, tags)
         if not self.offer(item):
             room = asyncio.Event()
-            # The writer calls `room.set` when an item is acknowledged. Then offer the item again.
+            # An offer that finds no room leaves `room.set` with the writer, which calls it when there may be room.
             while not self.offer(item, room.set):
                 await room.wait()
                 room.clear()
@@ -145,7 +145,7 @@ class AsyncWriter(AbstractAsyncContextManager["AsyncWriter"]):
     async def flush(self, timeout: Timeout = DEFAULT) -> None:
         """Returns when the servers have acknowledged all items inserted so far. Raises the first error of an item.
 
-        Raises DeadlineExceededError if no item is acknowledged within `timeout` seconds.
+        Raises DeadlineExceededError if not all items are acknowledged within `timeout` seconds.
         """
         drained = asyncio.Event()
         while not self._is_drained(drained.set):
@@ -187,7 +187,7 @@ class AsyncWriter(AbstractAsyncContextManager["AsyncWriter"]):
         """
         with self.lock:
             if not self._in_flight or self._failure is not None or self._lost:
-                self._raise()
+                self._raise()  # always raises, except if no item is in flight and no error is left to raise
                 return True
             self.awaited_by.append(when_drained)
             lines_to_send = [line for line in self._lines.values() if line.wakes()]
@@ -227,7 +227,7 @@ class AsyncWriter(AbstractAsyncContextManager["AsyncWriter"]):
                 if is_draining and self._placement.forget(item.key, line.shard):
                     del errors[item.key]
                     other_line = self._line_for(item)
-                    other_line.add(item)
+                    other_line.add(item)  # its result does not matter, because `send` is called for the line below
                     other_lines.add(other_line)
                 else:
                     self._in_flight -= 1
@@ -246,7 +246,7 @@ class AsyncWriter(AbstractAsyncContextManager["AsyncWriter"]):
 
         If the client has other servers, the writer goes on with them, and the items of the line are lost.
         """
-        if self._fleet.shards == [line.shard]:
+        if self._fleet.shards == [line.shard]:  # the client has no other server
             self._fail(error)
             return
         with self.lock:
@@ -260,7 +260,11 @@ class AsyncWriter(AbstractAsyncContextManager["AsyncWriter"]):
         self._notify_waiters(now=True)
 
     def check(self) -> None:
-        """Asserts that all items of the lines count as in flight, with their bytes. Any thread may call this."""
+        """Asserts that all items of the lines count as in flight, with their bytes, and that `_divide` was called.
+
+        The shares of the lines sum to at most `max_in_flight`, unless there are more lines than that: the share of a
+        line is at least 1. Any thread may call this.
+        """
         with self.lock:
             lines = self._lines.values()
             assert self._in_flight >= sum(line.in_flight for line in lines), (self._in_flight, lines)
@@ -368,7 +372,7 @@ class InsertLine:
         self._awake = False
         """True if the task sends items now, or a call of `send` is scheduled."""
         self._lingers = False
-        """True if the timer runs, or a call of `linger` is scheduled."""
+        """True from the time when `add` returns `linger` until the next `send`: no other call of `linger` is needed."""
         self._task: asyncio.Task[None] | None = None
         """The task that runs `_run`; None before the first `send`."""
 
@@ -399,7 +403,7 @@ class InsertLine:
         if self._worth_sending():
             self._awake = True
             return self.send
-        if self.unacknowledged or self._lingers:  # the next acknowledgement, or the timer, sends the item
+        if self.unacknowledged or self._lingers:  # the next acknowledgement starts the timer, or the timer runs
             return None
         self._lingers = True
         return self.linger
@@ -469,7 +473,7 @@ class InsertLine:
                 except grpc.aio.AioRpcError as error:
                     # Without items, there is no hurry and nothing to lose: connect again for the next item.
                     if self.in_flight:
-                        await patience.pause_or_raise(error)
+                        await patience.pause_or_raise(error)  # raises if no other attempt follows
                 with self._lock:
                     # Items that were not acknowledged are sent again, before the unsent ones and in the old order.
                     self._unsent.extendleft(reversed(self.unacknowledged))
@@ -491,7 +495,7 @@ class InsertLine:
             raise
 
     async def _stream(self, connection: Connection, patience: Patience) -> None:
-        """Sends items and reads acknowledgements until the stream breaks."""
+        """Sends items and reads acknowledgements over one stream. Raises AioRpcError when the stream has ended."""
         stream = connection.transport.stream("InsertStream")
         doubting = asyncio.create_task(self._doubt())
         reader = asyncio.create_task(self._read(stream, patience))
@@ -509,7 +513,7 @@ class InsertLine:
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
             pass  # the reader raises the reason
         finally:
-            if not self.in_flight:
+            if not self.in_flight:  # the server has decided about all items, so the stream can end in good order
                 await stream.end(reader)
             stream.cancel()  # does nothing to a stream that has ended
             doubting.cancel()
@@ -537,7 +541,7 @@ class InsertLine:
             self._unsent_bytes -= sum(item.nbytes for item in items)
             assert self._unsent_bytes >= 0, self._unsent_bytes
             self.unacknowledged.extend(items)
-            self._awake = bool(items)
+            self._awake = bool(items)  # with nothing to send, the task waits until it is woken
         return items
 
     async def _read(self, stream: Stream, patience: Patience) -> None:
@@ -546,8 +550,10 @@ class InsertLine:
             response = await stream.read()
             patience.renew()  # the server answers: timeout and pauses begin anew
             with self._lock:
+                # `response.decided` is the number of items about which the server has decided, in the order of sending.
                 items = [self.unacknowledged.popleft() for _ in range(response.decided)]
             await self._writer.decided(self, items, response)
             with self._lock:
-                if self._unsent and not self._awake:  # items that waited for this acknowledgement
+                # Items that waited for this acknowledgement now wait for the timer.
+                if self._unsent and not self._awake:
                     self.linger()

@@ -26,8 +26,13 @@ class VersionAnswers:
         """The lowest reward so far, which a rollout of `worst` has."""
 
     def add(self, item: StoredItem) -> None:
-        """Compares the rewards of a group that was read with those of the groups before it."""
-        # The server's policy version. Staleness is never below 0, so a staleness of 0 does not tell this version.
+        """Compares the rewards of a group that was read with those of the groups before it.
+
+        After a rollback of the server, begins anew with the version of this group.
+        """
+        # The server's policy version when it sent the group. A staleness of 0 does not tell it: after a rollback, a
+        # group may be of a later version than the server's, and its staleness is 0 then, too. So such a group is taken
+        # for a group without a rollback before it.
         current_version = item.policy_version + item.staleness if item.staleness else self.version
         is_newer = item.policy_version > self.version
         is_rolled_back = current_version < self.version
@@ -38,7 +43,7 @@ class VersionAnswers:
             self._high = -np.inf
             self._low = np.inf
         rewards = item.group.rewards[np.isfinite(item.group.rewards)]
-        if item.policy_version != self.version or not rewards.size:
+        if item.policy_version != self.version or not rewards.size:  # an older version, or no reward to compare
             return
         if rewards.max() >= self._high:
             self.best = item

@@ -89,9 +89,12 @@ class Dashboard:
         self.text = TokenText(settings.tokenizer)
         self.runs = Runs(settings.runs)
         self.prompts = PromptLog(settings.solved_reward)
-        self.client = AsyncReplayClient.from_env(5.0, **settings.access)
+        self.client = AsyncReplayClient.from_env(5.0, **settings.access)  # a call waits for 5 seconds
+        # A budget has a share of the server's time, and the seconds of this time that calls may use at once.
         self.reading = Budget(READING, 1.0)
+        """The budget of all calls for lists and groups: those of viewers and those of `catalog`."""
         self.catalog = Catalog(self.client, self.reading, self.text, self.prompts)
+        # The polls of `Live` are alike: all do the same work. After each poll, `Live` calls `more`.
         self.live = Live(self.client, Budget(LOOKING, 0.1, alike=True), self.more)
         self._items: OrderedDict[int, StoredItem] = OrderedDict()
         """Copies of the items that viewers have opened, by key. The item that was opened last is at the end."""
@@ -100,6 +103,7 @@ class Dashboard:
 
     async def run(self) -> None:
         """Polls the server, lists its tables, reads groups, and reads files of metrics, for ever."""
+        # Before each sweep, the catalog asks `live` whether there are viewers, and for the names of the tables.
         sweeps = self.catalog.run(self.live.tables, self.live.watched)
         await asyncio.gather(self.live.run(), sweeps, self._follow_files())
 
@@ -120,6 +124,7 @@ class Dashboard:
         lists = {}
         for name, snapshot in self.catalog.snapshots.items():
             view = View(snapshot, self.catalog.facts)
+            # A snapshot never changes: its histograms change only when more of its groups have been read.
             compute = partial(view.histograms, names=("staleness", "priority", "reward_mean"))
             histograms = self._cached((snapshot.id, view.read), compute)
             lists[name] = {"id": snapshot.id, "items": len(snapshot.keys), "read": view.read, "histograms": histograms}
@@ -173,7 +178,7 @@ class Dashboard:
             elif key in self._items:  # the item has left the server, and with it all tables
                 self._items[key] = replace(self._items[key], tables={})
                 self._items.move_to_end(key)
-        while len(self._items) > 1 and self._bytes_of_items() > KEPT_BYTES:
+        while len(self._items) > 1 and self._bytes_of_items() > KEPT_BYTES:  # the newest stays, whatever its size
             self._items.popitem(last=False)
         return self._items.get(key)
 
@@ -251,10 +256,10 @@ class Dashboard:
         sort = params.get("sort", "")
         facts = self.catalog.facts
         tables: list[dict[str, Any]] = []
-        held: dict[str, dict[str, float]] = {}
+        held: dict[str, dict[str, float]] = {}  # the facts of the prompts in all tables, by the name of the prompt
         for name, snapshot in self.catalog.snapshots.items():
             loaded_and_prompts = self._cached(("prompts", snapshot.id, facts.version), partial(snapshot.prompts, facts))
-            if loaded_and_prompts is not None:
+            if loaded_and_prompts is not None:  # the table is a table of prompts
                 loaded, prompts = loaded_and_prompts
                 tables.append({"name": name, "loaded": loaded, "waiting": len(prompts)})
                 held |= prompts
@@ -266,7 +271,7 @@ class Dashboard:
             token = str(json.loads(await body_of(request))["token"])
             token.encode()  # raises ValueError for half of a surrogate pair, which JSON can hold
         except (ValueError, KeyError, TypeError, RecursionError):
-            token = ""
+            token = ""  # which is refused below, unless viewers need no token
         if not accepts(self.settings.token, token):
             return _json({"problem": "that is not the token of this page"}, 401)
         response = Response(status_code=204)
@@ -283,7 +288,8 @@ class Dashboard:
 def answer(method: Callable[[Dashboard, Request], Awaitable[Any]]) -> Callable[[Request], Awaitable[Response]]:
     """A route that answers with the result of `method` as JSON, or with status 404 if the result is None.
 
-    PROBLEMS has the status for each error that `method` raises.
+    Only the methods about one group return None. A Response that `method` returns is the answer as it is. PROBLEMS has
+    the status for each error that `method` raises.
     """
 
     async def respond(request: Request) -> Response:

@@ -27,7 +27,7 @@ class Budget:
         self, share: float, burst: float, *, alike: bool = False, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._durations: deque[float] = deque(maxlen=16 if alike else 1)
-        """The seconds that the last calls took: a call costs the least of them. Without `alike`, only of the last."""
+        """The seconds that the last calls took: a call costs the least of them. Without `alike`, only its own."""
         self._share = share
         self._burst = burst
         self._clock = clock
@@ -64,8 +64,9 @@ class Budget:
                     finally:
                         if server_worked:
                             self._durations.append(self._clock() - begin)
+                            # The call costs the least of the durations that are kept: see `_durations`.
                             self._credit -= min(DEAREST, *self._durations)
                     return
-            # Sleeps without the lock, so that a call that needs less credit can run first.
+            # There is too little credit. Sleeps without the lock, so that a call that needs less credit can run first.
             seconds_to_credit = (floor - self.credit) / self._share
             await asyncio.sleep(min(1.0, max(0.01, seconds_to_credit)))

@@ -203,7 +203,11 @@ class Catalog:
         """The keys of groups that `PromptLog` has counted, and that are read again with a new tokenizer."""
 
     def snapshot(self, table: str, number: int) -> Snapshot | None:
-        """The snapshot with this number, if it is still kept; otherwise the newest one of the table."""
+        """The snapshot whose id is `number`, if it is still kept; otherwise the newest one of the table.
+
+        None: the table has no snapshot. The result is kept for viewers. If the kept snapshots have too many rows
+        together, those that were asked for longest ago are dropped.
+        """
         snapshot = self._shown.get(number) or self.snapshots.get(table)
         if snapshot is not None:
             self._shown[snapshot.id] = snapshot

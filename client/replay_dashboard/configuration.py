@@ -35,8 +35,8 @@ def configuration_of(folder: Path, root: Path) -> dict[str, str]:
     """The settings of the run whose metrics are in `folder`, as JSON by dotted name, such as `train.learning_rate`.
 
     A value that may be a secret is replaced by HIDDEN. `replay train` writes its settings into `folder`. `replay run`
-    writes the settings of all parts into the folder `config` beside `folder`. Nothing outside of `root` is read, even
-    if a link leads there. A file that cannot be read is left out.
+    writes the settings of all parts into a folder `config`, which is looked for in `folder` and beside it. Nothing
+    outside of `root` is read, even if a link leads there. A file that cannot be read is left out.
     """
     settings: dict[str, str] = {}
     trainer_settings = _read(folder / SETTINGS_FILE, root)

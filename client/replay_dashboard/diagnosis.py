@@ -151,9 +151,11 @@ def diagnose(
     yield from _failures(info)
     yield from _cut_early(info)
     yield from _refused_agents(info)
+    # True if an empty table is odd by now: see `_table_findings`.
     fed = info.uptime > YOUNG or any(table.inserts for table in info.tables.values())
     for table in tables:
         problems = list(_table_findings(info, table, fed))
+        # Not among the problems: this finding may also say that the age is right.
         yield from _age_of_draws(info, table, max_staleness)
         if problems:
             yield from problems
@@ -314,7 +316,9 @@ def _roles(info: ServerInfo, tables: Sequence[_Table]) -> Iterator[Finding]:
             groups = counted(info.tables[name].size, "group")
             yield _missing(info, scorers, name, f"; {groups} of {name} lack rewards")
     teacher = teacher_of(info)
-    if teacher.state is State.ENDED:  # nobody adds the columns that items wait for
+    # Then nobody adds the columns that items wait for. If a teacher is away but has not said that it ends,
+    # `_awaited_columns` reports the columns after a long wait.
+    if teacher.state is State.ENDED:
         for table in info.tables.values():
             if table.incomplete_items:
                 yield _missing(info, teacher, table.name, f"; {table.name} {waits_for(table.missing_columns)}")
@@ -331,6 +335,7 @@ def _one_gone(info: ServerInfo) -> Iterator[Finding]:
             continue
         if client.open:
             connected[part].append(client.name)
+        # Until `long_wait` seconds have passed, the client may only be busy. After RECENT it may have been replaced.
         elif not client.ended and info.long_wait <= client.age < RECENT:
             gone.append((part, client))
     for part, client in gone:
@@ -379,6 +384,7 @@ def _groups_left(info: ServerInfo, tables: Sequence[_Table]) -> str:
     permit_tables = () if info.admission is None else info.admission.permit_tables
     text = ""
     for table in tables:
+        # A table of copies is drawn by an archive, not by a trainer.
         is_queue = table.config["max_times_sampled"] == 1 and table.copied is None
         if is_queue and table.name not in permit_tables:
             text += f"; {table.name} still has {counted(table.info.size, 'group')}"
@@ -388,8 +394,9 @@ def _groups_left(info: ServerInfo, tables: Sequence[_Table]) -> str:
 def _why_nobody(info: ServerInfo, wait: Waiting, role: str, table: str = "") -> dict[str, Any] | None:
     """The facts `why`, `what` (the remedy) and `blocked` (the headline) if requests wait in vain for a role.
 
-    None: the role may still serve them. `table` is the table whose inserts or samples wait; empty: permit requests
-    wait. Requests wait in vain only after a long wait, or as soon as the part that serves them has said that it ends.
+    None: no request waits, or the role may still serve them. `role` is TRAINER or GENERATOR. `table` is the table whose
+    inserts or samples wait; empty: permit requests wait. Requests wait in vain only after a long wait, or as soon as
+    the part that serves them has said that it ends.
     """
     if not wait.count:
         return None
@@ -431,6 +438,7 @@ def _permits(info: ServerInfo) -> Iterator[Finding]:
         if not lacks_scorer:  # `_roles` has reported a missing scorer
             yield from _partial_groups(name, info)
     wait = admission.acquiring
+    # The tables whose sample requests have waited long.
     starved = [table.name for table in info.tables.values() if info.is_long(table.sampling)]
     message = waiting(wait, "permit request")
     # A sample request that waits shows that the trainer is there.
@@ -651,9 +659,10 @@ def _table_findings(info: ServerInfo, table: _Table, fed: bool) -> Iterator[Find
 
 
 def _blocked(who: str, cause: str, age: float, info: ServerInfo) -> str:
-    """The headline of a long wait. It names the `cause`, that an event does not happen, only if it is true.
+    """The headline of a long wait of `who`.
 
-    `age`: seconds since the last such event. If it was lately, another cause blocks them.
+    `cause` says in words that an event does not happen. `age`: seconds since the last such event. The headline names
+    the cause only if this event has not happened for a long time. After a recent event, something else blocks `who`.
     """
     return f"{who} are blocked: {cause}" if age >= info.long_wait else f"{who} are blocked"
 
@@ -682,6 +691,7 @@ def _waits(table: TableInfo, info: ServerInfo) -> Iterator[Finding]:
     if info.is_long(inserting) and info.is_long(sampling):
         yield found("both-wait", table.name, blocked=no_sample, inserts=inserting, samples=sampling)
         return
+    # The reason of the server names `max_diff` if the rate limiter makes the inserts wait.
     yield from _waiting_request(
         info,
         table,
@@ -745,6 +755,7 @@ def _limiter(table: _Table) -> Iterator[Finding]:
             admitted=admitted,
             max_size=config["max_size"],
         )
+    # A column that arrives makes its item larger, so a table that is full by its bytes refuses the column.
     if config["requires"] and bound is not None and evicts:
         yield found("no-room-for-columns", name, columns=listed(config["requires"]))
     all_priorities_are_zero = info.size > 0 and not info.priority.max
@@ -817,7 +828,7 @@ def _staleness(table: _Table, info: ServerInfo) -> Iterator[Finding]:
     admitted = None if admission is None else admission.max_staleness
     if admitted is None:
         rule = "stale"
-    elif limit is not None and admitted > limit:
+    elif limit is not None and admitted > limit:  # [admission] permits groups that this table drops
         rule = "stale-by-admission"
     else:
         rule = "stale-though-admitted"
@@ -826,7 +837,10 @@ def _staleness(table: _Table, info: ServerInfo) -> Iterator[Finding]:
 
 
 def _starved(table: _Table, info: ServerInfo) -> Iterator[Finding]:
-    """For each tag, the value that loses the largest share of its groups as too old, if it starves: `_shares_lost`."""
+    """For each tag with values that starve, the value that loses the largest share of its groups as too old.
+
+    `_shares_lost` says when a value starves.
+    """
     if table.copied is not None or table.feeders:  # generators do not insert into this table
         return
     for counts in tag_counts(info, table.info):

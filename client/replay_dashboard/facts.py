@@ -114,7 +114,7 @@ def _facts(group: RolloutGroup, text: TokenText, solved_reward: float) -> Facts:
     }
     flags = [name for name, holds in notes.items() if holds]
     flags += [f"ended by {reason}" for reason in reasons]
-    prompt = text.text(group.prompt_ids[:4096].tolist())
+    prompt = text.text(group.prompt_ids[:4096].tolist())  # a longer prompt is cut
     return Facts(
         numbers={
             "reward_mean": float(rewards.mean()),
@@ -186,12 +186,12 @@ class FactsStore:
         if key in self.slots:
             return
         slot = self._free.pop() if self._free else len(self.rows)
-        if slot == len(self.rows):
+        if slot == len(self.rows):  # no slot was free: this is a new one
             self.rows.append(facts)
         if slot == len(self.flags):  # the arrays are full: double them
             self.numbers = np.tile(self.numbers, (2, 1))
             self.flags = np.tile(self.flags, 2)
-        if self._characters + len(facts.text) > TEXT_LIMIT:
+        if self._characters + len(facts.text) > TEXT_LIMIT:  # text search will not find this group
             facts.text = ""
         self._characters += len(facts.text)
         self.rows[slot] = facts
@@ -202,7 +202,7 @@ class FactsStore:
         self.version += 1
 
     def keep_only(self, keys: set[int]) -> None:
-        """Forgets all other groups."""
+        """Forgets the facts of all groups but those with these keys."""
         for key in self.slots.keys() - keys:
             slot = self.slots.pop(key)
             self._characters -= len(self.rows[slot].text)

@@ -88,6 +88,7 @@ class TokenText:
             if token < 0 or self._tokenizer.id_to_token(token) is None:
                 pieces.append(f"⟨{token}⟩")
             else:
+                # `step` returns None for a token that ends in the middle of a character.
                 pieces.append(stream.step(self._tokenizer, token) or "")
         return pieces[start - first :]
 
@@ -135,6 +136,7 @@ def _group_document(group: RolloutGroup, text: TokenText, whole: bool) -> dict[s
     """The group as JSON: its facts, and the first tokens and turns of each sequence or, with `whole`, all of them."""
     turns_S = turns_of(group)
     meta = dict(group.meta)
+    # `first_tokens` and `most_turns` are bounds for each sequence.
     if whole:
         first_tokens = group.num_tokens
         prompt_tokens = group.prompt_ids.size
@@ -291,7 +293,10 @@ def window(
 
 
 def per_token(group: RolloutGroup) -> dict[str, npt.NDArray[Any]]:
-    """The arrays with one number for each token, by name: extra arrays of such an axis, and the token advantages."""
+    """The arrays with one number for each token, by name: extra arrays of such an axis, and the token advantages.
+
+    Arrays with several numbers for each token, or with complex numbers, are left out.
+    """
     arrays = {}
     for name, axis in group.axes.items():
         if axis not in ("token", "whole"):

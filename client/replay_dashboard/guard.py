@@ -60,6 +60,7 @@ class Guard:
 
         application = self._app
         if scope["type"] == "http":
+            # A refusal is a response, and so an application that answers every request with this response.
             application = self._refusal(Request(scope)) or application
         await application(scope, receive, send_guarded)
 
@@ -153,6 +154,7 @@ class Protocol(H11Protocol):
 
     def _watch(self) -> None:
         """Begins the time of a request, or ends it if the request is complete."""
+        # IDLE: the head of the request is not complete, or has not begun. SEND_BODY: the body is not complete.
         is_incomplete = self.conn.their_state in (h11.IDLE, h11.SEND_BODY)
         if not is_incomplete:
             self._end_watch()

@@ -78,7 +78,7 @@ def _is_idle(info: ServerInfo) -> bool:
 
 
 def _order(finding: Finding) -> tuple[int, bool]:
-    """The sort key of a finding that stops the run: the order of STOPS, and in it permits last.
+    """The sort key of a finding that stops the run: its reason in the order of STOPS, then findings about permits last.
 
     A wait for permits often follows from a wait at a table.
     """
@@ -174,7 +174,7 @@ def _fallen_entropy(known: Mapping[str, Sequence[float]], versions: Sequence[Map
     for name, series in entropies.items():
         early, late = _ends(series, 4)
         is_long_enough = len(series) >= 12
-        if is_long_enough and 0 <= late < 0.25 * early:
+        if is_long_enough and 0 <= late < 0.25 * early:  # below 0, the values are no entropies
             return [_falling(f"{name} fell from {early:.2g} to {late:.2g}", _rewards(known, versions))]
     return []
 
@@ -186,7 +186,10 @@ def _rewards(known: Mapping[str, Sequence[float]], versions: Sequence[Mapping[st
 
 
 def _unhealthy_metrics(metrics: Mapping[str, Sequence[float | None]]) -> Iterator[str]:
-    """A sentence for each metric whose median over the last ten steps is outside of its declared healthy range."""
+    """A sentence for each metric whose median over the last ten steps is outside of its declared healthy range.
+
+    A metric that fewer than three of these steps have is left out.
+    """
     for name, healthy, meaning in watched(chain.from_iterable(SECTIONS.values())):
         recent = [value for value in metrics.get(name, ())[-10:] if value is not None]
         if len(recent) >= 3 and healthy.excludes(median(recent)):
@@ -194,7 +197,10 @@ def _unhealthy_metrics(metrics: Mapping[str, Sequence[float | None]]) -> Iterato
 
 
 def _lower_reward(rewards: Sequence[float]) -> Iterator[str]:
-    """A sentence if the mean reward of the newest window of ten steps is far below the best such mean."""
+    """A sentence if the mean reward of the newest window of ten steps is far below the best such mean.
+
+    A window begins at every fifth step, so up to four of the newest steps are in no window yet.
+    """
     if len(rewards) < 20:
         return
     means = [sum(rewards[start : start + 10]) / 10 for start in range(0, len(rewards) - 9, 5)]

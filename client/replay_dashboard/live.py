@@ -173,7 +173,9 @@ class Live:
         if self._problem:  # `info` is an old answer: the page shows its numbers, but the verdict must not use them
             info = None
             findings = [Finding("connection", Level.FAILURE, self._problem, REMEDY)]
+        # `signals`, `trend` and `run` are among the fields of `more`.
         look["verdict"] = verdict(info, findings, look["signals"])
+        # The page gets the trend only in the sentence of `learning`.
         look["learning"] = learning(look.pop("trend"), look["run"], info, look["signals"])
         look["findings"] = [vars(finding) for finding in findings]
         look["signals"] = [vars(finding) for finding in look["signals"]]

@@ -134,6 +134,7 @@ def trainer_of(info: ServerInfo) -> Part:
     sampled_by_stages = _described_texts(info.clients, "source_table")
     not_sampled_by_trainers = copies | sampled_by_generators | sampled_by_stages
     tables = [table for name, table in info.tables.items() if name not in not_sampled_by_trainers]
+    # The seconds since the last sample of each table, by whichever client.
     ages = [_age(table.samples, table.sampled.age, table.sampling.count, info) for table in tables]
     only_by_trainers = [age for age in ages if age is not None and not _other_parts_may_have_sampled(info, age)]
     return _part(info, TRAINER, _playing(info, TRAINER), only_by_trainers)
@@ -213,6 +214,7 @@ def _age(count: int, age: float, waiting: int, info: ServerInfo) -> float | None
     """
     if waiting:
         return 0.0
+    # True if `age` is the uptime: the counted samples were made before the last start of the server.
     is_since_start = age > info.uptime - _JUST_STARTED
     if not count or is_since_start:
         return None

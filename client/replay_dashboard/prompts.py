@@ -41,6 +41,7 @@ class Prompt:
         versions = sorted(self.versions.items())
         tallies = [tally for _, tally in versions]
         middle = len(versions) // 2
+        # The solve rate of the newer half of the versions minus that of the older half; 0 with a single version.
         change = 0.0
         if middle:
             change = _solve_rate(tallies[middle:]) - _solve_rate(tallies[:middle])
@@ -48,7 +49,6 @@ class Prompt:
             "prompt": name,
             "text": self.text,
             "solved": _solve_rate(tallies),
-            # The solve rate of the newer half of the versions minus that of the older half.
             "change": change,
             "groups": sum(_groups_of(tally) for tally in tallies),
             "versions": [[version, _solve_rate([tally]), _groups_of(tally)] for version, tally in versions[-200:]],
@@ -65,7 +65,9 @@ class PromptLog:
         self.solved_reward = solved_reward
         """A completion with at least this reward solves its prompt."""
         self._prompts: OrderedDict[str, Prompt] = OrderedDict()
+        """The prompts by their names. The prompt that was added, or whose group was counted, last is at the end."""
         self._versions: dict[int, Tally] = {}
+        """The tally of all groups of each policy version."""
 
     def add(self, version: int, facts: Facts, again: bool = False) -> None:
         """Counts a group of policy version `version`, or adds a prompt if the facts are of a stored prompt.

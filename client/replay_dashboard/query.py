@@ -54,7 +54,7 @@ class Query:
             if column not in SORTS:
                 raise ValueError(f"no column {column[:40]!r}; columns: {', '.join(SORTS)}")
         for tag in self.tags:
-            if tag.find("=") < 1:
+            if tag.find("=") < 1:  # there is no "=", or no name before it
                 raise ValueError(f"tag {tag[:60]!r} is not NAME=VALUE, for example environment=math")
 
     def limits(self) -> list[tuple[str, float, float]]:

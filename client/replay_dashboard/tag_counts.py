@@ -55,9 +55,9 @@ def tag_counts(info: ServerInfo, table: TableInfo) -> Iterator[TagCounts]:
             counts.values[value.name] = ValueCounts(value.generated, value.stale, value.sampled)
         if counts.tag == ENVIRONMENT:
             _add(counts, given_up)
-            given_up = {}
+            given_up = {}  # they are counted now
         yield counts
-    if given_up:  # no group of an environment has ever reached the table
+    if given_up:  # the server has no counts by environment
         counts = TagCounts(ENVIRONMENT)
         _add(counts, given_up)
         yield counts

@@ -212,6 +212,7 @@ class GeneratorConfig:
     """Seconds for which groups under way may go on after `stop`."""
 
     def __post_init__(self) -> None:
+        """Raises ValueError for settings that do not go together, and for names and functions that cannot be used."""
         if self.min_rollouts is not None and self.min_rollouts > self.group_size:
             raise ValueError(f"min_rollouts {self.min_rollouts} is more than group_size {self.group_size}")
         if self.group_timeout is not None and (self.partial_groups_table is None or self.min_rollouts is None):
@@ -219,7 +220,7 @@ class GeneratorConfig:
         used_tables = list(self.tables)
         for name in ("partial_groups_table", "unscored_table", "prompts_table"):
             table = getattr(self, name)
-            if table in used_tables:
+            if table in used_tables:  # False for None, which `used_tables` never holds
                 raise ValueError(f"{name} {table!r} is another table of this generator as well: name another one")
             if table is not None:
                 used_tables.append(table)
@@ -227,7 +228,7 @@ class GeneratorConfig:
             raise ValueError("prompts_mode 'curriculum' orders by rewards, and unscored groups have none: use 'epoch'")
         if not self.tables:
             raise ValueError("tables must name at least one table")
-        labels_of((), self.tags)  # raises ValueError for tags that an item cannot have
+        labels_of((), self.tags)  # checks only tags, and no columns: raises ValueError for tags that no item can have
         load_priority(self.priority)  # raises ValueError for a name that leads to no function
         if self.advantages is not None:
             if self.unscored_table is not None:
@@ -236,7 +237,7 @@ class GeneratorConfig:
                     f"{self.unscored_table!r} have none yet: give it to the scorer"
                 )
             _check_alone(self.advantages, self.scale_rewards)
-            check_advantages(self.advantages, self.group_size)
+            check_advantages(self.advantages, self.group_size)  # calls it with made-up rewards: may raise ValueError
 
     def decided(self, *, agents: bool) -> GeneratorConfig:
         """These settings, with the default of `on_prompt_error` filled in. `agents`: True if agents play the rollouts.
@@ -256,7 +257,7 @@ class GeneratorConfig:
             "max_concurrent_groups": self.max_concurrent_groups,
         }
         sampling = self.sampling.describe()
-        if truncates(sampling):  # `replay doctor` warns if the masks of this truncation are not stored
+        if truncates(sampling):  # top_p, top_k or min_p is set. `replay doctor` warns if no masks are stored then
             own |= {name: sampling[name] for name in TRUNCATING if name in sampling}
             own["sampling_masks"] = self.sampling.sampling_masks
         for name in ("prompts_table", "unscored_table"):
@@ -267,7 +268,7 @@ class GeneratorConfig:
             own["advantages"] = name_of(self.advantages)
         if self.chat_template_kwargs:
             own["chat_template_kwargs"] = dict(self.chat_template_kwargs)
-        return described("generator", own)
+        return described("generator", own)  # each setting as JSON, by its name
 
 
 @settings()
@@ -292,6 +293,7 @@ class StageConfig:
     """Wait, or skip the group, if a full table with `when_full = "reject"` refuses it."""
 
     def __post_init__(self) -> None:
+        """Raises ValueError for settings that do not go together, and for a priority function that cannot be found."""
         if self.source_table in self.tables:
             raise ValueError(
                 f"tables are those of groups that are handed on, and {self.source_table!r} is where they come from"
@@ -339,7 +341,7 @@ class ScorerConfig(StageConfig):
         StageConfig.__post_init__(self)
         if self.advantages is not None:
             _check_alone(self.advantages, self.scale_rewards)
-            check_advantages(self.advantages)
+            check_advantages(self.advantages)  # calls it with made-up rewards: may raise ValueError
 
 
 def _check_alone(advantages: str | AdvantageFunction, scale_rewards: str) -> None:

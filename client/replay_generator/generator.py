@@ -84,6 +84,7 @@ class RolloutGenerator:
         have rewards of their own. `group_filter` decides whether a finished group is inserted. `on_group` is called on
         the event loop after each group, with the current statistics.
         """
+        # Only the hook behind `--agent` and `--sessions`, for which agents play the rollouts, has `plays_agents`.
         self.config = (config or GeneratorConfig()).decided(agents=getattr(rollout, "plays_agents", False))
         if self.config.unscored_table is not None and (reward is not None or group_filter is not None):
             raise ValueError(
@@ -100,6 +101,7 @@ class RolloutGenerator:
         self._maker = GroupMaker(engine, self._policy, reward, self.config, group_filter, rollout, stats)
         self._server = GeneratorServer(client, self.config, stats, self._policy)
         self._given_up = GivenUpWatch()
+        """Counts the groups that were given up as too old, for a report to the server."""
         self._server.watches = [*self._maker.watches, self._given_up]
         if isinstance(rollout, Watch):
             self._server.watches = [*self._server.watches, rollout]
@@ -120,12 +122,13 @@ class RolloutGenerator:
         """Prompts of a table that do not fit the engine, each with the reason. They are rejected once another prompt
         fits."""
         self._drawing = asyncio.Lock()
-        """Held while a prompt is drawn, since several groups may begin at a time."""
+        """Held while a prompt is drawn: several tasks start groups (`_start_groups`), and take turns at the queue."""
         self._started = 0
         """The number of prompts for which a group was made."""
         self._ended = asyncio.Event()
         """Set by `stop`, and by a failure."""
         self._failure: BaseException | None = None
+        """The error that has ended the run; None: there is none."""
 
     @property
     def stats(self) -> GeneratorStats:
@@ -135,6 +138,9 @@ class RolloutGenerator:
 
     async def run(self) -> None:
         """Generates until the prompts run out, `stop` is called or something fails; then closes the engine.
+
+        A rollout hook that is a context manager is entered before the run, and left after it (`held`). During the run,
+        `LoopWatch` logs user code that blocks the event loop.
 
         Raises PromptError, WeightsNotFoundError, WeightsNotAllowedError, WeightsMismatchError, StaleWeightsError,
         ServerUnavailableError, and any error of the engine.
@@ -165,7 +171,7 @@ class RolloutGenerator:
                 if self._groups:
                     await asyncio.wait(self._groups, timeout=self.config.stop_grace)
         finally:
-            self._ended.set()
+            self._ended.set()  # from here on, `_on_done` ignores the errors of tasks
             tasks = [*self._tasks, ended]
             for task in tasks:
                 task.cancel()
@@ -204,7 +210,7 @@ class RolloutGenerator:
         error = task.exception()
         if error is None:
             return
-        # Only the first failure is kept: failures after it, or after `stop`, are consequences.
+        # Only the first failure is kept. Failures after the first one, or after `stop`, are its consequences.
         if not self._ended.is_set():
             self._failure = error
             self._ended.set()
@@ -226,13 +232,14 @@ class RolloutGenerator:
 
     async def _start_groups(self) -> None:
         """Starts a group for each prompt in turn, when there is room and a permit. Returns when all have ended."""
-        admission = await self._server.begin()
+        admission = await self._server.begin()  # True: groups need permits
         if self.config.max_concurrent_groups is None and not admission:
             raise ReplayError(
                 f"max_concurrent_groups = None needs [admission] for {', '.join(self.config.tables)}: set one of them"
             )
         await self._prompts.begin()
-        # Several tasks start groups: to open and draw a stored group needs answers of the server.
+        # If groups are stored, `starts` tasks do this at the same time: to open and draw a group, a task waits for two
+        # answers of the server.
         await asyncio.gather(*(self._start_in_turn(admission) for _ in range(self._partial_groups.starts)))
 
     async def _start_in_turn(self, admission: bool) -> None:
@@ -256,10 +263,17 @@ class RolloutGenerator:
             task.add_done_callback(lambda _: self._slots.release())
 
     async def _next(self, admission: bool, times: GroupTimes) -> PartialGroup | None:
-        """The next group to work at. Opens groups until one can be worked at. None: all groups have ended."""
-        opened = False
+        """The next group to work at. Opens groups until one can be worked at.
+
+        None: no prompt is left, all groups of this generator have ended, and other generators have left none.
+
+        A group that this method opens is not returned at once. In the next turn of the loop, `_partial_groups.next`
+        returns the oldest group that nobody works at: this one or, if groups are stored, perhaps one that another
+        generator has opened.
+        """
+        opened = False  # True: the last turn of the loop has opened a group, so `next` looks for one at once (`surely`)
         while True:
-            if not self._is_through:  # otherwise no group follows that could be too old
+            if not self._is_through:  # otherwise this method opens no group that could be too old on arrival
                 await self._policy.hold()
             group = await self._partial_groups.next(surely=opened)
             if group is not None:
@@ -269,7 +283,7 @@ class RolloutGenerator:
             if drawn is None:
                 if self._is_through:  # before the end, continue the groups that generators left when they died
                     return await self._partial_groups.next(surely=True)
-                continue
+                continue  # a later prompt may be drawn: `_draw` has waited for one, or has left one out
             permit: PermitGrant | PartialGroup | None = None
             asked_at = time.monotonic()
             if admission:
@@ -282,7 +296,10 @@ class RolloutGenerator:
             opened = await self._open(drawn, permit)
 
     async def _permit_or_group(self) -> PermitGrant | PartialGroup:
-        """Waits for a permit, or for a partial group of a generator that died: that group may hold the last permit."""
+        """Waits for a permit, or for a partial group of a generator that died: that group may hold the last permit.
+
+        If the partial group comes first, the request for a permit goes on, and the next call uses it.
+        """
         if self._permits:
             permit = self._permits.pop()
         else:
@@ -306,7 +323,7 @@ class RolloutGenerator:
             if permit is not None:
                 await self._server.release(permit)
             if isinstance(error, PromptError):
-                self._skip(error)
+                self._skip(error)  # raises the error if it has to end the run
                 await self._prompts.finished(group.drawn, None, inserted=False)
             elif isinstance(error, StaleItemError):
                 self._metrics.stats["groups_refused_stale"] += 1
@@ -317,7 +334,7 @@ class RolloutGenerator:
                     self._metrics.stats["prompts_lost"] += 1
                 await self._prompts.requeued(group.drawn)
             return False
-        if self._partial_groups.stores:
+        if self._partial_groups.stores:  # the item of the group has replaced the prompt, and holds the permit
             self._prompts.opened(group.drawn)
             if permit is not None:
                 self._server.used(permit)
@@ -334,16 +351,19 @@ class RolloutGenerator:
         return self._prompts.ended or self._started == self.config.max_groups
 
     async def _draw(self) -> PartialGroup | None:
-        """The next group to open: one from `_again`, or a new one for the next prompt. None: there is none now."""
+        """The next group to open: one from `_again`, or a new one for the next prompt.
+
+        None: there is no such group now. The caller asks again unless `_is_through`.
+        """
         if self._again:
             return self._again.popleft()
         if self._has_no_prompts:
             if self._groups:
-                # A group that ends may have been given up. Then it is in `_again`.
+                # Waits until a group ends. If that group was given up, it may be made again, and is in `_again` then.
                 await asyncio.wait(self._groups, return_when=asyncio.FIRST_COMPLETED)
             return None
-        # A group has been started, so some prompt fits this engine. Then the unfit prompts are to blame, and not the
-        # settings of this generator.
+        # If a group was started, some prompt fits this engine. The unfit prompts are then to blame, and not the
+        # settings of this generator, so they are removed from their table.
         while self._unfit and self._started:
             sample, reason = self._unfit.pop()
             await self._prompts.reject(sample, reason)
@@ -353,7 +373,7 @@ class RolloutGenerator:
             self._skip(error)
             return None
         if drawn is None:
-            if self._unfit:  # no prompt has fitted, and there is no other one to try
+            if self._unfit:  # no prompt has fitted so far, and the table returns no other one now
                 _, reason = self._unfit[0]
                 raise reason
             return None
@@ -388,7 +408,7 @@ class RolloutGenerator:
         return PartialGroup(spec, drawn)
 
     async def _make_group(self, work: PartialGroup, times: GroupTimes) -> None:
-        """Makes and inserts one group. `times` gets the seconds of each step."""
+        """Makes and inserts one group, and reports the outcome of its prompt. `times` gets the seconds of each step."""
         acquired = time.monotonic()
         try:
             async with self._partial_groups.work(work):
@@ -396,6 +416,7 @@ class RolloutGenerator:
                 group.meta |= tracing.carrier()  # the trace context, for the trainer's spans
                 if work.permit is not None:
                     self._check_permit(work.permit, time.monotonic() - acquired)
+                # After a rollback of the trainer, the newest version may be lower than that of the group.
                 staleness = max(0, self._policy.newest_version - group.policy_version)
                 insert_began = time.monotonic()
                 await self._server.insert(group, work)
@@ -409,21 +430,21 @@ class RolloutGenerator:
             await self._end_prompt(work, error)
             await self._partial_groups.drop(work)
             if isinstance(error, PromptError):
-                self._skip(error)
+                self._skip(error)  # raises the error if it has to end the run
             elif isinstance(error, TooOldToFinish):
                 self._metrics.count_given_up(times)
                 self._given_up.record(self._server.tags_of(work))
-            elif error.counts_as is not None:
+            elif error.counts_as is not None:  # a LeftOut that nobody has counted yet
                 self._metrics.stats[error.counts_as] += 1
                 if error.counts_as in ("groups_refused_stale", "prompts_lost"):  # the insert failed, so `group` exists
                     self._metrics.stats["tokens_wasted"] += group.num_tokens
                 if error.counts_as == "groups_refused_stale":
                     await self._server.refused_as_old(error.__cause__)
         else:
-            rewards = group.rewards if by_function else None
+            rewards = group.rewards if by_function else None  # without functions, the group is scored elsewhere
             await self._prompts.finished(work.drawn, rewards, inserted=True)
             self._metrics.count_inserted(group, by_function, staleness, times)
-        # The rollouts of a group that was inserted are settled already, so this does nothing for them.
+        # Tells the hooks of rollouts that no group has them. An insert has settled its rollouts: nothing happens then.
         work.settle("the generator has given up the group of the rollout")
         beat()  # for health checks, the end of a group is progress
         if self._on_group is not None:
@@ -458,7 +479,10 @@ class RolloutGenerator:
         return isinstance(error, PromptError) and self._may_skip(error)
 
     def _check_permit(self, grant: PermitGrant, seconds: float) -> None:
-        """Counts a permit that expired before its group was made. Logs a warning for the first such permit."""
+        """Counts a permit that expired before its group was made. Logs a warning for the first such permit.
+
+        `seconds`: the time from the start of the group to its insert.
+        """
         if seconds <= grant.ttl:
             return
         self._metrics.stats["permits_expired"] += 1
@@ -505,6 +529,7 @@ def run_generator(
     """
 
     def make(client: AsyncReplayClient) -> RolloutGenerator:
+        """Makes the generator, with the client of `connect`. `run_worker` calls this function on the event loop."""
         return RolloutGenerator(
             client,
             engine,

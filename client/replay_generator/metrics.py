@@ -142,12 +142,12 @@ class InsertRate:
             self._marks.append((now - seconds, 0, 0))
         _, groups, all_tokens = self._marks[-1]
         self._marks.append((now, groups + 1, all_tokens + tokens))
-        # The first mark is removed once the time since the second mark covers RATE_SECONDS.
+        # The first mark is not needed once the second one is RATE_SECONDS old. The mark of this group always stays.
         while now - self._marks[1][0] >= RATE_SECONDS:
             self._marks.popleft()
 
     def per_second(self, now: float) -> tuple[float, float]:
-        """Groups per second, and tokens per second. NaN: the time is too short for a rate."""
+        """Groups per second, and tokens per second. NaN: no group was counted, or the time is too short for a rate."""
         if not self._marks:
             return math.nan, math.nan
         began, first_groups, first_tokens = self._marks[0]
@@ -219,9 +219,9 @@ class GeneratorMetrics:
         `by_function`: the rewards (G,) of each function, by its name; empty: the group was not scored. `staleness`: by
         how many versions the group was behind the trainer on arrival.
         """
-        # Only tokens that the policy wrote count: no others have a log-probability.
+        # Tokens that the policy did not write have no log-probability either, and do not count.
         unknown = int((np.isnan(group.rollout_logprobs) & group.trained_mask).sum())
-        unknown += group.meta.get("unknown_logprobs", 0)
+        unknown += group.meta.get("unknown_logprobs", 0)  # tokens that `assemble` has excluded from training
         reward_mean = math.nan
         if by_function:
             reward_mean = float(group.rewards.mean())
@@ -247,7 +247,10 @@ class GeneratorMetrics:
         staleness: int,
         times: GroupTimes,
     ) -> None:
-        """Adds the values of a group to the values of the next line. Arguments: see `count_inserted`."""
+        """Adds the values of a group to the values of the next line. Arguments: see `count_inserted`.
+
+        A share is the mean of values that are 0 or 1. All names of means are in _MEANS, except those of functions.
+        """
         lengths_G = group.rollout_lengths
         if by_function:
             self._add("reward_mean", group.rewards)
@@ -279,7 +282,7 @@ class GeneratorMetrics:
             return
         tokens = sum(tokens for tokens, *_ in self._recent) / len(self._recent)
         seconds = sum(seconds for *_, seconds in self._recent) / len(self._recent)
-        drawn = tokens * min(1.0, times.generate / seconds)
+        drawn = tokens * min(1.0, times.generate / seconds)  # tokens come at a steady rate
         self.stats["tokens_wasted"] += round(drawn)
         self.stats["tokens_saved"] += round(tokens - drawn)
 
@@ -287,7 +290,7 @@ class GeneratorMetrics:
         """Counts new weights. `seconds`: for loading and checking them, without the wait for the groups under way."""
         self.stats["reloads"] += 1
         self.stats["policy_version"] = version
-        if self.path is not None:
+        if self.path is not None:  # without a file, no line would ever clear these values
             self._values["reload_seconds_mean"].append(seconds)
 
     def count_skipped(self, error: Exception, most: int) -> None:
@@ -305,15 +308,18 @@ class GeneratorMetrics:
             self.path.touch()
 
     def write(self) -> None:
-        """Appends a line to the file, if there is one."""
+        """Appends a line to the file, if there is one. The next line covers the time from now on."""
         if self.path is not None:
             with self.path.open("a", encoding="utf-8") as file:
                 print(json.dumps(self._line(), allow_nan=False), file=file)
 
     def _line(self) -> dict[str, float | int | None]:
-        """The metrics since the line before, by name. None: a metric has no value. docs/metrics.md lists the names."""
+        """The metrics since the line before, by name, and the totals. Begins the values of the next line anew.
+
+        None: a metric has no value. docs/metrics.md lists the names.
+        """
         now = time.monotonic()
-        seconds = max(now - self._since, 1e-9)  # never 0
+        seconds = max(now - self._since, 1e-9)  # never 0, so that a reader of the file may divide by it
         values = self._values
         unknown = self._nan_logprobs
         self._since = now
@@ -333,7 +339,7 @@ class GeneratorMetrics:
         stalenesses = values["staleness_mean"]
         line["reward_std"] = float(np.std(rewards)) if rewards else None
         line["completion_tokens_max"] = int(max(lengths)) if lengths else None
-        line["nan_logprob_share"] = unknown / sum(lengths) if any(lengths) else None
+        line["nan_logprob_share"] = unknown / sum(lengths) if any(lengths) else None  # None: there were no tokens
         line["staleness_max"] = int(max(stalenesses)) if stalenesses else None
         line["generate_seconds_max"] = max(values["generate_seconds_mean"], default=None)
         for name in self.stats:

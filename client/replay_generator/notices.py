@@ -18,7 +18,10 @@ _written_kinds: set[str] = set()
 
 
 def say_once(text: str, kind: str | None = None) -> None:
-    """Writes a warning, unless a warning of the same kind was written before. `kind` None: the text is the kind."""
+    """Writes a warning, unless a warning of the same kind, or MOST warnings in all, were written before.
+
+    `kind`: any text that names the kind, for warnings that differ only in details; None: `text` itself is the kind.
+    """
     if kind is None:
         kind = text
     if kind not in _written_kinds and len(_written_kinds) < MOST:
@@ -34,7 +37,7 @@ def forget() -> None:
 def beginning_of(text: str, most: int) -> str:
     """The longest beginning of `text` whose JSON has at most `most` characters: the server limits the JSON."""
     quotes = len(json.dumps(""))
-    size = quotes  # of the JSON of the characters up to `index`
+    size = quotes  # the length of the JSON of all characters so far, with its two quotes
     for index, character in enumerate(text):
         size += len(json.dumps(character)) - quotes  # JSON may need several characters for one, as in \n
         if size > most:

@@ -52,7 +52,7 @@ def load_priority(name: str | Priority) -> Priority:
     def checked(group: RolloutGroup) -> float:
         """The result of the user's function. Raises ValueError unless the result can be a priority."""
         result = user_code.call_plain(function, group)
-        number = number_or_nan(result)
+        number = number_or_nan(result)  # NaN: the result is no number
         if not (math.isfinite(number) and number >= 0):
             returned = user_code.shown(result)
             raise ValueError(f"priority function {shown!r} returned {returned}: it must be a finite number from 0")

@@ -51,7 +51,8 @@ class FinishedGroups(GroupPool):
         """Stores a group. Returns when the server has confirmed or refused the group, or was away for `timeout`."""
         epoch, uid = place
         tags: dict[str, str | int] = {"run": self.run, "epoch": epoch, "uid": uid}
-        key = uuid.uuid4().int >> 65  # one key for all attempts, so that no group is stored twice
+        # A random key of 63 bits, the same for all attempts, so that no group is stored twice.
+        key = uuid.uuid4().int >> 65
         try:
             stored = self.ask(self.client.insert, group, {self.table: 1.0}, key=key, tags=tags)
         except (StaleItemError, TableFullError):
@@ -77,10 +78,11 @@ class FinishedGroups(GroupPool):
                 order_by="age",
                 descending=True,
             )
-            if listed is None:  # the server is away
+            if listed is None:  # the server is away: older groups stay there until a later start finds them
                 return
             for item in listed.items:  # the oldest item comes first
                 place = (int(item.tags["epoch"]), str(item.tags["uid"]))
+                # False for an item that is listed on two pages: that is one group.
                 has_older_group = self.held.get(place, item.key) != item.key
                 if has_older_group:
                     older.append(self.held[place])
@@ -106,7 +108,7 @@ class FinishedGroups(GroupPool):
         The trainer may still be writing this checkpoint. So this method deletes only the groups that the previous
         checkpoint contains.
         """
-        self.forget(dict(self.contained))  # of the previous checkpoint
+        self.forget(dict(self.contained))  # of the previous checkpoint; a copy, because `forget` changes `contained`
         for place, key in list(self.held.items()):
             epoch_of_group, uid = place
             if epoch_of_group < epoch or (epoch_of_group == epoch and uid in uids):

@@ -203,8 +203,10 @@ class GroupPool:
         return chosen
 
     def insert(self, groups: Iterable[RolloutGroup]) -> int:
-        """Inserts groups with their `trained_priority`. Returns the number of groups that the table accepted; 0 while
-        the server is away."""
+        """Inserts groups with their `trained_priority`. Returns the number of groups that the table accepted.
+
+        If the server is away or goes away, no further group is inserted.
+        """
         inserted = 0
         for group in groups:
             try:
@@ -259,7 +261,8 @@ class GroupPool:
     def ask(self, method: Callable[..., T], *args: Any, **kwargs: Any) -> T | None:
         """Calls a method of the client that does not wait for groups. Returns its result; None while the server is
         away."""
-        limit = self.timeout if self.problem is None else _RETRY
+        limit = self.timeout if self.problem is None else _RETRY  # of each attempt
+        # A method that does not wait for groups only misses its deadline if the server does not answer.
         return self._call(partial(method, *args, timeout=limit, **kwargs), *AWAY, DeadlineExceededError)
 
     def _call(self, attempt: Callable[[], T], *away: type[ReplayError]) -> T | None:
@@ -270,11 +273,13 @@ class GroupPool:
         """
 
         def judge(error: Exception, late: bool) -> None:
-            """Called after an attempt that failed. Returns if there should be another attempt."""
+            """Raises the error unless another attempt should follow. `try_patiently` calls this after each attempt that
+            failed, with `late` True if no time is left for another attempt."""
             if late or not isinstance(error, away):
                 raise error
 
         # If the server is known to be away, a call makes only one attempt, so that the trainer does not wait again.
+        # Otherwise the attempts end `timeout` seconds after the first failure, and pauses grow up to `_PAUSE` seconds.
         patience = 0.0 if self.problem else self.timeout
         try:
             result = try_patiently(attempt, judge, patience, longest=_PAUSE)

@@ -73,12 +73,14 @@ class LeasedTable:
             self.client.close()
             raise
         self.leases = GroupLeases(self.client, table, lease, folder, rank=0)
+        # Without `renumbers`, a run that resumes goes on counting from the newest version of the server.
         self.protocol = ResumeProtocol(self.client, self.leases, config, renumbers=False, reach=self.reach)
         self.waiting = WaitLog(who)
         """Logs that the reader waits, and why."""
         self._who = who
         self._lock = FolderLock(folder)
         self._closed = threading.Event()
+        # The client calls `expect` before the lease of a batch begins, so that a file names the lease if this run dies.
         self._batches = self.client.sampler(
             table, prefetch=prefetch, timeout=_POLL, lease=lease, on_lease=self.leases.expect
         )
@@ -95,7 +97,7 @@ class LeasedTable:
         try:
             drawn = self.leases.hold(next(self._batches))
         except _LATER as error:
-            self._judge(error)
+            self._judge(error)  # pauses, or raises after `close`
             return []
         self.waiting.go_on()
         return drawn
@@ -108,7 +110,7 @@ class LeasedTable:
         except _LATER as error:
             logger.warning("the groups of this checkpoint are acknowledged with the next one: %s", error)
             return False
-        self.leases.settled(groups)
+        self.leases.settled(groups)  # their leases are no longer renewed
         return True
 
     def reach(self, attempt: Callable[[], T]) -> T:
@@ -116,6 +118,7 @@ class LeasedTable:
 
         Raises any other error at once, and every error after `close`.
         """
+        # `try_patiently` calls `_judge` after each failed attempt. `_judge` pauses, so further pauses have 0 seconds.
         result = try_patiently(attempt, self._judge, first=0.0)
         self.waiting.go_on()
         return result

@@ -125,7 +125,8 @@ class Drains:
         """(number, groups passed to `end`) of each ended drain that is not acknowledged, oldest first."""
 
     def before(self) -> TrainedGroups:
-        """The groups in the checkpoint from which this run begins that were not acknowledged when it was written.
+        """The groups in the checkpoint from which this run begins, except those that were acknowledged before it was
+        written.
 
         Deletes the files of all other drains. The previous run may have trained on the groups of later drains, but this
         checkpoint does not contain that training.
@@ -231,6 +232,8 @@ class ServerDataBuffer(DataBuffer):  # type: ignore[misc]  # Miles has no types 
             queue.close(leave=False)
             raise
         self._drains = Drains(args, folder)
+        # None: Miles' checkpoints hold no state of the server, so only their groups are acknowledged, and all other
+        # groups of the run before are requeued.
         queue.protocol.resume(self._drains.before(), None)
         self._leases.start()
         self._drawing = threading.Lock()
@@ -279,7 +282,8 @@ class ServerDataBuffer(DataBuffer):  # type: ignore[misc]  # Miles has no types 
     def _insert(self, input: DataBufferInput) -> bool:
         """Inserts a group. Returns False if the table refused the group because it is stale already."""
         group = self._group_of(input)
-        key = uuid.uuid4().int >> 65  # one key for all attempts, so that no group is stored twice
+        # A random key of 63 bits, the same for all attempts, so that no group is stored twice.
+        key = uuid.uuid4().int >> 65
         insert = partial(self.client.insert, group, {self.settings.table: trained_priority(group)}, key=key)
         try:
             self._reach(insert)
@@ -335,6 +339,7 @@ class ServerDataBuffer(DataBuffer):  # type: ignore[misc]  # Miles has no types 
             self._settle()
             if version is not None:
                 self._policy_version = self._reach(partial(self._pool.advance, version))
+            # True if the share is not exceeded by one replayed group more.
             share_allows_replay = self._replayed + 1 <= self.settings.share * (self._handed + 1)
             if share_allows_replay:
                 self._ready.extend((sample, True) for sample in self._draw_again())
@@ -409,6 +414,7 @@ class ServerDataBuffer(DataBuffer):  # type: ignore[misc]  # Miles has no types 
         """
         # Groups that are drawn and not handed out belong to the next drain.
         not_handed_out = [sample for sample, _ in self._ready]
+        # `trained` returns all groups under leases, of this drain and of earlier ones, except these.
         self._drains.end(self._leases.trained(not_handed_out))
         self._keys = [sample.info.key for sample in not_handed_out]
         metrics = {PREFIX + name: float(count) for name, count in self._counts.items()}

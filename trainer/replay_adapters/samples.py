@@ -80,6 +80,7 @@ class SampleStore:
         self._module = sys.modules[sample_class.__module__]
         """The only module whose enums and dataclasses are packed and unpacked."""
         self._reward_key = reward_key
+        # The default of each field, by name; dataclasses.MISSING for a field without one.
         self._defaults = {field.name: field.default for field in dataclasses.fields(sample_class)}
 
     def reward(self, sample: Any) -> float:
@@ -114,6 +115,7 @@ class SampleStore:
             packed_fields = self._rest(sample, in_arrays)
             packed_fields[_FORMS] = self._packb(forms)
             packed_samples.append(packed_fields)
+        # "samples": for each sample, its packed fields by name. "lists": for each rollout, True if it is a list.
         packed = {
             "samples": packed_samples,
             "lists": [isinstance(rollout, list) for rollout in rollouts],
@@ -148,7 +150,7 @@ class SampleStore:
                 and all(_FORMS in fields for fields in fields_S)
             )
         except (KeyError, TypeError, ValueError, AttributeError, RecursionError, msgpack.UnpackException):
-            return None
+            return None  # no extra of this name, or another program has written the extra
         if not fits_group:
             return None
         samples = []
@@ -168,7 +170,7 @@ class SampleStore:
         """The mean of the finite rewards of a rollout's samples; 0 without any. Usually each sample has the reward of
         its rollout."""
         rewards = [self.reward(sample) for sample in samples]
-        finite = [reward for reward in rewards if abs(reward) <= MAX_VALUE]
+        finite = [reward for reward in rewards if abs(reward) <= MAX_VALUE]  # a comparison with NaN is False
         if not finite:
             return 0.0
         return math.fsum(finite) / len(finite)
@@ -203,7 +205,8 @@ class SampleStore:
             "loss_mask": group.loss_mask[span].astype(int).tolist(),
         }
         for name, form in fields[_FORMS].items():
-            row = row_of(group, name, k) if name in group.extras else None  # None: the field of a ragged one's offsets
+            # None: `name` is a field with offsets, which are restored together with the values of their field.
+            row = row_of(group, name, k) if name in group.extras else None
             if isinstance(row, tuple):  # of a ragged column
                 ids, offsets = row
                 form_of_ids, form_of_offsets = form
@@ -245,6 +248,7 @@ class SampleStore:
         if kind is tuple:
             return self._extension(_TUPLE, list(value))
         is_enum = isinstance(value, enum.Enum)
+        # Only a class that `_unpacked` will find again under its name.
         if (is_enum or dataclasses.is_dataclass(kind)) and self._named(kind.__qualname__) is kind:
             content = value.value if is_enum else vars(value)
             return self._extension(_OBJECT, [kind.__qualname__, content])
@@ -268,7 +272,8 @@ class SampleStore:
         if code == _ARRAY:
             is_number, dtype, shape, raw = content
             array = np.frombuffer(raw, _plain(dtype)).reshape(shape)
-            return array[()] if is_number else array.copy()  # a copy, because frombuffer's array is read-only
+            # `array[()]` is the number in an array without dimensions. A copy, because frombuffer's array is read-only.
+            return array[()] if is_number else array.copy()
         if code == _TENSOR:
             from safetensors.torch import load
 
@@ -328,7 +333,7 @@ class _Row:
         exact: set[str] = set()
         tokens = _ids(sample.tokens)
         length = sample.response_length
-        if tokens is not None and isinstance(length, int) and 0 <= length < tokens.size:
+        if tokens is not None and isinstance(length, int) and 0 <= length < tokens.size:  # the prompt has a token
             exact |= {"tokens", "response_length"}
             prompt = tokens[: tokens.size - length]
             completion = tokens[tokens.size - length :]
@@ -343,6 +348,7 @@ class _Row:
                 narrow = sampled.astype(np.float32)
             if np.isfinite(narrow).all():
                 logprobs = narrow
+                # float32 holds the numbers of the sample exactly.
                 if (narrow == sampled).all() and type(sampled) is np.ndarray:
                     exact.add("rollout_log_probs")
 
@@ -514,6 +520,7 @@ def narrowest(arrays: Sequence[Array], least: Any = np.uint8) -> np.dtype[Any]:
     dtype = np.result_type(*arrays)
     if dtype.kind == "f":
         fits_float32 = all((array.astype(np.float32) == array).all() for array in arrays)
+        # Only float64 can become smaller: float32 and float16 stay as they are.
         return np.dtype(np.float32) if fits_float32 and dtype == np.float64 else dtype
     low = min((int(array.min()) for array in arrays if array.size), default=0)
     high = max((int(array.max()) for array in arrays if array.size), default=0)
@@ -539,7 +546,10 @@ def _form(value: Any, array: Array) -> list[Any]:
 
 
 def _formed(row: Array, form: str, dtype: str, length: int) -> Any:
-    """A row of a column in the form that the field had in the sample: a list, an array or a tensor."""
+    """A row of a column in the form that the field had in the sample: a list, an array or a tensor.
+
+    `form`, `dtype` and `length`: see `_form`.
+    """
     array = np.array(row[:length], dtype=_plain(dtype))
     if form == "list":
         return array.tolist()

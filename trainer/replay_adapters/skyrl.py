@@ -157,7 +157,8 @@ class WithServer:
         read = output_of(group)
         # SkyRL counts steps from 1, so `global_step` - 1 updates are done.
         lag = max(0, self._finished.version_of(self.global_step - 1) - group.policy_version)
-        if read is None or read[1]["prompts"] != prompts or lag > self._bound:  # the group cannot be used
+        if read is None or read[1]["prompts"] != prompts or lag > self._bound:
+            # Another program's group, a group of another prompt, or a group that is too old.
             self._finished.forget({place: self._finished.held[place]})
             self._counts["replay/groups_generated_again"] += 1
             return None
@@ -185,9 +186,10 @@ class WithServer:
         loaded = super().load_checkpoints()  # type: ignore[misc]
         step, _, uids, _, epoch = loaded
         self._finished.find()
-        if epoch is None:
+        if epoch is None:  # SkyRL has loaded no checkpoint, or one that does not name its epoch
             epoch = step // self.num_steps_per_epoch
         self._finished.saved(epoch, uids or set())
+        # At once, and not at the next checkpoint: the checkpoint that was loaded is on the disk.
         self._finished.forget(dict(self._finished.contained))
         return loaded
 
@@ -202,7 +204,7 @@ class WithServer:
 
     def _replaced(self, groups: list[GeneratedOutputGroup]) -> list[GeneratedOutputGroup]:
         """The groups of a mini-batch after replacement. Adds metrics to SkyRL's."""
-        self._finished.advance(self.global_step - 1)
+        self._finished.advance(self.global_step - 1)  # SkyRL counts steps from 1: this many updates are done
         for place, group in enumerate(groups):
             # A group from the server was generated at an earlier step than SkyRL scheduled it.
             step = self._steps.pop(group.uid, group.global_step_when_scheduled)

@@ -56,7 +56,7 @@ class SkyRLRow:
         """The reward of the trajectory; None: the last row of the trajectory has the reward."""
         if self.is_last_step is False:
             return None
-        if isinstance(self.rewards, list):
+        if isinstance(self.rewards, list):  # a reward for each token
             return fsum(self.rewards)
         return self.rewards  # type: ignore[no-any-return]
 
@@ -77,6 +77,7 @@ def group_of(output: Mapping[str, Any], version: int, prompts: Any = None) -> Ro
     if output.get("rollout_logprobs") is None:
         raise ValueError("SkyRL's output has no rollout_logprobs: set generator.sampling_params.logprobs=1")
     count = len(output["response_ids"])
+    # The names of the lists that have an entry for each row.
     columns = [name for name, value in output.items() if isinstance(value, list) and len(value) == count]
     rollouts: list[Any] = []
     rollout_ended = True  # True if the next row begins a rollout

@@ -143,11 +143,14 @@ class ReplayGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         """The generation under way; None: there is none, or it is one without replay."""
         rows_of_rank = self.args.per_device_train_batch_size * self.args.steps_per_generation
         self._groups_span_ranks = bool(rows_of_rank % self.num_generations)
+        """True if a group may have rows on two ranks."""
         scorers = [*self.reward_funcs]
         if type(self)._calculate_rewards is not GRPOTrainer._calculate_rewards:  # a subclass computes rewards, too
             scorers.append(type(self)._calculate_rewards)
         self._fingerprint = fingerprint(self.reward_func_names, scorers)
+        """The fingerprint of the reward functions. Stored groups with another fingerprint teach another objective."""
         self._warned_of_rewards = False
+        """True once a warning has told that the pool has groups of other reward functions."""
         self.pool = self._connect() if self._replay.replay_buffer_size else None
 
     def _connect(self) -> GroupPool:
@@ -261,6 +264,7 @@ class ReplayGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         # TRL calls _calculate_rewards for the final rows next. Their rewards are known, so the call is replaced.
         # An attribute of the object hides the method of the class.
         self.__dict__["_calculate_rewards"] = step.take_rewards
+        # `extra_fields`, the sixth value, and the images after it stay as TRL made them.
         return rows.prompt_ids, rows.completion_ids, rows.tool_mask, completions, rows.logprobs, *generated[5:]
 
     # -------------------------------------------------------------------------------------------------- replacing
@@ -268,7 +272,8 @@ class ReplayGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
     def _replace(self, step: GenerationStep, rows: GeneratedRows, prompts: list[Any], completions: list[Any]) -> Tensor:
         """Replaces rows, and the texts that TRL logs for these rows. Returns the rewards (B, F) of the final rows.
 
-        A group is named by its number g over all ranks.
+        A group is named by its number g over all ranks. `step.present` are the groups with rows on this rank, and
+        `step.owned` those of them whose replacements this rank draws.
         """
         assert self.pool is not None
         assert step.rewards is not None
@@ -329,7 +334,8 @@ class ReplayGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
             weighted_GF = weighted_GF.sum(dim=1, keepdim=True)
         columns = weighted_GF.T.tolist() if len(weighted_GF) else []
         mask = np.array(trained)[scorable.cpu().numpy()]
-        # TRL computes the advantages for each column of rewards separately.
+        # TRL computes the advantages for each column of rewards separately. With "none", the advantages are the rewards
+        # minus their mean. They are 0 whenever TRL's advantages are 0.
         groups = [_group_of_rewards(column, mask) for column in columns]
         if not any(carries_gradient(group, "none") for group in groups):
             return 0.0
@@ -337,6 +343,7 @@ class ReplayGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
 
     def _accept(self, group: RolloutGroup) -> bool:
         """True if a stored group fits into the batch."""
+        # TRL's batch has rows with a prompt, and groups of one size.
         if group.group_size != self.num_generations or not group.prompt_lengths.all():
             return False
         if group.sampled_lengths.min() == 0:  # a completion is empty
@@ -374,7 +381,7 @@ class ReplayGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         rewards_GF = group.extras.get("rewards_per_func")
         if rewards_GF is None or not self._same_rewards(group):
             # Other functions scored this group. Its reward is put into the column of our first function whose weight is
-            # not 0, divided by that weight.
+            # not 0, divided by that weight, so that the weighted sum is the reward. NaN: a function returned nothing.
             weights = self.reward_weights.tolist()
             column = next(k for k, weight in enumerate(weights) if weight)
             rewards_GF = np.full((group.group_size, len(weights)), np.nan, np.float32)
@@ -382,7 +389,10 @@ class ReplayGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         return torch.tensor(rewards_GF, device=self.accelerator.device)
 
     def _log_row(self, row: int, rows: GeneratedRows, prompts: list[Any], completions: list[Any]) -> None:
-        """Replaces the values that TRL logs for a row: its texts, and its extra columns, which become None."""
+        """Replaces the values that TRL logs for a row: its texts, and its extra columns, which become None.
+
+        Stored groups have no extra columns.
+        """
         self._log_text(row, rows.prompt_ids[row], prompts, "user")
         self._log_text(row, rows.completion_ids[row], completions, "assistant")
         for values in self._pending_extra_logs.values():
@@ -405,6 +415,7 @@ class ReplayGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         mask_BT = output["completion_mask"] * output.get("tool_mask", 1)
         rows = [row for g in step.stored for row, _ in step.places(g)]
         if self.use_vllm and self.vllm_importance_sampling_correction:  # TRL corrects: only report its ratio
+            # TRL's ratio has one column if it is for whole sequences, otherwise one for each token.
             ratio = output["importance_sampling_ratio"].expand_as(mask_BT)[rows] * mask_BT[rows]
             step.ratio = (float(ratio.sum()), float(mask_BT[rows].sum()))
             return None
@@ -430,8 +441,10 @@ class ReplayGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
             step.ratio = (float(correction.weights.sum()), float(mask_BT[rows].sum()))
             weights_BT = torch.ones_like(old_BT)
             weights_BT[rows] = correction.weights.to(old_BT)
+            # One advantage for each row (B,) becomes one for each token (B, T).
             output["advantages"] = output["advantages"].unsqueeze(1) * weights_BT
         if self.off_policy_mask_threshold is not None:
+            # TRL masks rows that are too far off-policy, by these log-probabilities.
             output.setdefault("sampling_per_token_logps", stored_BT)
         # For masked tokens, such as those of truncated completions, TRL's values have no meaning.
         return old_BT.masked_fill(output["completion_mask"] == 0, torch.nan)

@@ -130,7 +130,7 @@ class Progress:
         self._done = self._collated.popleft()
         while self._groups and self._groups[0].last <= self._done:
             self._groups.popleft()
-        # Also because Python may reuse the id of an array that was freed.
+        # Forgets the places of these samples: Python may reuse the id of an array that was freed.
         self._places = {array_id: place for array_id, place in self._places.items() if place > self._done}
 
     @property
@@ -292,7 +292,7 @@ class ServerRollouts(TrainerCallback):  # type: ignore[misc]  # transformers has
         self._leases.start()
 
     def on_substep_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Notes that TRL has trained on a micro-batch."""
+        """Notes that TRL has trained on a micro-batch. For the last one of a step, TRL calls `on_step_end` instead."""
         if state.is_world_process_zero:
             self._progress.trained()
 
@@ -302,6 +302,7 @@ class ServerRollouts(TrainerCallback):  # type: ignore[misc]  # transformers has
         if not state.is_world_process_zero:
             return
         self._progress.trained()
+        # All groups under leases, except those with sequences that are not trained on yet.
         self._trained = self._leases.trained(self._progress.left)
         # TRL writes this into the checkpoint's trainer_state.json.
         state.stateful_callbacks[type(self).__name__] = {
@@ -318,7 +319,9 @@ class ServerRollouts(TrainerCallback):  # type: ignore[misc]  # transformers has
         (folder / _STATE).write_text(json.dumps(asdict(saved)))
         for path in [*folder.rglob("*"), folder, folder.parent]:
             to_disk(path)  # before the server forgets the groups that the checkpoint contains
+        # A state is named only after all groups of its checkpoint are acknowledged.
         if self._queue.acknowledge(self._trained) and self._protocol.retains:
+            # Naming a state also sets the policy, so no other trainer may have set it.
             self._check_alone(self._reach(self.client.policy))
             self._protocol.name(saved, self._current.weights)
 
@@ -335,7 +338,7 @@ class ServerRollouts(TrainerCallback):  # type: ignore[misc]  # transformers has
         `stop` closes the connection."""
 
     def stop(self) -> None:
-        """Requeue the groups that no checkpoint contains, and close the connection. Generators and server go on."""
+        """Requeues the groups that no checkpoint contains, and closes the connection. Generators and server go on."""
         self._queue.close(leave=self._ended)
 
     def check_health(self, stale_after_s: float) -> None:
@@ -360,7 +363,7 @@ class ServerRollouts(TrainerCallback):  # type: ignore[misc]  # transformers has
             self._queue.waiting.wait(f"no rollout came for {waited:.0f} s: {reason}")
 
     def update_model_version(self, model_version: int) -> None:
-        """Publish the weights that were sent last, as the version that TRL calls `model_version`.
+        """Publishes the weights that were sent last, as the version that TRL calls `model_version`.
 
         Raises RuntimeError if another trainer publishes to the server.
         """
@@ -432,6 +435,7 @@ class ServerRollouts(TrainerCallback):  # type: ignore[misc]  # transformers has
         replacement: list[Sample] = []
         if zero_variance and self._replaces:
             replacement = self._draw_replacement(sample.group.group_size)
+        # TRL logs the mean of a number, (sum of the first) / (sum of the second) of a pair, and the sum of a `_total`.
         self.metrics_queue.put(
             {
                 "replay/fresh_reward": float(sample.group.rewards.mean()),
@@ -535,7 +539,7 @@ class _ServerQueue:
         if timeout is not None:
             end = time.monotonic() + timeout
         while not self._samples:
-            self._samples.extend(self._draw())
+            self._samples.extend(self._draw())  # waits for a short time for a group
             if not self._samples and (not block or time.monotonic() >= end):
                 raise queue.Empty
         return self._samples.popleft()
@@ -579,7 +583,10 @@ def last_checkpoint(output_dir: str | Path) -> str | None:
 
 
 def _metrics(group: RolloutGroup, k: int) -> dict[str, float]:
-    """The metrics that TRL's worker would give to rollout `k` of a group."""
+    """The metrics of rollout `k` of a group, by the names that TRL's worker gives them.
+
+    `reward_std` divides by G - 1 and TRL's worker by G, so this value is a little larger.
+    """
     return {
         "reward": float(group.rewards[k]),
         "reward_std": float(group.rewards.std(ddof=1)) if group.group_size > 1 else 0.0,

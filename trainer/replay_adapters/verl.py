@@ -112,7 +112,7 @@ class _WithPool:
             )
         self._tensors = []
         for name in row.keys() - {*COLUMNS, *_DERIVED}:
-            column = row[name]
+            column = row[name]  # (1, ...), because `row` is a batch of one row
             if isinstance(column, Tensor) and column.dim() > 1 and not column.is_complex():
                 self._tensors.append(name)
         self._checked = True
@@ -122,7 +122,7 @@ class _WithPool:
         group."""
         keys: dict[str, list[str]] = defaultdict(list)
         for key in sorted(batch.keys, key=_place):
-            keys[key.split("_")[0]].append(key)
+            keys[key.split("_")[0]].append(key)  # by uid
         columns = [*COLUMNS, "multi_modal_inputs", *self._tensors]
         rows = tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=columns)
         values = {name: dict(zip(batch.keys, rows[name], strict=True)) for name in columns}
@@ -170,7 +170,7 @@ class _WithPool:
 
     def _fits(self, group: RolloutGroup) -> bool:
         """True if a stored group can stand in verl's batch."""
-        if group.sampled_lengths.min() == 0 or not group.prompt_lengths.all():
+        if group.sampled_lengths.min() == 0 or not group.prompt_lengths.all():  # an empty response or prompt
             return False
         if self._max_prompt_length is not None and group.prompt_lengths.max() > self._max_prompt_length:
             return False
@@ -252,7 +252,7 @@ class _WithPool:
             mask = torch.tensor(group.trained_mask[span], dtype=torch.int64)
             scores = torch.zeros(len(response))
             scores[-1] = float(reward)  # verl has the reward of a response on its last token
-            if "rm_scores" in group.extras:
+            if "rm_scores" in group.extras:  # the group has rewards on other tokens as well: see `_group`
                 scores = torch.tensor(row_of(group, "rm_scores", k))
             row = {
                 "prompts": prompt,

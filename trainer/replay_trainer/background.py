@@ -44,6 +44,7 @@ class HostCopy:
         copied = self._take(tree, "", {}, on_gpu)
         self._copied = None
         if on_gpu:
+            # All copies of one GPU are in its current stream, so the GPU reaches the event after the last of them.
             self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._copied.record(torch.cuda.current_stream(on_gpu[0].device))
         return copied
@@ -65,12 +66,15 @@ class HostCopy:
         if not isinstance(tree, Tensor):
             return tree
         tensor = tree.detach()
+        # Tensors that share memory, such as tied weights, are equal in these four.
         identity = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
-        # All empty tensors have the same address, and share no memory.
+        # An empty tensor is never shared: all empty tensors have the same address, and share no memory.
         if tensor.numel() and identity in shared:
             return shared[identity]
         buffer = self._buffers.get(path)
+        # The first copy of this tensor, or a tensor that has changed its form, needs a new buffer.
         if buffer is None or buffer.shape != tensor.shape or buffer.dtype != tensor.dtype:
+            # Only into pinned memory can a GPU copy while the CPU goes on (`non_blocking`).
             buffer = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
             self._buffers[path] = buffer
         assert buffer.device.type == "cpu", buffer.device
@@ -89,7 +93,7 @@ class BackgroundTask:
         # Python waits for this thread before it exits, so a write is always finished.
         self._thread = ThreadPoolExecutor(1, name)
         self._work: Future[object] | None = None
-        """The newest function, running or ended. None: there was none, or `take_error` has returned its error."""
+        """The newest function, running or ended. None: there was none, or `take_error` was called after its end."""
 
     def start(self, function: Callable[[], object]) -> None:
         """Starts the function. The function before it must have ended: call `wait` first."""
@@ -97,16 +101,22 @@ class BackgroundTask:
         self._work = self._thread.submit(function)
 
     def wait(self, only_while: Callable[[], bool] = lambda: True) -> bool:
-        """Waits until the function has ended, or `only_while` returns False. Returns True if the function has ended."""
-        # The wait is cut into half seconds, because Python handles a signal that arrives just before a wait only after
-        # that wait.
+        """Waits until the function has ended, or until `only_while`, which is called every half second, returns False.
+
+        Returns True if the function has ended, or if there was none.
+        """
+        # The wait is cut into half seconds also because Python handles a signal that arrives just before a wait only
+        # after that wait.
         while self._work is not None and not wait([self._work], 0.5).done:
             if not only_while():
                 return False
         return True
 
     def take_error(self) -> BaseException | None:
-        """The error of the function; None: the function is running, or has succeeded. A second call returns None."""
+        """The error of the newest function. None: there is no function, it is running, or it has succeeded.
+
+        Returns each error only once.
+        """
         if self._work is None or not self._work.done():
             return None
         error = self._work.exception()
@@ -201,6 +211,7 @@ class ServerWaits:
         self._suppliers = suppliers
         self._limit = limit
         self._check_wait = look
+        """The parameter `look`. It may end a wait. The method `_look` asks the server for the reason of a wait."""
         self._deserted = ""
         """The reason why no groups will come; "": groups may come."""
         self._lock = threading.Lock()
@@ -217,7 +228,8 @@ class ServerWaits:
         """True if the server did not answer the last check."""
 
     def watch(self, batches: Iterator[Any]) -> Iterator[Any]:
-        """Yields `batches`, and logs every long wait for one.
+        """Yields `batches`, and logs every long wait for one. After an error, `batches` must be able to go on: unlike a
+        generator, a `Sampler` can.
 
         Raises the errors of `batches`, except for a deadline that passes while the server is away. In that case, waits
         for the server as long as the timeout of the client says, and then raises ServerUnavailableError. With
@@ -225,6 +237,7 @@ class ServerWaits:
         """
         while True:
             self._deserted = ""
+            # `looking`: the client calls `_check_wait` every second in which this thread waits for the server.
             with self.waiting("for groups"), looking(self._check_wait):
                 batch = self._next(batches)
             if batch is None:
@@ -255,9 +268,9 @@ class ServerWaits:
             with self._lock:
                 ended = self._wait
                 self._wait = None
-                if ended is not None:
+                if ended is not None:  # None: two threads waited, and the other thread has ended the wait
                     _, log = ended
-                    log.go_on()
+                    log.go_on()  # logs that the trainer goes on, if a line about this wait was logged
 
     def _next(self, batches: Iterator[Any]) -> Any:
         """The next batch; None: there are no more. See `watch` for the errors."""
@@ -271,12 +284,17 @@ class ServerWaits:
                 except ReplayError:
                     self._client.policy()  # waits for the server, and raises ServerUnavailableError after the timeout
                     continue
+                # The server answers, so there were no groups.
                 if self._suppliers is None:
                     raise over(self._limit, error) from None
+                # Raises DeadlineExceededError if no more groups will come. Otherwise the wait goes on.
                 self._deserted = self._suppliers.check()
 
     def _watch(self) -> None:
-        """Checks and logs the waits. Runs in a thread of its own, because the trainer's thread is blocked."""
+        """Checks and logs the waits. Runs in a thread of its own, because the trainer's thread is blocked.
+
+        Returns when two checks in a row find no wait.
+        """
         now = self._wait
         while True:
             time.sleep(min(self._look_seconds, self._seconds))
@@ -286,18 +304,19 @@ class ServerWaits:
                 if before is None and now is None:
                     self._watched = False
                     return
-            if now is None or now is not before:  # no wait, or a wait that is shorter than the time between two checks
+            if now is None or now is not before:  # no wait, or a wait that began after the check before
                 continue
             what, log = now
             reason, is_news = self._look()
             with self._lock:
-                if self._wait is now:  # otherwise it ended during the check
+                if self._wait is now:  # otherwise the wait ended while `_look` asked the server
                     log.wait(f"waiting {what}: {reason}", is_news=is_news)
 
     def _look(self) -> tuple[str, bool]:
         """The reason for the wait, and True if it is news: the server is gone, answers again, or was restarted."""
         try:
             tables = [self._table] if self._table else []
+            # Longer than the time between two checks: a busy server that answers late is not gone.
             info = self._client.server_info(tables=tables, timeout=5 * self._look_seconds)
         except ReplayError as error:
             was_gone = self._gone

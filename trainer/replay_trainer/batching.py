@@ -48,6 +48,7 @@ class Rollouts:
     def __init__(self, mask_BT: Tensor, rollout_B: Ints) -> None:
         """mask_BT: (B, T) bool. rollout_B: the rollout of each row, ascending."""
         self._source_BT = mask_BT
+        # A rollout begins at each row whose rollout differs from that of the row before; -1 is no rollout.
         self.first_J = np.flatnonzero(np.diff(rollout_B, prepend=-1))
         """The first row of each of the J rollouts."""
         self.joins = self.first_J.size < rollout_B.size
@@ -58,6 +59,7 @@ class Rollouts:
             num_rows_J = np.diff(self.first_J, append=rollout_B.size)
             # For each row, the index of its rollout among the J rollouts here.
             index_B = torch.from_numpy(np.repeat(np.arange(self.first_J.size), num_rows_J))
+            # The number of tokens to train on in each rollout, over all its rows.
             tokens_J = mask_BT.new_zeros(self.first_J.size, dtype=torch.int64)
             tokens_J.index_add_(0, index_B.to(mask_BT.device), mask_BT.sum(dim=1))
             # The tokens to train on move to the first columns, so the mask of a rollout is True there.
@@ -172,7 +174,7 @@ class Batch:
         for name, value in vars(self).items():
             if value is None:
                 continue
-            # The letters after the last "_" of a name are the axes.
+            # The letters after the last "_" of a name are the axes. Fields without axis B, such as prompts, stay whole.
             if name.endswith("_BT"):
                 chosen[name] = value[index, :longest]
             elif name.endswith("_B"):
@@ -250,10 +252,11 @@ def to_batch(
     # The index of the first rollout of each group, counted over the batch.
     first_rollout_U = np.cumsum(sizes_U) - sizes_U
     group_B = np.repeat(np.arange(len(groups)), sequences_U).astype(np.int64)
+    # `rollouts_U` has for each group the rollouts of its sequences, counted from 0 in the group.
     rollout_B = _joined(rollouts_U, np.int64) + first_rollout_U[group_B]
     prompt_lengths_U = np.array([group.prompt_ids.size for group in groups], dtype=np.int64)
     completion_lengths_B = _joined([group.completion_lengths for group in groups], np.int64)
-    shape = (len(group_B), max(int(completion_lengths_B.max(initial=0)), 1))
+    shape = (len(group_B), max(int(completion_lengths_B.max(initial=0)), 1))  # (B, T)
     inside_BT = np.arange(shape[1]) < completion_lengths_B[:, None]  # False for padding
 
     def in_rows(arrays_U: Sequence[npt.NDArray[Any]], dtype: npt.DTypeLike) -> Tensor:
@@ -266,9 +269,9 @@ def to_batch(
     if mask_truncated:
         ended_J: list[bool] = []  # False for rollouts that the length limit cut off
         for group in groups:
-            reasons = group.finish_reasons or [""] * group.group_size
+            reasons = group.finish_reasons or [""] * group.group_size  # without reasons, nothing counts as cut off
             ended_J += [reason != "length" for reason in reasons]
-        mask_BT &= torch.tensor(ended_J, device=device)[rollout_B, None]
+        mask_BT &= torch.tensor(ended_J, device=device)[rollout_B, None]  # (B, 1): one value for a whole row
     advantages_U = advantages or [group.advantages for group in groups]
     advantages_J = _joined(advantages_U, np.float32)
     token_advantages_BT = None
@@ -353,7 +356,7 @@ def why_no_teacher(group: RolloutGroup, column: str) -> str:
             f"log-probability for each of the {group.num_tokens} tokens of completion_ids, with the axis 'token'"
         )
     values_T = values.astype(np.float32)
-    # A comparison with NaN is False, so the first line finds NaN as well.
+    # A comparison with NaN is False, so the first line finds NaN as well. MAX_LOGPROB is 0 with room for rounding.
     wrong_T = group.trained_mask & ~(np.abs(values_T) <= MAX_VALUE)
     wrong_T |= group.trained_mask & (values_T > MAX_LOGPROB)
     if wrong_T.any():
@@ -389,6 +392,7 @@ def _packed_parts(batch: Batch, max_tokens: int) -> Iterator[list[int]]:
     tokens = 0
     for row, shared in zip(shared_prefixes.order_B.tolist(), shared_prefixes.shared_B.tolist(), strict=True):
         length = int(lengths_B[row])
+        # In a micro-batch that has rows, this row adds only the tokens that it does not share.
         if rows and tokens + length - shared > max_tokens:
             yield rows
             rows = []
@@ -405,6 +409,7 @@ def _padded_parts(batch: Batch, max_tokens: int) -> Iterator[list[int]]:
     """The rows of each micro-batch, longest first. All rows of a micro-batch are padded to its first row."""
     lengths_B = batch.completion_lengths_B + batch.prompt_lengths_U[batch.group_B]
     rows: list[int] = []
+    # `rows[0]` is the longest row of its micro-batch, so it sets the length of all of them.
     for row in np.argsort(-lengths_B, kind="stable").tolist():
         if rows and (len(rows) + 1) * int(lengths_B[rows[0]]) > max_tokens:
             yield rows
@@ -429,19 +434,20 @@ def packed_input(batch: Batch) -> ModelInput:
     # For each token of the current sequence, its index in the packed row. The tokens that the sequence shares with the
     # sequence before it keep their indices.
     indices_S = np.zeros(int(lengths_B.max(initial=0)), np.int64)
-    end = 0
+    end = 0  # the tokens of the packed row so far
+    # `shared`: the number of first tokens of the sequence that the sequence before it has put into the row already.
     for row, shared in zip(shared_prefixes.order_B.tolist(), shared_prefixes.shared_B.tolist(), strict=True):
         group = batch.group_B[row]
-        inputs = int(lengths_B[row])
-        length = int(batch.completion_lengths_B[row])
-        prompt = int(batch.prompt_lengths_U[group])
+        inputs = int(lengths_B[row])  # the tokens that the model reads
+        length = int(batch.completion_lengths_B[row])  # the tokens of the completion, with the last one
+        prompt = int(batch.prompt_lengths_U[group])  # the tokens of the shared prompt
         ids = np.concatenate((prompts[group, :prompt], completions[row, : inputs - prompt]))
         tokens.append(ids[shared:])
         positions.append(np.arange(shared, inputs))
         indices_S[shared:inputs] = np.arange(end, end + inputs - shared)
         end += inputs - shared
-        # The token before a token predicts it. Nothing predicts the first token of a row without a shared prompt, which
-        # is a token of a context.
+        # Completion token t is predicted by the token before it, at position prompt - 1 + t of the sequence. Without a
+        # shared prompt, nothing predicts token 0. It is a token of a context, which the mask leaves out.
         first = 0 if prompt else 1
         predicts_BT[row, first:length] = indices_S[prompt - 1 + first : prompt - 1 + length]
 
@@ -478,7 +484,8 @@ def padded_input(batch: Batch) -> ModelInput:
         input_ids_RS[row, :prompt] = prompts[group, :prompt]
         input_ids_RS[row, prompt:length] = completions[row, : length - prompt]
     columns_S = np.arange(S)
-    # The last token of each prompt predicts the first token of the completion: its position in the flattened (R S).
+    # For each row, the position in the flattened (R S) of the last token of the prompt, which predicts the first token
+    # of the completion. Completion token t is predicted t positions later. The mask leaves out the padding.
     first_B = np.arange(R) * S + prompts_B - 1
     predicts_BT = torch.from_numpy(first_B[:, None] + np.arange(batch.mask_BT.shape[1]))
 
@@ -595,13 +602,14 @@ def to_padded(groups: Sequence[RolloutGroup], device: torch.device | str = "cpu"
     a temperature not above 0.
     """
     batch = to_batch(groups, "cpu")
+    # For each row: the tokens of the prompt together with the context, and the tokens after the context.
     prompts_B = _joined([group.prompt_lengths for group in groups], np.int64)
     lengths_B = _joined([group.sampled_lengths for group in groups], np.int64)
     P = int(prompts_B.max(initial=1))
     T = max(int(lengths_B.max(initial=1)), 1)
     prompt_mask_BP = torch.from_numpy(np.arange(P) >= P - prompts_B[:, None])
     prompt_ids_BP = torch.zeros(prompt_mask_BP.shape, dtype=torch.int64)
-    prompts: list[npt.NDArray[Any]] = []
+    prompts: list[npt.NDArray[Any]] = []  # of each row, with its context
     for group in groups:
         prompts += group.prompts()
     prompt_ids_BP[prompt_mask_BP] = torch.from_numpy(_joined(prompts, np.int64))
@@ -649,7 +657,7 @@ def from_padded(padded: PaddedBatch, **fields: Any) -> list[RolloutGroup]:
     tokens.
     """
     host = {name: tensor.detach().cpu().numpy() for name, tensor in vars(padded).items() if tensor is not None}
-    host.setdefault("rollout_B", np.arange(len(host["group_B"])))
+    host.setdefault("rollout_B", np.arange(len(host["group_B"])))  # without this tensor, each row is a rollout
     _check(host)
     completion_mask_BT = host["completion_mask_BT"]
     prompts_B = _rows(host["prompt_ids_BP"], host["prompt_mask_BP"])
@@ -662,14 +670,15 @@ def from_padded(padded: PaddedBatch, **fields: Any) -> list[RolloutGroup]:
         first = int(rows[0])
         end = int(rows[-1]) + 1
         temperatures = set(host["temperature_B"][rows].tolist())
+        # If other rows lie between the first row and the last row of the group, the span has more rows than the group.
         if end - first != rows.size or len(temperatures) > 1:
             raise ValueError(f"the rows of group {index} must follow one another and have one temperature")
-        # The first row of each rollout of the group, and its number of rows.
+        # For each rollout of the group: its first row, and its number of rows.
         first_G = first + np.flatnonzero(np.diff(host["rollout_B"][rows], prepend=-1))
         counts_G = np.diff(first_G, append=end)
         loss_masks: list[npt.NDArray[Any]] | None = masks_B[first:end]
         if all(mask.all() for mask in masks_B[first:end]):
-            loss_masks = None
+            loss_masks = None  # a group without masks trains on all its sampled tokens
         sampling = {"temperature": temperatures.pop(), **fields.get("sampling", {})}
         group = group_from_rows(
             prompts=prompts_B[first:end],
@@ -704,8 +713,9 @@ def _with_token_advantages(group: RolloutGroup, host: Mapping[str, npt.NDArray[A
 def _check(host: dict[str, npt.NDArray[Any]]) -> None:
     """Raises ValueError unless the shapes agree, every mask is one run of tokens in each row, and the rows of a rollout
     are adjacent and agree. Makes the masks of `host` bool."""
-    sizes: dict[str, int] = {}
+    sizes: dict[str, int] = {}  # by letter of an axis: its size in the first tensor with this axis
     for name, array in host.items():
+        # The letters after the last "_" of a name are the axes.
         for axis, size in zip(name.rpartition("_")[2], array.shape, strict=True):
             if sizes.setdefault(axis, size) != size:
                 raise ValueError(f"{name} has shape {array.shape}, and {axis} is {sizes[axis]} in the tensors before")
@@ -722,6 +732,7 @@ def _check(host: dict[str, npt.NDArray[Any]]) -> None:
     host["loss_mask_BT"] = host["loss_mask_BT"].astype(np.bool_)
     first_J = np.flatnonzero(np.diff(host["rollout_B"], prepend=-1))
     rollout_B = host["rollout_B"]
+    # A rollout whose rows are not adjacent begins at several rows.
     if np.unique(rollout_B[first_J]).size < first_J.size:
         raise ValueError("rollout_B: the rows of a rollout must follow one another")
     for name in ("group_B", "rewards_B", "advantages_B"):

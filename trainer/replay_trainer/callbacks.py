@@ -150,6 +150,7 @@ class ProgressDisplay(Callback):
             self._bar.start()
 
     def on_step(self, trainer: Run, report: StepReport) -> None:
+        """Moves the bar to this step, or prints a line if the console is no terminal."""
         metrics = report.metrics
         text = (
             f"fresh reward {metrics['fresh/reward_mean']:.3f}, replaced {metrics['replay/groups_replaced']:.0f}, "
@@ -184,7 +185,7 @@ class TensorBoard(Callback):
                 self._writer.add_scalar(name, value, int(report.metrics["step"]))
 
     def on_end(self, trainer: Run) -> None:
-        if self._writer is not None:
+        if self._writer is not None:  # None: `on_start` has failed or was not called
             self._writer.close()
 
 
@@ -201,6 +202,7 @@ class WeightsAndBiases(Callback):
         self._run: Any = None
 
     def on_start(self, trainer: Run, version: int) -> None:
+        """Begins a run of W&B, or continues the run that `_run_id` names."""
         import wandb
 
         # When the process ends, wandb ends the run once more. Without this setting, it would then wait without limit.
@@ -215,7 +217,7 @@ class WeightsAndBiases(Callback):
         self._run.log({name: value for name, value in report.metrics.items() if math.isfinite(value)})
 
     def on_end(self, trainer: Run) -> None:
-        if self._run is not None:
+        if self._run is not None:  # None: `on_start` has failed or was not called
             self._run.finish()
 
     def _run_id(self, trainer: Run) -> str:
@@ -247,6 +249,7 @@ class Forgiving(Callback):
         self._started = False
         """True if the callback has started, and no call took too long. Otherwise it is not called again."""
         self._warned = False
+        """True once an error of the callback was logged."""
 
     def on_start(self, trainer: Run, version: int) -> None:
         with self._forgiving():
@@ -306,19 +309,22 @@ class StepSpans(Callback):
         self._propagator = TraceContextTextMapPropagator()
 
     def on_step(self, trainer: Run, report: StepReport) -> None:
+        """Makes the span of a step that has just ended, with a link to the span of each of its groups."""
         metrics = report.metrics
         end = time.time_ns()
         links = []
         for sample in report.samples:
+            # The trace context of the span that generated the group, if its generator was traced.
             parent = sample.group.meta.get(TRACEPARENT)
             if isinstance(parent, str):
                 context = self._propagator.extract({TRACEPARENT: parent})
                 span_context = self._trace.get_current_span(context).get_span_context()
                 links.append(self._trace.Link(span_context, {"replay.key": str(sample.info.key)}))
+        # By attribute of the span, the metric with its value.
         names = {"replay.step": "step", "replay.loss": "train/loss", "replay.replaced": "replay/groups_replaced"}
         span = self._tracer.start_span(
             "replay.train_step",
-            start_time=end - int(1e9 * metrics["time/step"]),
+            start_time=end - int(1e9 * metrics["time/step"]),  # seconds to nanoseconds
             links=links,
             attributes={name: metrics[field] for name, field in names.items() if field in metrics},
         )
@@ -331,7 +337,7 @@ def reporters(config: GRPOConfig) -> list[Callback]:
     folder = Path(config.output_dir)
     console = Console(stderr=True)
     report_to = config.report_to
-    if report_to is None:
+    if report_to is None:  # the defaults, as far as they are installed
         wanted = ["tensorboard"]
         if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_MODE"):
             wanted.append("wandb")
@@ -415,6 +421,7 @@ def completion_table(rows: Sequence[dict[str, Any]]) -> Table:
 
 def append_lines(path: Path, lines: Sequence[Mapping[str, Any]]) -> None:
     """Appends lines of JSON; numbers that are not finite become null."""
+    # `writing`: an error, such as that of a full disk, names the file.
     with writing(path), path.open("a") as file:
         for line in lines:
             values = {
@@ -430,6 +437,6 @@ def truncate_lines(path: Path, last_step: int) -> None:
     if not path.exists():
         return
     kept = path.with_name(path.name + ".tmp")
-    kept.unlink(missing_ok=True)
+    kept.unlink(missing_ok=True)  # a killed run may have left it
     append_lines(kept, [line for line in read_metrics(path) if line["step"] <= last_step])
     os.replace(kept, path)

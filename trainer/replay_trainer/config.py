@@ -53,6 +53,7 @@ class LossConfig:
     of its rollout nor on how the rollout is cut into sequences."""
 
     def __post_init__(self) -> None:
+        """Refuses an unknown loss type, and a loss type without the constant that it needs."""
         if ":" not in self.loss_type and self.loss_type not in BUILT_IN_LOSSES:
             built_in = ", ".join(map(repr, BUILT_IN_LOSSES))
             raise ValueError(f"loss_type must be {built_in} or 'package.module:function', not {self.loss_type!r}")
@@ -81,7 +82,7 @@ class Teacher:
 def _correction_of(value: Any) -> Any:
     """A CorrectionConfig from the name of a preset, or from a table of a configuration file. Other values stay as they
     are; pydantic then refuses all but a CorrectionConfig."""
-    if isinstance(value, str):
+    if isinstance(value, str):  # the name of a preset
         if value not in PRESETS:
             raise ValueError(f"there is no preset {value!r} of correction; there are {', '.join(PRESETS)}")
         return PRESETS[value]()
@@ -269,6 +270,7 @@ class GRPOConfig(LossConfig):
     """A torch device; auto: the cuda device of this rank if there is one, else cpu."""
 
     def __post_init__(self) -> None:
+        """Refuses settings that do not fit together. Pydantic has checked each setting by itself."""
         if self.fresh_groups_per_step < 1:
             raise ValueError(
                 f"groups_per_step={self.groups_per_step} with replay_share={self.replay_share} leaves no fresh group: "
@@ -279,7 +281,7 @@ class GRPOConfig(LossConfig):
         if (self.publish == "delta" or self.weights_url) and not has_own_weights_dir:
             raise ValueError("publish='delta' and weights_url need a weights_dir that is not output_dir")
         LossConfig.__post_init__(self)
-        if self.loss_type not in BUILT_IN_LOSSES:
+        if self.loss_type not in BUILT_IN_LOSSES:  # a function of the user
             if self.correction.objective == "bypass_reinforce":
                 raise ValueError(
                     f"with the objective 'bypass_reinforce' the loss of a token is fixed, and loss_type="
@@ -368,4 +370,4 @@ class GRPOConfig(LossConfig):
             factor = 1 - done
         else:
             factor = (1 + math.cos(math.pi * done)) / 2
-        return self.learning_rate * max(factor, 0.0)
+        return self.learning_rate * max(factor, 0.0)  # the linear factor is below 0 for a step after max_steps

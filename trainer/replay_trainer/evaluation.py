@@ -51,7 +51,7 @@ class TableEvaluation:
             return {}
         draw = partial(self.client.sample, self.table, self.max_groups, min_samples=1, timeout=0.0)
         samples: list[Sample] = []
-        with suppress(DeadlineExceededError):
+        with suppress(DeadlineExceededError):  # the table is empty
             samples = through_restarts(self.client, draw)
         return describe_groups([GroupFacts.of(sample) for sample in samples if _has_rewards(sample)])
 
@@ -97,6 +97,7 @@ class PromptEvaluation:
             raise ValueError("an evaluation of prompts needs whole weights: leave out fsdp, or use a table")
         own_prompts = self.prompts[ranks.index :: ranks.size]
         completed = self._complete(trainer, own_prompts)
+        # `run` runs the coroutine to its end, and guards against what users' reward functions may do.
         scored = user_code.run(self._score(own_prompts, [text for text, _, _ in completed]))
         rewards = [reward for reward in scored if not math.isnan(reward)]
         lengths = sum(length for _, length, _ in completed)
@@ -114,6 +115,7 @@ class PromptEvaluation:
     async def _score(self, prompts: Sequence[Prompt], texts: Sequence[str]) -> list[float]:
         """The reward of one completion for each prompt; NaN: every reward function abstained."""
         scorer = Scorer(self.reward)
+        # For each prompt: the (1,) totals, and the rewards of each function by its name.
         scored = [await scorer.score(prompt.row, [text]) for prompt, text in zip(prompts, texts, strict=True)]
         return [float(total[0]) for total, _ in scored]
 
@@ -136,10 +138,11 @@ class PromptEvaluation:
         batch_size = self.batch_size if takes_positions else 1
         try:
             for start in range(0, len(prompts), batch_size):
-                beat()
+                beat()  # tells a health check that the trainer is working
                 batch = prompts[start : start + batch_size]
                 ids = [_known_ids(trainer, prompt, template) for prompt in batch]
                 for completion in self._generate(model, ends, ids):
+                    # The indices of the end tokens. Tokens after the first of them do not count.
                     stops = [index for index, token in enumerate(completion) if token in ends]
                     length = stops[0] + 1 if stops else len(completion)  # the end is a token of the completion
                     text = text_of(tokenizer, completion[:length], skip_special_tokens=True)
@@ -192,7 +195,8 @@ def _generation_config(model: Any, config: GenerationConfig) -> Iterator[None]:
 
 
 def _template_of_generators(client: ReplayClient) -> Mapping[str, Any]:
-    """Arguments of the chat template that the generators report. If generators differ: the arguments of the first."""
+    """Arguments of the chat template that the generators report. If generators differ: the arguments of the first, with
+    a warning. No arguments if no generator is connected."""
     client_settings = through_restarts(client, client.server_info).settings_of("generator")
     templates = []
     for _, settings in client_settings:

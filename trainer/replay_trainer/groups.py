@@ -153,7 +153,7 @@ class Inspector:
     def _refuse_scaling(self, sample: Sample, table: str) -> None:
         """If the trainer would scale advantages that a user's function has computed, notes the error that the next
         `end_draws` raises."""
-        function = sample.group.meta.get(ADVANTAGES_BY)
+        function = sample.group.meta.get(ADVANTAGES_BY)  # its name, if a user's function computed the advantages
         if not isinstance(function, str):
             return
         reason = why_scaled_again(self.scale, function)
@@ -188,6 +188,7 @@ class Inspector:
         high, or if the trainer would scale advantages of a user's function.
         """
         self.delete()
+        # For each rank: (number of groups drawn, bad groups, error to raise or "").
         parts = self.ranks.all((self._drawn, self._unusable, self._refusal))
         for _, _, refusal in parts:
             if refusal:
@@ -196,7 +197,7 @@ class Inspector:
         self._unusable = []
         unusable = [group for _, groups, _ in parts for group in groups]
         self._recent.append((sum(drawn for drawn, _, _ in parts), len(unusable)))
-        # Keep the fewest recent steps that have RECENT_GROUPS draws together.
+        # Forget the oldest steps as long as the other steps have RECENT_GROUPS draws together.
         while sum(drawn for drawn, _ in self._recent) - self._recent[0][0] >= RECENT_GROUPS:
             self._recent.popleft()
         drawn = sum(drawn for drawn, _ in self._recent)
@@ -226,19 +227,19 @@ class Inspector:
 
     def delete(self) -> None:
         """Deletes the bad groups in `_undeleted` from the tables that they were drawn from, and from the pool."""
-        # A fresh group may enter the pool only after this call, when the server learns that its batch arrived. So the
-        # next step deletes the group from the pool once more. Until then `bad_keys` keeps it from being drawn.
+        # The groups to delete once more, in the next step: a fresh group may enter the pool only after this call, when
+        # the server learns that its batch arrived. Until then `bad_keys` keeps the group from being drawn.
         again = {key: self.pool for key, table in self._undeleted.items() if table != self.pool}
         tables = set(self._undeleted.values())
         if self._undeleted:
             tables.add(self.pool)
         for table in tables:
-            # All bad groups for the pool; for another table, the bad groups that were drawn from that table.
+            # From the pool, delete all bad groups; from another table, those that were drawn from it.
             keys = [key for key, source in self._undeleted.items() if table in (source, self.pool)]
             try:
                 self.client.delete(table, keys)
             except TableNotFoundError:
-                # There may be no pool: a run that replaces nothing needs none. Then there is nothing to delete again.
+                # There may be no pool: a run that replaces nothing needs none. Nothing is deleted again then.
                 again = {}
         self._undeleted = again
 
@@ -255,7 +256,7 @@ def why_unusable(sample: Sample, limits: ModelLimits = ModelLimits()) -> str:  #
     known."""
     try:
         group = sample.group
-    except ValueError as error:
+    except ValueError as error:  # the payload is no group
         is_unscored = bytes(sample.payload[: len(_UNSCORED_MAGIC)]) == _UNSCORED_MAGIC
         return UNSCORED if is_unscored else str(error)
     if not group.prompt_lengths.all():
@@ -429,7 +430,8 @@ class ZeroVarianceReplacer:
         missing = zero_variance[len(drawn) :]
         dropped = missing if self.on_empty == "drop" else []
 
-        # By place in the batch: the sample there, after the replacement. `order`: the places that are not dropped.
+        # By place in the batch: the sample there, after the replacement. `order`: the places that are not dropped, in
+        # ascending order.
         sample_at = dict(enumerate(samples))
         sample_at.update(zip(replaced, drawn, strict=True))
         order = [i for i in sample_at if i not in dropped]
@@ -457,6 +459,7 @@ class ZeroVarianceReplacer:
         counts["groups_added"] += len(drawn)
         samples = [*taken.samples, *drawn]
         replaced = [*taken.replaced, *range(len(taken.samples), len(samples))]
+        # The function of dataclasses, and not the method above.
         return replace(taken, samples=samples, replaced=replaced, counts=counts)
 
     def update_priorities(self, trust: Mapping[int, float], samples: Sequence[Sample]) -> int:
@@ -483,7 +486,9 @@ class ZeroVarianceReplacer:
         chosen: list[Sample] = []
         if self.inspector is not None:
             exclude = exclude | self.inspector.bad_keys
+        # In the place of drawn samples that cannot be used, the loop draws others. It draws no key twice.
         while (missing := count - len(chosen)) > 0:
+            # With `wait`, a draw waits for all missing samples. Without `wait`, it takes at least 1 sample or fails.
             bounds: dict[str, Any] = {"min_samples": missing, "timeout": self.timeout}
             if not wait:
                 bounds = {"min_samples": 1, "timeout": 0.0}
@@ -499,7 +504,8 @@ class ZeroVarianceReplacer:
             if self.inspector is not None:
                 drawn = self.inspector.usable(drawn, self.table)
             for sample in drawn:
-                # Other writers may have inserted groups without a gradient into the pool.
+                # Not every group of the pool can be used: other writers may have inserted groups without a gradient,
+                # and groups grow stale in the pool.
                 if is_stale(sample.group, self.oldest_version):
                     counts["groups_too_stale"] += 1
                 elif not self.informs(sample):
@@ -563,6 +569,8 @@ class GroupSource:
         # One scope for all draws of a step: the server gives no two ranks the same group.
         scope = f"{self.run}/step-{step}"
         with self._unless_stopped():
+            # `stopping.wait` makes a call on every rank, and a stop ends its wait on every rank.
+            # `taken.fresh` are all `samples` here: only with "dynamic", `collect` leaves some of them out.
             if self.config.zero_variance == "replace":
                 keys = self._keys(taken)
                 taken = self.stopping.wait(partial(self.replacer.replace, taken.fresh, scope, keys))
@@ -593,7 +601,7 @@ class GroupSource:
         size = self.config.fresh_groups_per_step // self.ranks.size
         # All tokens of a group that an earlier step left may have become stale since then.
         chosen = [sample for sample in self.left if self.replacer.informs(sample)]
-        outdated = len(self.left) - len(chosen)
+        outdated = len(self.left) - len(chosen)  # they count as stale, and as dropped
         fresh = list[Sample]()
         for _ in range(self.config.max_dynamic_batches):
             if len(chosen) >= size:

@@ -119,7 +119,7 @@ class GRPOTrainer:
         self.ranks.copy_from_first(self.policy)  # all ranks start from the same weights
         self.reference: LogprobModel | None = None
         if config.beta > 0:
-            # The base model under an adapter never changes, so it needs no copy.
+            # The base model under an adapter never changes, so it needs no copy: `Passes` switches the adapter off.
             self.reference = self.policy if self.adapter else copy.deepcopy(self.policy).requires_grad_(False)
         self.partitioned = config.fsdp and self.ranks.size > 1
         """True if each rank holds only a part of the weights."""
@@ -128,6 +128,7 @@ class GRPOTrainer:
                 raise ValueError("with fsdp no rank has the whole base to add the adapter to: leave merge_adapter off")
             for module in dict.fromkeys((self.policy, self.reference)):  # with an adapter, both are the same module
                 if module is not None:
+                    # `_no_split_modules`: the names of the classes of the model's layers.
                     partition(module, self.model._no_split_modules or (), self.device, config.bf16)
         self.optimizer: torch.optim.Optimizer = torch.optim.AdamW(
             [parameter for parameter in self.policy.parameters() if parameter.requires_grad],
@@ -175,6 +176,7 @@ class GRPOTrainer:
         self._is_first_step = True
         """True until a step has drawn its groups."""
         self._length_ratio = LengthRatio(whole=True)
+        """Replaced by `train`, which knows whether the run begins now."""
         self._bad: list[BadGroup] = []
         """The groups of the current step that could not be trained on, over all ranks."""
 
@@ -231,6 +233,7 @@ class GRPOTrainer:
             raise
         finally:
             self.publication.close()
+            # `leases.requeue` requeues the groups that no training checkpoint contains, and returns all held keys.
             self.inspector.requeued(leases.requeue(), config.rollouts_table)
             for callback in self.callbacks:
                 callback.on_end(self)
@@ -297,7 +300,7 @@ class GRPOTrainer:
             # bring groups.
             watched = suppliers.Suppliers(self.client)
             seconds = suppliers.LOOK_SECONDS
-        limit = f"sample_timeout = {seconds:g} s"
+        limit = f"sample_timeout = {seconds:g} s"  # for an error that only a run with sample_timeout raises
         quiet = not self.ranks.is_first
         look = self._stopping.look
         self._waits = ServerWaits(self.client, table, quiet=quiet, suppliers=watched, limit=limit, look=look)
@@ -307,7 +310,7 @@ class GRPOTrainer:
             prefetch=config.prefetch,
             timeout=seconds,
             lease=config.lease,
-            on_lease=leases.expect,
+            on_lease=leases.expect,  # the client calls it for each batch before the lease of the batch begins
         ) as stream:
 
             def fresh() -> Iterator[list[Sample]]:
@@ -335,7 +338,7 @@ class GRPOTrainer:
         limit = self.config.replay_max_drift
         if limit is None:
             return taken
-        stored = [taken.samples[i].group for i in taken.replaced]
+        stored = [taken.samples[i].group for i in taken.replaced]  # the groups from the pool
         batch = self._to_batch(stored, range(len(stored)))
         try:
             drifts = group_drifts(batch, self.passes.logprobs(batch))
@@ -377,7 +380,10 @@ class GRPOTrainer:
 
     def _train_on(self, step: int, taken: Replacement) -> TrainedStep:
         """Makes all updates of one step. The metrics are those of the last update. Raises StepFailure if groups make an
-        update fail."""
+        update fail.
+
+        The first update computes `old_BT`, and the later updates compare with it.
+        """
         for group in self.optimizer.param_groups:
             group["lr"] = self.config.learning_rate_at(step)
         batch = self._to_batch(taken.groups, taken.replaced)
@@ -414,14 +420,14 @@ class GRPOTrainer:
         reason = f"step {step} failed: {failure.reason}"
         if failure.alone:
             self._note_bad(taken, bad, reason)
-            self.inspector.delete()
+            self.inspector.delete()  # `end_draws` would wait for the other ranks, which wait inside the pass
             keys = ", ".join(str(taken.samples[i].info.key) for i in bad)
             raise RuntimeError(
                 f"{reason}. A rank with partitioned weights cannot leave a step alone, so the run stops here. The "
                 f"groups {keys} are rejected and deleted: continue with resume=True"
             ) from failure
         self.publication.probe()  # raises FloatingPointError if the weights are at fault
-        if not any(self.ranks.all(bool(bad))):
+        if not any(self.ranks.all(bool(bad))):  # no rank knows which groups are at fault
             bad = range(len(taken.samples))
             reason += ", and no group stands out, so the step does without all of them"
         if not any(self.ranks.all(bool(bad))):  # the step had no groups on any rank
@@ -497,6 +503,7 @@ class GRPOTrainer:
             for i, facts in enumerate(part.trained):
                 source = "replayed" if i in part.replaced else "fresh"
                 trained.append(_named(facts) | {"source": source, "rank": rank})
+        # The groups that are in one of the other two lists, and so not in "left_out".
         used = {group["key"] for group in trained} | {group.key for group in self._bad}
         return {
             "step": step,
@@ -534,7 +541,8 @@ class GRPOTrainer:
         samples = trained.taken.samples
         batch = trained.batch
         correction = correct_batch(batch, trained.old_BT, self.config.correction)
-        # The sum of min(w, 1) over the tokens of each rollout. Below, divided by their number for each group.
+        # The sum of min(w, 1) over the tokens of each rollout. The loop below adds up the sums of the rollouts of a
+        # group, and divides by the number of their tokens.
         trust_J = (correction.weights.clamp(max=1) * correction.mask).sum(dim=1).cpu().numpy()
         tokens_J = batch.rollouts.mask_JT.sum(dim=1).cpu().numpy()
         group_J = batch.group_B[batch.rollouts.first_J]

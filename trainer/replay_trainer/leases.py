@@ -64,6 +64,7 @@ class TrainedGroups:
         """The groups of all ranks together."""
         merged = cls()
         for part in parts:
+            # Several ranks may name a batch or a key, because every rank has a copy of `unconfirmed`.
             merged.whole |= part.whole
             merged.part += [key for key in part.part if key not in merged.part]
         return merged
@@ -167,10 +168,11 @@ class GroupLeases:
     def trained(self, left: Sequence[Sample] = ()) -> TrainedGroups:
         """The groups of all steps so far, for a training checkpoint. `left`: drawn groups that only later steps use."""
         unused = {sample.info.key for sample in left}
-        groups = TrainedGroups.of_ranks([self.unconfirmed])  # a copy
+        # The checkpoint also names the unconfirmed groups of earlier checkpoints. `of_ranks` makes a copy here.
+        groups = TrainedGroups.of_ranks([self.unconfirmed])
         with self._lock:
             for lease, keys in self._held.items():
-                if unused.isdisjoint(keys):
+                if unused.isdisjoint(keys):  # the steps so far have used the whole batch
                     groups.whole[lease] = keys
                 else:
                     groups.part += [key for key in keys if key not in unused]
@@ -206,6 +208,7 @@ class GroupLeases:
         # `groups.whole` has the unconfirmed batches as well: see `trained`.
         if not groups.whole and not before.part:
             return
+        # The numbers of the leases that no server acknowledged.
         missing = set(self._client.acknowledge(map(_stub, groups.whole)).missing)
         confirmed: set[int] = set()
         # The groups that no lease confirms, with the groups of earlier calls: their keys are tried once more.
@@ -220,12 +223,12 @@ class GroupLeases:
         wanted = late.keys - confirmed
         if wanted:
             consumed = self._client.consume(self.table, sorted(wanted))
-            confirmed |= wanted.difference(consumed.missing)
+            confirmed |= wanted.difference(consumed.missing)  # `missing`: the keys that are not in the table
         self.unconfirmed = late.without(confirmed).newest(MOST_UNCONFIRMED)
         new = late.keys - before.keys
         if new:
-            # A resume acknowledges before this run has a checkpoint of its own. Missing groups are no reason for a
-            # warning then: the server may have lost its items since the checkpoint.
+            # In a resume, no checkpoint of this run is being written yet. Missing groups are no reason for a warning
+            # then: the server may have lost its items since the checkpoint of the earlier run.
             resumes = self._settling is None
             logger.log(
                 logging.INFO if resumes else logging.WARNING,
@@ -249,6 +252,8 @@ class GroupLeases:
             leases += _read(path)
         if leases:
             self._client.acknowledge(map(_stub, leases), requeue=True)
+        # The groups of the checkpoint that may be in the table. Without a rollback, only those in `part` may be there:
+        # their batches have other groups too, and were just requeued.
         contained = sorted(groups.keys) if rolled_back else groups.part
         if contained:
             missing = set(self._client.consume(self.table, contained).missing)
@@ -267,7 +272,8 @@ class GroupLeases:
             self._renewer.close()
         with self._lock:
             held: dict[Lease, list[int]] = {}
-            # The wait for a batch may have ended early, after the lease of the batch had begun on the server.
+            # The wait for a batch may have ended early, after the lease of the batch had begun on the server. The keys
+            # of such a batch are not known.
             for lease in self._coming:
                 held[lease] = []
             held |= self._held
@@ -307,7 +313,7 @@ class GroupLeases:
         leases = {*self._held, *self._coming}
         if not leases:
             self._path.unlink(missing_ok=True)
-        elif leases != self._listed:  # `expect` has listed the lease of a new batch already
+        elif leases != self._listed:  # in `hold` they are equal if `expect` has listed the new lease
             write_whole(self._path, json.dumps(sorted(leases)))
         self._listed = leases
 

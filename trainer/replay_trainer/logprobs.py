@@ -71,7 +71,7 @@ class LogprobModel(nn.Module):
         switch_off_dropout(model)
         self.max_length = fix_frequencies(model, max_length)
         """The length for which the rotary frequencies were chosen; None: they do not depend on a length."""
-        choose_attention(model)
+        choose_attention(model)  # eager for a model that caps its attention scores, because sdpa leaves the cap out
         check_model(model)
         if gradient_checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -142,6 +142,7 @@ class LogprobModel(nn.Module):
         expected_BT, _ = self._run(batch, "logits")
         tolerance = tolerance_of(self.model, expected_BT)
         before = self.model.config._attn_implementation
+        # The quicker route is tried first. `enable_packing` returns False if the model cannot take packed rows.
         routes: list[Route] = ["padded"]
         if packing and self._takes_positions and enable_packing(self.model):
             routes.insert(0, "packed")
@@ -167,6 +168,7 @@ def switch_off_dropout(model: nn.Module) -> None:
     for module in model.modules():
         for name, value in list(vars(module).items()):
             is_dropout = "dropout" in name or (name == "p" and isinstance(module, nn.Dropout))
+            # An attribute that is no float, such as a module, holds no probability.
             if is_dropout and isinstance(value, float):
                 setattr(module, name, 0.0)
 
@@ -180,8 +182,8 @@ def _trial(model: Any) -> Batch:
     def tokens(count: int) -> Any:
         return random.integers(0, vocabulary, count)
 
+    # For each group: the length of its prompt, then the lengths of its completions.
     lengths = [(3, 5, 1, 2), (6, 3, 0, 7)]
-    """For each group: the length of its prompt, then the lengths of its completions."""
     groups = [[tokens(length) for length in group] for group in lengths]
     longest = groups[1][-1]
     # For each further completion: how many of its first tokens are those of `longest`, and how many others follow.
@@ -226,6 +228,7 @@ def _logsum_and_entropy(logits_CV: Tensor, masks: ChunkMasks | None) -> tuple[Te
     mask."""
     if masks is None:
         return _logsum_and_entropy_of(logits_CV)
+    # Rows of tokens without a mask have no meaning in these two.
     masked_logsum_C, masked_entropy_C = _logsum_and_entropy_of(masks.logits_of(logits_CV))
     if masks.all_known:
         return masked_logsum_C, masked_entropy_C
@@ -257,8 +260,9 @@ class _ChosenLogprobs(torch.autograd.Function):
         temperature_N: Tensor,
         masks: TokenMasks | None,
     ) -> tuple[Tensor, Tensor]:
+        """(N,) log-probabilities and (N,) entropies, as in `chosen_logprobs`."""
         device = hidden_NH.device.type
-        ctx.compute = weight_VH.dtype
+        ctx.compute = weight_VH.dtype  # the dtype of the product of hidden states and weight
         if torch.is_autocast_enabled(device):
             ctx.compute = torch.get_autocast_dtype(device)
         N = len(ids_N)
@@ -283,6 +287,10 @@ class _ChosenLogprobs(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient_N: Tensor, _entropy: Tensor) -> tuple[Tensor | None, ...]:
+        """The gradients of hidden, weight and bias, if they are needed, and None for the other inputs of `forward`.
+
+        `gradient_N`: the gradient of the loss with respect to the log-probabilities.
+        """
         hidden_NH, weight_VH, bias_V, ids_N, temperature_N, logsum_N = ctx.saved_tensors
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         hidden_grad_NH = torch.zeros_like(hidden_NH) if needs_hidden else None
@@ -290,9 +298,10 @@ class _ChosenLogprobs(torch.autograd.Function):
         bias_grad_V = torch.zeros_like(bias_V, dtype=torch.float32) if needs_bias else None
         weight = weight_VH.to(ctx.compute)
         for chunk in _chunks(len(ids_N), weight_VH.shape[0]):
-            # First the logits, which become their gradient in place, to save memory.
+            # `grad_CV` holds the logits at first. They become their gradient in place, to save memory.
             grad_CV = _logits(hidden_NH[chunk], weight, bias_V, temperature_N[chunk], ctx.compute)
-            # d log p[id] / d logit = (onehot - p) / temperature. For a logit outside the mask the gradient is 0.
+            # d log p[id] / d logit = (onehot - p) / temperature, times the gradient of log p[id]. First -p, with
+            # p = exp(logit - logsum), then 0 for the logits outside the mask, then the onehot is added.
             scale_C1 = (gradient_N[chunk] / temperature_N[chunk])[:, None]
             grad_CV = grad_CV.sub_(logsum_N[chunk, None]).exp_().mul_(-scale_C1)
             if ctx.masks is not None:
@@ -316,7 +325,7 @@ class _ChosenLogprobs(torch.autograd.Function):
 
 
 def _chunks(N: int, V: int) -> list[slice]:
-    """The N tokens in chunks of about the same size, with at most CHUNK_LOGITS logits in each chunk."""
+    """The N tokens in chunks of about the same size, with at most CHUNK_LOGITS logits in each chunk, or one token."""
     size = max(CHUNK_LOGITS // V, 1)
     count = math.ceil(N / size)
     chunks = [slice(N * i // count, N * (i + 1) // count) for i in range(count)]

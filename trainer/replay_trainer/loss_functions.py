@@ -129,6 +129,7 @@ def token_losses(inputs: LossInputs, loss_type: str) -> tuple[Tensor, dict[str, 
     try:
         result = load_loss(loss_type)(inputs)
     except Exception as error:
+        # `raised_in`: the file and line of the user's function. `skip`: this frame is not the user's.
         what = f"{type(error).__name__}: {error}{raised_in(error, skip=1)}"
         raise ValueError(f"the loss function {loss_type!r} raised {what}") from error
     if not (isinstance(result, tuple) and len(result) == 2):
@@ -143,6 +144,7 @@ def token_losses(inputs: LossInputs, loss_type: str) -> tuple[Tensor, dict[str, 
             f"the loss function {loss_type!r} must return one loss for each token, a tensor of shape {shape}, "
             f"not {_shown(loss_BT)}"
         )
+    # A caller that only wants the value of the loss passes log-probabilities without a gradient.
     if inputs.logprobs_BT.requires_grad and not loss_BT.requires_grad:
         raise ValueError(
             f"the loss function {loss_type!r} returned a loss without a gradient: it must depend on logprobs_BT, "
@@ -178,7 +180,7 @@ def check_loss(config: LossConfig, device: torch.device | str = "cpu") -> None:
         mask_BT=mask_BT,
         weights_BT=mask_BT.float(),
         correction_mask_BT=mask_BT,
-        normalizer=5.0,
+        normalizer=5.0,  # the tokens of the mask
         config=config,
     )
     loss_BT, _ = token_losses(inputs, config.loss_type)

@@ -145,6 +145,7 @@ def policy_loss(
         )
         loss_BT, own_metrics = token_losses(inputs, config.loss_type)
     elif config.loss_type == "cispo":
+        # The ratio is capped and detached, so a token keeps its gradient, through log θ, beyond the cap too.
         loss_BT = -ratio_BT.detach().clamp(max=config.clip_high) * advantages_BT * logprobs_BT
         high_BT = (ratio_BT > config.clip_high) & (advantages_BT > 0)
     else:
@@ -173,6 +174,7 @@ def policy_loss(
             "dual_clip_fraction": dual_BT.float(),
         }
         values.update({f"loss/{name}": value_BT for name, value_BT in own_metrics.items()})
+        # One transfer from the device instead of one for each metric.
         means = torch.stack([value_BT[mask_BT].mean() for value_BT in values.values()]).tolist()
     return loss, dict(zip(values, means, strict=True))
 
@@ -204,13 +206,14 @@ def corrected_policy_loss(
     """
     config = config or LossConfig()
     current = logprobs.detach()
+    # The log-probabilities that the correction divides by those of the rollout.
     source = old_logprobs if correction.objective == "decoupled" else current
     corrected = correct(
         source, rollout_logprobs, mask, correction, advantages=advantages, logprobs=current, mean_weight=mean_weight
     )
     assert corrected.weights.shape == corrected.mask.shape == mask.shape, (corrected.weights.shape, mask.shape)
     bypass = correction.objective == "bypass"
-    if bypass:
+    if bypass:  # r = θ/rollout; where log rollout is unknown, r = θ/θ
         old_logprobs = torch.where(rollout_logprobs.isnan(), current.to(rollout_logprobs.dtype), rollout_logprobs)
     loss, metrics = policy_loss(
         logprobs,

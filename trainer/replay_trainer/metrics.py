@@ -201,9 +201,10 @@ class LengthRatio:
             if generated.completions < last_generated.completions:
                 self._totals.clear()  # the server has begun to count anew
         self._totals.append((self._trained, generated))
+        # The oldest totals, before the steps that the ratio covers.
         first_trained, first_generated = self._totals[0]
         trained_mean = (self._trained - first_trained).mean
-        generated_mean = (generated - first_generated).mean
+        generated_mean = (generated - first_generated).mean  # NaN without completions, 0 if all are empty
         return trained_mean / generated_mean if generated_mean else math.nan
 
 
@@ -217,6 +218,7 @@ class Alarms:
         """Logs and returns the warnings that these metrics of `correct` trigger for the first time. NaN triggers no
         warning."""
         warnings = []
+        # `watched` yields the metrics that have a healthy range.
         for full_name, healthy, remedy in watched(CORRECTION):
             name = full_name.removeprefix("correction/")
             value = metrics.get(name, math.nan)
@@ -241,7 +243,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 def summary(lines: Sequence[Line]) -> Iterator[str]:
     """Yields the lines of a summary of a run. `lines`: the lines of its metrics.jsonl, at least one."""
-    # The number of steps that count as the beginning of the run, and as its end.
+    # The number of steps that count as the beginning of the run, and as its end: a quarter of them, from 1 to 10.
     edge = max(1, min(10, len(lines) // 4))
     seconds = sum(line["time/step"] for line in lines)
     yield (
@@ -250,7 +252,7 @@ def summary(lines: Sequence[Line]) -> Iterator[str]:
     )
     evaluated = [line for line in lines if line.get("eval/reward_mean") is not None]
     if evaluated:
-        shown = evaluated[:1]
+        shown = evaluated[:1]  # the first evaluation, and the last one if that is another
         if len(evaluated) > 1:
             shown.append(evaluated[-1])
         rewards = ", ".join(f"{line['eval/reward_mean']:.3f} at step {line['step']}" for line in shown)

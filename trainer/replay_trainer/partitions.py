@@ -49,6 +49,7 @@ class RankFiles:
         if self._ranks.is_first:
             path.touch()
         self._ranks.wait()
+        # For each rank: (True if it sees the file, its output_dir).
         views = self._ranks.all((path.exists(), str(self._output_dir)))
         if self._ranks.is_first:
             path.unlink()
@@ -111,6 +112,7 @@ class StoredRows:
         self._name = name
 
     def __getitem__(self, rows: slice) -> Tensor:
+        """These rows of the whole tensor, joined from the files that have them. `rows` has no step."""
         start, stop, _ = rows.indices(self.shape[0])
         share = math.ceil(self.shape[0] / self._ranks)
         parts: list[Tensor] = []
@@ -151,6 +153,7 @@ def put_rows(optimizer: dict[str, Any], folder: Path, ranks: int, shapes: dict[s
 
     `ranks` and `shapes`: the number of ranks that wrote the checkpoint, and the full shapes that `take_rows` returned.
     """
+    # Opens the file of a rank when a tensor is first read from it, and only once.
     open_file = cache(lambda rank: safe_open(folder / _name(rank, ranks), "pt"))
     for key, shape in shapes.items():
         name, entry = key.rsplit("/", 1)
@@ -180,7 +183,7 @@ def load_weights_of_rank(folder: Path, model: nn.Module) -> None:
     """
     aliases: dict[int, list[str]] = defaultdict(list)
     tensors: dict[int, Tensor] = {}
-    # Tied tensors are one object with several names, and the file has the object under only one of these names.
+    # Tied tensors are one object with several names (with `keep_vars`), and the file has only one of these names.
     for name, tensor in model.state_dict(keep_vars=True).items():
         aliases[id(tensor)].append(name)
         tensors[id(tensor)] = tensor
@@ -204,6 +207,7 @@ def load_weights_of_rank(folder: Path, model: nn.Module) -> None:
                 f"{folder} is of a run with another model: {names[0]!r} has the shape {shape} (here {here})"
             )
         own = read_rows(stored, tensor) if tensor.dim() else stored
+        # The tensor in which this rank holds its part: `to_local` of a DTensor makes no copy.
         local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
         with torch.no_grad():
             local.copy_(own)
@@ -226,6 +230,7 @@ def _part_of_rank(value: Any, parameter: Tensor) -> Any:
     """This rank's part of an entry of the optimizer's state."""
     if not isinstance(value, Tensor | StoredRows):
         return value
+    # `clone`: the tensor may be a part of a memory-mapped file, and the optimizer changes its tensors in place.
     if value.shape != parameter.shape:  # one value for the whole parameter, such as the number of steps
         return value.clone() if isinstance(value, Tensor) else value
     own = read_rows(value, parameter)

@@ -99,6 +99,7 @@ class Passes:
             mean_weight = self._mean_weight(batch, source_BT)
         loss_of = partial(self._loss, normalizer=normalizer, mean_weight=mean_weight)
 
+        # `pass_through` fills these two, unless the branch for whole rollouts below computes them.
         current_BT = torch.zeros_like(batch.rollout_logprobs_BT)
         reference_BT = None if self.reference is None else torch.zeros_like(current_BT)
         # The gradient of the loss with respect to each log-probability; None: each micro-batch computes its own.
@@ -115,6 +116,7 @@ class Passes:
                     sums[name] += tokens * value
 
         if self._needs_whole_rollouts(batch):
+            # As the docstring of the module says: a first pass, and then the gradient of the loss without the model.
             current_BT = self.logprobs(batch)
             if reference_BT is not None:
                 reference_BT = self._without_gradient(batch, self._reference_logprobs)
@@ -126,7 +128,7 @@ class Passes:
             count(int(batch.mask_BT.sum()), metrics, loss.item())
 
         def pass_through(rows: Ints, micro: Batch) -> None:
-            """Adds the gradient of a micro-batch, which has these rows of the batch."""
+            """Adds the gradient of a micro-batch, which has these rows of the batch; none if it is idle."""
             logprobs_BT, entropy_BT = self._forward(self.policy, micro)
             tokens = int(micro.mask_BT.sum())
             sums["tokens"] += tokens
@@ -139,7 +141,8 @@ class Passes:
                 loss, metrics = loss_of(micro, logprobs_BT, _part(old_BT, rows, micro), micro_reference_BT)
                 count(tokens, metrics, loss.item())
             else:
-                # The gradient of this sum with respect to each log-probability is its slope.
+                # The gradient of this sum with respect to each log-probability is its slope. An idle micro-batch has no
+                # slopes.
                 slopes = _part(slopes_BT, rows, micro)
                 loss = (logprobs_BT * (0.0 if slopes is None else slopes)).sum()
             if self.partitioned:
@@ -149,12 +152,15 @@ class Passes:
             torch.autograd.backward(loss)
             count(tokens, {"entropy": float(entropy_BT[micro.mask_BT].mean())})
 
+        # The groups of the micro-batch in which memory ran out; empty: it did not run out on this rank.
         large = self._each(batch, pass_through)
+        # For each rank: the names of its sums, and True if memory ran out.
         parts = ranks.all((set(sums), bool(large)))
         if any(ran_out for _, ran_out in parts):
             raise StepFailure(self._memory, large)
         assert sums["tokens"] == int(batch.mask_BT.sum()), f"{sums['tokens']} tokens had a gradient, once each"
-        # Ranks may have metrics of different names, and all ranks must sum the same ones in the same order.
+        # A rank without groups has fewer metrics than other ranks. But all ranks must sum the same metrics in the same
+        # order.
         names_of_all: set[str] = set()
         for names, _ in parts:
             names_of_all |= names
@@ -181,6 +187,7 @@ class Passes:
         Raises StepFailure if the norm is not finite.
         """
         parameters = [parameter for parameter in self.policy.parameters() if parameter.grad is not None]
+        # With partitioned weights, the norm is a DTensor, which all ranks gather together.
         norm = float(gather_full(nn.utils.clip_grad_norm_(parameters, self.config.max_grad_norm)))
         if not math.isfinite(norm):
             raise StepFailure(f"its gradient norm was {norm}", self._failing())
@@ -206,19 +213,20 @@ class Passes:
 
     def _needs_whole_rollouts(self, batch: Batch) -> bool:
         """True if, on any rank, the loss of a token may depend on tokens in another micro-batch."""
+        # The configuration is the same on all ranks, so either all ranks return here or none does.
         reads_whole_rollouts = traits_of(self.config.loss_type).reads_whole_rollouts
         if not reads_whole_rollouts and not self.config.correction.judges_rollouts:
             return False
-        split = False
+        split = False  # True if a rollout of this rank has rows in several micro-batches
         if batch.rollouts.joins:
-            # A rollout with rows in two micro-batches is counted twice.
+            # The rollouts of each micro-batch. The sum below counts a rollout once for each micro-batch that has it.
             parts = [np.unique(batch.rollout_B[rows]) for rows, _ in self._cut(batch)]
             split = sum(len(rollouts) for rollouts in parts) > len(batch.rollouts.first_J)
         return any(self.ranks.all(split))
 
     def _each(self, batch: Batch, work: Callable[[Ints, Batch], None]) -> list[int]:
-        """Calls `work` with each micro-batch. If memory runs out in a micro-batch, returns its groups, without the rest
-        of the micro-batches. Otherwise returns no groups.
+        """Calls `work` with each micro-batch. If memory runs out in a micro-batch, leaves out the later micro-batches
+        and returns the groups of the micro-batch that failed. Otherwise returns no groups.
 
         With partitioned weights a rank cannot simply return, because the other ranks wait for it inside the pass. This
         rank alone then raises StepFailure.
@@ -230,7 +238,8 @@ class Passes:
             except (RuntimeError, MemoryError) as error:
                 if not _is_out_of_memory(error):
                     raise
-            # Outside of the handler: inside, the error would keep the frames of the call, and with them the tensors.
+            # Outside of the handler, so that the tensors of the failed call are free: inside of the handler, the error
+            # keeps the frames of the call.
             if torch.cuda.is_available():
                 torch.cuda.empty_cache()
             groups: list[int] = np.unique(batch.group_B[rows]).tolist()
@@ -264,7 +273,7 @@ class Passes:
             logprobs_BT, entropy_BT = policy(batch)
         assert logprobs_BT.shape == batch.mask_BT.shape, (logprobs_BT.shape, batch.mask_BT.shape)
         assert not entropy_BT.requires_grad, "the entropy is a metric, and no part of the loss"
-        beat()
+        beat()  # tells a health check that the trainer is working
         return logprobs_BT, entropy_BT
 
     @torch.no_grad()
@@ -354,7 +363,7 @@ def _failing(
     reference_BT: Tensor | None,
 ) -> list[int]:
     """The groups whose own loss is not finite, or whose gradient with respect to the log-probabilities has a squared
-    norm that is not finite."""
+    norm that is not finite. The norm is squared here because `clip` squares the whole gradient in float32."""
     failing = []
     for group in np.unique(batch.group_B).tolist():
         rows = np.flatnonzero(batch.group_B == group)

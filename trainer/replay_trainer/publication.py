@@ -196,7 +196,9 @@ class Publication:
         self._protocol = ResumeProtocol(self.client, self.leases, table_config, renumbers=True)
         if admission is not None:
             self.config.check_admission(admission.fresh_groups_per_step)
+        # The folders with a training checkpoint to resume from, oldest first; none: the run begins.
         folders = saved(self.output_dir) if self.config.resume else []
+        # The results of an earlier run, a published folder last if there is any.
         results = self._published()
         metrics_path = self.output_dir / "metrics.jsonl"
         if metrics_path.exists():
@@ -213,15 +215,18 @@ class Publication:
         for folder in damaged(self.output_dir):
             if version_of(folder) > version:  # an older folder may be incomplete because its removal was cut off
                 logger.warning("%s has lost files or parts of them: it is passed over for step-%d", folder, version)
+        # The last version that the run published before this resume, which may be after its training checkpoint.
         newest = max(map(version_of, self._published())) if folders else 0
         policy = self.client.policy()
+        # The folder or address under which the server's current version is published, such as weights_dir.
         location = policy.weights.rpartition("/")[0]
         own_locations = (str(self.output_dir), str(self.weights_dir), self.config.weights_url)
-        is_own = bool(folders) and location in own_locations
+        is_own = bool(folders) and location in own_locations  # True if the server follows this run
         # The location of the run that the server follows, if it is another run and has published weights.
         another = None
         if policy.weights and not is_own:
             another = location or policy.weights
+        # A server at a later version than this run ever published follows another run too, even if it names no weights.
         if another is not None or (policy.version > newest and not is_own):
             raise RuntimeError(
                 f"the server is at policy version {policy.version}"
@@ -233,6 +238,7 @@ class Publication:
         if self.ranks.is_first and self._rank_files is not None:
             self._rank_files.remove_leftovers()
         if folders:
+            # Each rank reads a share of the files. All ranks raise the same error.
             for why in self.ranks.all(why_damaged(folders[-1], self.ranks.index, self.ranks.size)):
                 if why:
                     raise ValueError(why)
@@ -295,10 +301,11 @@ class Publication:
             prefixed = {f"model.{name}": tensor for name, tensor in weights.items()}
             set_model_state_dict(self.policy, prefixed, options=_WHOLE)
         optimizer = state["optimizer"]
-        if optimizer is not None:
-            if "rows" in state:
+        if optimizer is not None:  # None: the checkpoint was made before the first update
+            if "rows" in state:  # partitioned weights: the rows are in files of their own
                 put_rows(optimizer, folder, **state["rows"])
             own = optimizer_state_of_rank(optimizer, self.policy)
+            # The state is this rank's part, or it is whole and in host memory.
             options = _PARTITIONED if self.partitioned else _GATHERED
             set_optimizer_state_dict(self.policy, self.optimizer, own, options=options)
         if self.ranks.index < len(state["random"]):  # the checkpoint may be of a run with fewer ranks
@@ -306,26 +313,31 @@ class Publication:
             if state["cuda_random"][self.ranks.index] is not None and torch.cuda.is_available():
                 torch.cuda.set_rng_state(state["cuda_random"][self.ranks.index])
         self._last_saved = version
-        self._writer.go_on_from(folder)
+        self._writer.go_on_from(folder)  # later versions get the generation_config.json of this folder
         location = self._restored(version, folder)
         if self.ranks.is_first:
             groups = TrainedGroups.from_state_dict(state["groups"])
             saved_state = SavedState(version=version, **state["history"])
             self._protocol.resume(groups, saved_state, location, f"step {version}")
             self._describe()
+            # Not before the server went back: until then, generators may load these versions.
             for later in self._published():
                 if version_of(later) > version:
                     remove(later)
         self.ranks.wait()
 
     def _restored(self, version: int, folder: Path) -> str:
-        """The location from which generators load the restored version. If they fetch weights from an address, the
-        version is written anew."""
+        """The location from which generators load the restored version.
+
+        An address (`weights_url`) serves weights_dir and not output_dir. The folder of this version there may be lost,
+        because weights_dir may be in memory. So the version is written there anew.
+        """
         if self.config.weights_url is None:
             return str(folder)
         probe = self.probe()
         weights = self._weights()
         if self.ranks.is_first:
+            # Versions after the restored one are undone, and `_write_to` refuses a folder that exists.
             for published_folder in published(self.weights_dir):
                 if version_of(published_folder) >= version:
                     remove(published_folder)
@@ -362,6 +374,7 @@ class Publication:
         self._untold = False
         weights = self._weights()
         state, rows = self._state() if full else (None, None)
+        # The groups of all ranks that the training checkpoint contains. Without a checkpoint, no group is acknowledged.
         groups = TrainedGroups.of_ranks(self.ranks.all(self.leases.trained(left))) if full else TrainedGroups()
         saved_state = None
         if state is not None:
@@ -381,7 +394,7 @@ class Publication:
                     )
             write = partial(self._write, version, probe, weights, state, rows, checkpoint, groups, saved_state, again)
             self._task.start(write)
-        elif rows is not None:
+        elif rows is not None:  # another rank writes only its own rows
             self._task.start(partial(self._write_rows, version, rows))
         if full:
             self._last_saved = version
@@ -401,8 +414,8 @@ class Publication:
     def check(self) -> None:
         """Raises RuntimeError on every rank if a write has failed. Does not wait for a write that is under way.
 
-        Also tells every rank whether any rank was asked to stop, and which groups the first rank could not acknowledge.
-        So every rank knows these groups before a step draws groups.
+        Also tells every rank whether any rank was asked to stop, which groups the first rank could not acknowledge, and
+        whether it has given up an announcement. So every rank knows these groups before a step draws groups.
         """
         error = self._task.take_error()
         own_report = _Report(
@@ -468,7 +481,7 @@ class Publication:
         assert self.ranks.is_first, "one rank announces versions"
         assert (state is None) == (saved_state is None), "a training checkpoint is named, and nothing else is"
         assert state is not None or not groups.keys, "groups end with a training checkpoint"
-        folder = self.weights_dir / f"step-{version}"
+        folder = self.weights_dir / f"step-{version}"  # the folder that generators load
         apart = self.weights_dir != self.output_dir
         announced = False
         try:
@@ -484,18 +497,19 @@ class Publication:
             # Also after an error, because the other ranks wait for this rank in `_write_rows`.
             parts = self._write_rows(version, rows)
         full_state: dict[str, Any] = {"state": state, "server_checkpoint": checkpoint, "parts": parts}
-        if again and not apart:
+        if again and not apart:  # output_dir has the folder of this version, without a training checkpoint
             with writing(folder, RuntimeError):
                 add_state(folder, **full_state)
         elif state is not None or not apart:  # an output_dir apart from weights_dir has only training checkpoints
             self._write_to(self.output_dir, version, probe, weights, **full_state)
+        # From here on, a stop may end the wait for the server: the files are written.
         self._announcing = f"version {version} in {folder}"
         waiting = self._waits.waiting(f"to announce version {version}, which is in {folder},")
         try:
             with waiting, looking(self._look_for_a_stop()):
                 if not announced:
                     self.client.set_policy_version(version, weights=self._location(folder))
-                self.leases.acknowledge(groups)
+                self.leases.acknowledge(groups)  # before the state is named: see resume.py
                 if saved_state is not None:
                     self._protocol.name(saved_state, self._location(folder))
                 self._describe()  # each time: a server that was started again has forgotten it
@@ -509,6 +523,7 @@ class Publication:
         deadline: Deadline | None = None
 
         def look() -> None:
+            """Sets the deadline at its first call after the run was asked to stop."""
             nonlocal deadline
             if deadline is None and self.stopping.is_asked():
                 deadline = Deadline(LAST_TRY)
@@ -572,7 +587,7 @@ class Publication:
             weights = self.adapter.weights()  # the ranks gather a partitioned adapter together
         if not self.ranks.is_first:
             return {}
-        if not weights:
+        if not weights:  # there is no adapter
             weights = dict(self.policy.model.state_dict())
         copied: dict[str, Tensor] = self._weights_copy.take(weights)
         return copied
@@ -600,10 +615,12 @@ class Publication:
             if self.partitioned:
                 optimizer, rows, shapes = take_rows(optimizer)
                 stored["rows"] = {"ranks": self.ranks.size, "shapes": shapes}
+            # Only these ranks write their state, so only they need the copy.
             if self.partitioned or self.ranks.is_first:
                 optimizer, rows = self._state_copy.take([optimizer, rows])
         adapter = {}
         if self.adapter is not None and self._takes_part:
+            # `clone`, because `cpu` makes no copy of a tensor that is on the CPU already.
             adapter["adapter"] = {
                 name: tensor.detach().cpu().clone() for name, tensor in self.adapter.tensors().items()
             }
@@ -625,6 +642,7 @@ class Publication:
         FloatingPointError on every rank if a log-probability is not finite, which means that the weights are useless.
         """
         token_ids = probe_tokens(self.policy.model, self.tokenizer)
+        # A batch of one sequence: the first token is its prompt, the others are its completion.
         logprobs_BT, _ = self.policy(to_batch([bare_group(token_ids[:1], token_ids[1:])], self.ranks.device))
         if not all(self.ranks.all(bool(logprobs_BT.isfinite().all()))):
             raise FloatingPointError(self._why_unsound())
@@ -635,7 +653,7 @@ class Publication:
         """The error for weights that are useless, with the version to continue from."""
         versions = self._published()
         states = saved(self.output_dir)
-        if not states:
+        if not states:  # version 0 has a training checkpoint, so the run has published nothing
             return "the model computes log-probabilities that are not finite before any step: its weights are damaged"
         last = max(versions, key=version_of)
         return (

@@ -36,6 +36,7 @@ class Ranks:
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
         if not distributed.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+            # gloo exchanges values in host memory, and nccl tensors of GPUs.
             backend = "cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo"
             distributed.init_process_group(backend)
             atexit.register(_leave_group)
@@ -96,7 +97,7 @@ class Ranks:
         """Sums over the ranks the gradients of parameters that every rank holds in full."""
         if self.size == 1:
             return
-        pending = []
+        pending = []  # all sums are started before the first is waited for, so that they overlap
         for parameter in parameters:
             if parameter.requires_grad:
                 if parameter.grad is None:  # another rank may have a gradient, and all ranks must take part in the sum
@@ -150,6 +151,7 @@ def partition(module: nn.Module, layer_names: Iterable[str], device: torch.devic
         )
     names = set(layer_names)
     layers = [layer for layer in module.modules() if type(layer).__name__ in names]
+    # The layers come first: the last call makes a unit of all parameters that belong to no unit so far.
     for layer in layers:
         fully_shard(layer, **options)
     fully_shard(module, **options)

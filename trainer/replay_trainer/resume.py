@@ -113,10 +113,11 @@ class ResumeProtocol:
         `found`: the policy that the server has now.
         """
         self._last = state.id
-        # If the server is at one of these states, the checkpoint contains all groups that were consumed after it. The
-        # server has the state "" if it was started again without its items: then it has nothing to restore.
+        # The states after which nothing has to be restored. At `before`, the server has consumed no groups beyond the
+        # checkpoint. The server has the state "" if it was started again without its items.
         nothing_after = {state.before, ""}
         if not self._renumbers:
+            # A run that renumbers makes a rollback in any case, and then names its own state in it.
             nothing_after.add(state.id)
         if self.retains and found.state not in nothing_after:
             try:
@@ -125,8 +126,9 @@ class ResumeProtocol:
                 logger.warning("groups that were consumed after %s do not come back: %s", where, error)
         if not self._renumbers:  # the server keeps its version, and the run goes on counting from it
             return found
+        # Without `state`, the rollback sets the version, and restores no groups.
         policy = self._set_policy_version(state.version, weights, rollback=True)
-        self.name(state, weights)
+        self.name(state, weights)  # the server may not know the state, or no longer
         return policy
 
     def _set_policy_version(self, version: int, weights: str, **fields: Any) -> Policy:

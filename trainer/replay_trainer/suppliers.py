@@ -67,12 +67,13 @@ def why_deserted(info: ServerInfo) -> str:
     suppliers = [client for client in info.clients if _is_supplier(client)]
     if not suppliers or not all(client.ended for client in suppliers):
         return ""
+    # The names of the tables with items of which groups may still be made.
     sources = set(info.admission.permit_tables) if info.admission is not None else set()
     for client in suppliers:
-        source = read_described(client.settings).get("source_table")
+        source = read_described(client.settings).get("source_table")  # only a stage names this table
         if isinstance(source, str):
             sources.add(source)
-    # Groups may still be made of the items in these tables. Reserved items are leased: they may return.
+    # A table that the server does not have holds no items. Reserved items are leased: they may return.
     for name in sources & info.tables.keys():
         table = info.tables[name]
         if table.size + table.reserved > 0:

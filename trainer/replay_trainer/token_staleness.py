@@ -30,6 +30,7 @@ def token_versions(group: RolloutGroup) -> npt.NDArray[np.int64]:
     if values is None:
         return np.full(group.num_tokens, group.policy_version, np.int64)
     axis = group.axes.get(VERSIONS)
+    # The kinds "i" and "u" are the integers, with and without a sign.
     if axis != "token" or values.shape != (group.num_tokens,) or values.dtype.kind not in "iu":
         raise ValueError(
             f"its column {VERSIONS!r} has the shape {values.shape}, the dtype {values.dtype} and the axis {axis!r}: "

@@ -53,6 +53,7 @@ def writing(path: Path, *kinds: type[Exception]) -> Iterator[None]:
     except caught as error:
         if isinstance(error, OSError) and (error.errno is None or error.filename is not None):
             raise  # the error names its file, or does not come from the operating system
+        # The nearest folder above the path that exists is on the same disk.
         there = next(folder for folder in path.absolute().parents if folder.exists())
         free = shutil.disk_usage(there).free / 2**20
         raise OSError(f"{path} cannot be written ({free:.0f} MiB are free there): {error}") from error
@@ -123,6 +124,7 @@ def publish_weights(
         (unfinished / name).parent.mkdir(exist_ok=True)
         path.rename(unfinished / name)
     files = sorted(path for path in unfinished.rglob("*") if path.is_file())
+    # Every file so far: name in the folder -> bytes. The manifest itself is written last, and not listed.
     sizes = {str(path.relative_to(unfinished)): path.stat().st_size for path in files}
     if facts is None:
         facts = model_facts(getattr(model, "config", None), tokenizer)
@@ -133,12 +135,12 @@ def publish_weights(
         name: parts[name][1] if name in parts else checksum_of(unfinished / name) for name in sizes
     }
     (unfinished / MANIFEST).write_text(json.dumps(manifest, indent=1))
-    if state is not None:
+    if state is not None:  # a training checkpoint is on the disk before its folder gets its name
         for path in [*unfinished.rglob("*"), unfinished]:
             to_disk(path)
     unfinished.rename(folder)
     if state is not None:
-        to_disk(folder.parent)
+        to_disk(folder.parent)  # the new name of the folder
     kept = {*published(directory)[-keep:], *saved(directory)[-1:]}
     for old in published(directory):
         if old not in kept:
@@ -168,7 +170,7 @@ def add_state(
         manifest["checksums"][name] = checksum
         (folder / name).parent.mkdir(exist_ok=True)
         path.rename(folder / name)
-    # Before the manifest names the files.
+    # The files are on the disk before the manifest names them.
     for path in [*folder.rglob("*"), folder, folder.parent]:
         to_disk(path)
     (aside / MANIFEST).write_text(json.dumps(manifest, indent=1))
@@ -259,7 +261,7 @@ def probe_tokens(model: Any, tokenizer: Any = None) -> list[int]:
 
 def remove(folder: Path) -> None:
     """Removes the files of the manifest and the files that a killed `add_state` left. Removes the folder, too, if it is
-    empty then."""
+    empty then: files that somebody else has put there stay."""
     shutil.rmtree(folder.with_name(folder.name + _UNFINISHED), ignore_errors=True)
     listed = [folder / name for name in _files(folder)]
     # `add_state` puts these files into the folder before the manifest lists them.
@@ -340,7 +342,8 @@ class WholeModel:
 
     def save_pretrained(self, folder: str | os.PathLike[str], state_dict: Mapping[str, Tensor] | None = None) -> None:
         """Writes weights to a folder, as PreTrainedModel.save_pretrained does."""
-        # A shallow copy gets the empty generation_config: another thread may be using the model at this moment.
+        # transformers would refuse to write some settings. So it writes an empty generation_config here, and the file
+        # is replaced below. A shallow copy gets the empty one, because another thread may be using the model meanwhile.
         writable = object.__new__(type(self._model))
         writable.__dict__.update(self._model.__dict__)
         writable.generation_config = GenerationConfig()
@@ -369,7 +372,7 @@ def writer_of(model: Any) -> Any:
 def _generation_file_of(model: PreTrainedModel) -> bytes | None:
     """The generation_config.json from which a model was loaded. None: there is no such file, or the settings of the
     model are no longer the settings of the file."""
-    if not model.name_or_path or _generation_config_of(model) is None:
+    if not model.name_or_path or _generation_config_of(model) is None:  # a model without a name was made in code
         return None
     # The errors of a file that does not exist, or that transformers cannot read.
     with suppress(OSError, ValueError):
@@ -425,8 +428,9 @@ class WithDelta:
         return self._model.config
 
     def save_pretrained(self, folder: Path, state_dict: Mapping[str, Tensor]) -> None:
-        """Writes weights to a folder, as PreTrainedModel.save_pretrained does."""
-        # By address and shape: tensors that share memory are cast once, and so still share memory.
+        """Writes weights to a folder, as PreTrainedModel.save_pretrained does, and beside them the changes since the
+        last version."""
+        # By address and shape: tensors that share memory get the same cast tensor, and so still share memory.
         cast: dict[Any, Tensor] = {}
         for tensor in state_dict.values():
             key = (tensor.data_ptr(), tensor.shape)
@@ -434,7 +438,7 @@ class WithDelta:
         named = {name: cast[tensor.data_ptr(), tensor.shape] for name, tensor in state_dict.items()}
         self._model.save_pretrained(folder, state_dict=named)
         earlier = published(self._directory)
-        if earlier:
+        if earlier:  # the first version has no version before it
             write_deltas(earlier[-1], folder)
 
 
@@ -566,7 +570,7 @@ class Adapter:
         separate: dict[str, Tensor] = {}
         addresses: set[int] = set()
         for name, tensor in state_dict.items():
-            contiguous = tensor.contiguous()
+            contiguous = tensor.contiguous()  # safetensors refuses other tensors
             # With peft's ensure_weight_tying two modules share a tensor, but safetensors refuses shared memory.
             separate[name] = contiguous.clone() if contiguous.data_ptr() in addresses else contiguous
             addresses.add(contiguous.data_ptr())
@@ -596,6 +600,7 @@ def why_not_mergeable(model: Any) -> str:
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
     for shared in names.values():
+        # For each module with this weight, the ids of the adapter's parameters that change the module.
         changes = [_adapter_parameters(model, name) for name in shared]
         if all(change == changes[0] for change in changes):  # also if the weight is not shared
             continue

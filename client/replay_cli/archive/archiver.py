@@ -97,7 +97,7 @@ class Archiver:
             self._most_bytes = min(segment_bytes, quarter)
         self._open: OpenSegment | None = None
         self._rows = 1
-        """The number of items that the next draw asks for."""
+        """The number of items that the next draw asks for. Until the first draw, the size of the items is not known."""
         removed = remove_unfinished(folder)
         if removed:
             segments = counted(removed, "segment")
@@ -110,7 +110,7 @@ class Archiver:
             copy_to = json.loads(source.config)["copy_to"]
             if copy_to is not None:
                 sources[copy_to] = name
-        copies = [name for name in sources if table in ("", name)]
+        copies = [name for name in sources if table in ("", name)]  # "": all of them
         if len(copies) != 1:
             names = ", ".join(sources) or "none, so set copy_to at the table whose groups are to be kept"
             raise ValueError(
@@ -121,12 +121,14 @@ class Archiver:
     def run(self, ends: Callable[[], bool]) -> None:
         """Archives until `ends()` is true. Then draws waiting items for LAST_SECONDS, and finishes the open segment.
 
-        While the server does not answer, `run` waits for it. Raises ServerUnavailableError after MOST_SILENCE, and
-        TableNotFoundError if the table of copies is gone.
+        Until `ends()` is true, `run` waits for a server that does not answer. After MOST_SILENCE it raises the error of
+        the last request, ServerUnavailableError or ServerClosedError. Raises TableNotFoundError if the table of copies
+        is gone.
         """
-        waits = WaitLog("the archiver")
+        waits = WaitLog("the archiver")  # logs that the archiver waits for the server, and that it goes on
         answered = time.monotonic()
-        # Nothing is to be done for an item whose lease is lost: it comes again, and readers count it once.
+        # The renewer keeps the leases of the samples in the open segment. Nothing is to be done for an item whose lease
+        # is lost: the item comes again, and readers count it once.
         with self._client.auto_renew([], self._lease, lambda lost: None) as renewer:
             try:
                 while not ends():
@@ -137,7 +139,7 @@ class Archiver:
                         answered = time.monotonic()
                         if items:
                             time.sleep(min(REST * (answered - begun), MOST_REST))
-                    except GONE as error:
+                    except GONE as error:  # the errors of a server that does not answer now
                         if time.monotonic() - answered > MOST_SILENCE:
                             raise
                         waits.wait(f"waiting for {self._client.address}: {error}")
@@ -155,7 +157,7 @@ class Archiver:
         Returns the number of items.
         """
         samples: list[Sample] = []
-        with suppress(DeadlineExceededError):
+        with suppress(DeadlineExceededError):  # no item came within `seconds`
             samples = self._client.sample(self._table, self._rows, min_samples=1, timeout=seconds, lease=self._lease)
         if samples:
             renewer.add(samples)
@@ -207,7 +209,7 @@ class Archiver:
         if segment is None:
             return
         path = segment.writer.finish()
-        self._open = None
+        self._open = None  # from here on, `_give_up` must not requeue the items, even if the acknowledgement fails
         renewer.forget(segment.samples)
         missing = self._client.acknowledge(segment.samples).missing
         if missing:  # these leases have ended, so the items may be back in the table

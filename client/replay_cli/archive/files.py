@@ -27,7 +27,7 @@ def write_rows(path: Path, columns: Mapping[str, str], rows: Iterable[Row]) -> i
         count = write(unfinished, columns, iter(rows))
         unfinished.replace(path)
     finally:
-        unfinished.unlink(missing_ok=True)
+        unfinished.unlink(missing_ok=True)  # after an error; `replace` leaves nothing under this name
     return count
 
 
@@ -38,7 +38,7 @@ def read_rows(path: Path, columns: Sequence[str] | None = None) -> Iterator[Row]
     """
     if path.suffix == ".parquet":
         return _read_parquet(path, columns)
-    return (row for _, row in json_lines(path))
+    return (row for _, row in json_lines(path))  # without the numbers of the lines
 
 
 def _write_jsonl(path: Path, columns: Mapping[str, str], rows: Iterator[Row]) -> int:
@@ -70,7 +70,7 @@ def schema_of(columns: Mapping[str, str]) -> Any:
     kinds = {"int": pyarrow.int64(), "float": pyarrow.float64(), "str": pyarrow.string(), "bytes": pyarrow.binary()}
     kinds |= {"int32": pyarrow.int32(), "float32": pyarrow.float32(), "bool": pyarrow.bool_()}
     kinds |= {f"list of {name}": pyarrow.list_(kind) for name, kind in kinds.items()}
-    kinds["json"] = pyarrow.string()
+    kinds["json"] = pyarrow.string()  # the JSON text of the value, see `table_of`
     return pyarrow.schema([(name, kinds[kind]) for name, kind in columns.items()])
 
 

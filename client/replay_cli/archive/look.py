@@ -71,7 +71,7 @@ def show_step(
         fail(f"{steps} has no step {number}")
     keys = [outcome.key for outcome in outcomes]
     archived: dict[str, Row] = {}
-    if keys:
+    if keys:  # an empty selection of keys would select all groups of the archive
         groups_of_step = _groups(folder, {"steps_path": steps, "key": keys}, _SHOWN)
         archived = ask(lambda: {row["key"]: row for row in groups_of_step})
     document: dict[str, list[Row]] = {"trained": [], "left_out": [], "unusable": []}
@@ -177,8 +177,12 @@ def _where(selection: Mapping[str, Any]) -> Any:
 
 
 def _used(outcome: Outcome, archived: Mapping[str, Row]) -> Row:
-    """What the archive and the trainer know of a group of a step. `archived`: the rows of the archive, by key."""
+    """The row of a group of a step: the archive's row, if there is one, and the trainer's entry in steps.jsonl.
+
+    `archived`: the rows of the archive, by key.
+    """
     row = archived.get(outcome.key, {})
+    # The key of the trainer's entry is a number, and rows have keys as text. The table is that of the archive's row.
     facts = {name: value for name, value in outcome.facts.items() if name not in ("key", "table")}
     return row | facts | {"key": outcome.key, "archived": bool(row)}
 
@@ -198,6 +202,7 @@ def _print_groups(rows: list[Row]) -> None:
                 str(row.get("bytes", "-")),
                 ", ".join(tags) or "-",
                 str(row.get("outcome", "in no finished file")),
+                # The outcomes in words or, for an unusable group of `replay archive step`, the reason.
                 str(row.get("said") or row.get("reason") or "-"),
             )
         )

@@ -40,6 +40,7 @@ def read_groups(
     known_keys = set[str]()
     for row in _rows(folder, needed, where):
         row["tags"] = json.loads(row["tags"] or "{}")
+        # A tag that the item does not have counts as the empty text.
         has_tags = all(str(row["tags"].get(name, "")) == value for name, value in wanted_tags.items())
         if has_tags and row["key"] not in known_keys:
             known_keys.add(row["key"])

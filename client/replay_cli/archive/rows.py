@@ -150,7 +150,7 @@ def sequence_rows(group: RolloutGroup, text: TokenText) -> list[Row]:
     for rollout, count in enumerate(counts_G):
         numbers_S += [(rollout, sequence) for sequence in range(count)]
     prompts_S = group.prompts()
-    spans_S = group.sampled_spans()
+    spans_S = group.sampled_spans()  # the slices of the group's arrays of tokens that hold the completions
     turns_S = turns_of(group)
     meta = {name: value for name, value in group.meta.items() if name != "turns"}  # `turns` has its own column
     rows = []
@@ -167,7 +167,7 @@ def sequence_rows(group: RolloutGroup, text: TokenText) -> list[Row]:
             "sequence": sequence,
             "policy_version_end": None if group.policy_version_end is None else int(group.policy_version_end),
             "prompt_ids": group.prompt_ids,
-            "context_ids": prompt_ids[shared_size:],
+            "context_ids": prompt_ids[shared_size:],  # `prompt_ids` is the whole prompt of this sequence
             "completion_ids": group.completion_ids[span],
             "loss_mask": trained_T[span],
             "logprobs": group.rollout_logprobs[span],

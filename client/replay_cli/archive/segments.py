@@ -34,6 +34,7 @@ class SegmentWriter:
     """A segment that is being written. Its methods raise OSError if the disk fails."""
 
     def __init__(self, folder: Path) -> None:
+        """Makes the file in `folder`, under the name of an unfinished segment, and locks it."""
         from pyarrow import parquet
 
         self._path = folder / f"groups-{time.time_ns():020d}-{secrets.token_hex(4)}.parquet"
@@ -68,7 +69,7 @@ class SegmentWriter:
     def _writable(self, row: Row) -> Row:
         """The row, with null in the columns that cannot hold its values. Notes the first problem in `lacking`."""
         wrong: dict[str, Exception] = {}
-        for name, kind in GROUP_COLUMNS.items():
+        for name, kind in GROUP_COLUMNS.items():  # a table of one column shows whether this column has the error
             try:
                 table_of([row], {name: kind}, schema_of({name: kind}))
             except _UNWRITABLE as error:

@@ -51,12 +51,12 @@ class Display:
         if self._live is not None:
             try:
                 self._live.stop()
-            except OSError:
+            except OSError:  # the terminal was closed
                 ignore_stdout()
 
     def show(self, status: RunStatus) -> None:
         """Show the state of the run now. If the output cannot be written any more, the run goes on without it."""
-        news = status.take_news()
+        news = status.take_news()  # before the check, so that the news of a run without a display do not pile up
         if self._is_gone:
             return
         try:

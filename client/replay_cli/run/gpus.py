@@ -39,7 +39,7 @@ class Gpus:
     def visible(self) -> list[str]:
         """The names of the GPUs that the shell sees: indices and UUIDs, as in CUDA_VISIBLE_DEVICES."""
         if self._restricted is None:
-            return list(self._uuid_by_index())
+            return list(self._uuid_by_index())  # the keys: the indices
         names = []
         for name in self._restricted.split(","):
             name = name.strip()
@@ -100,7 +100,7 @@ class Gpus:
         raise ValueError(f"there is no GPU {uuid} here: {listed}")
 
     def _uuid_by_index(self) -> dict[str, str]:
-        """The UUID of each GPU of the machine by its index, as nvidia-smi lists them."""
+        """The UUID of each GPU of the machine by its index, as nvidia-smi lists them. Empty if nvidia-smi fails."""
         if self._listed is None:
             self._listed = {}
             for line in self._lines():

@@ -65,6 +65,7 @@ class Part:
     def start(self, *arguments: str, **variables: str) -> None:
         """Start the command, with further arguments and variables of the environment. Raises OSError."""
         assert not self.runs, f"{self.name} runs already"
+        # `forward`: the supervisor passes the signals that it gets on to the command, and waits for the command to end.
         command = supervisor.supervised([*self._command, *arguments], forward=True)
         self.log.parent.mkdir(parents=True, exist_ok=True)
         with self.log.open("ab") as log:

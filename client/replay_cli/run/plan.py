@@ -117,7 +117,7 @@ def read_run(path: Path, sets: Sequence[str], recipe: str | None, environ: Mappi
     train_gpus = _gpus_of_section(run, gpus, "train", run.train_gpus)
     engine_gpus = _gpus_of_engine(run)
     processes = _processes(run, generate_gpus, engine_gpus)
-    engines = _gpus_of_generators(generate_gpus, processes, engine_gpus)
+    engines = _gpus_of_generators(generate_gpus, processes, engine_gpus)  # for each generator, its GPUs or None
     shares = _memory_shares(run, gpus, engines, train_gpus, engine_gpus)
     ranks = 1 if train_gpus is None else len(train_gpus)
     _check_ranks(run, ranks)
@@ -128,7 +128,7 @@ def read_run(path: Path, sets: Sequence[str], recipe: str | None, environ: Mappi
         config / "train.toml": tomli_w.dumps(run.train),
     }
     client_config = None
-    replay: tuple[str, ...] = ("-m", "replay_cli")
+    replay: tuple[str, ...] = ("-m", "replay_cli")  # the arguments before the name of a command that is a client
     if run.client:
         client_config = config / "client.toml"
         files[client_config] = tomli_w.dumps(run.client)
@@ -144,6 +144,7 @@ def read_run(path: Path, sets: Sequence[str], recipe: str | None, environ: Mappi
         metrics.append(metrics_file)
         files[file] = tomli_w.dumps(_settings_of_generator(run, index, metrics_file, shares[index]))
         command = (sys.executable, *replay, "--timeout", SERVER_PATIENCE, "generate", "--config", str(file))
+        # Without GPUs of its own, the generator sees those that the shell sees.
         environment = {} if engine is None else gpus.environment(engine)
         generators.append(PartPlan(f"generator{ending}", command, environment))
 
@@ -194,7 +195,7 @@ def _settings_of_generator(run: RunFile, index: int, metrics: Path, share: float
     So each generator has a seed of its own. With a `prompts_table`, all share the order of the first generator.
     """
     settings = run.generate | {"seed": run.seed + index, "metrics_path": str(metrics)}
-    if share is not None:
+    if share is not None:  # an argument of the person overrides the share
         settings["engine_arg"] = {"gpu_memory_utilization": share, **run.engine_args}
     return settings
 
@@ -212,6 +213,7 @@ def _check_ranks(run: RunFile, ranks: int) -> None:
     tables = {table.name: table for table in run.server.tables}
     limiter = tables[trainer.rollouts_table].rate_limiter
     drawn_at_once = trainer.fresh_groups_per_step // ranks  # each rank draws its share of a step
+    # A draw waits for all of its groups, so it would wait for ever if the table cannot hold them at the same time.
     if limiter.max_size is not None and limiter.max_size < drawn_at_once:
         raise ValueError(
             f"{run.path}: [[serve.tables]] {trainer.rollouts_table}.rate_limiter: a {limiter.type} of "
@@ -274,7 +276,8 @@ def _count_of_processes(run: RunFile, gpus: list[str] | None, engine_gpus: int) 
     needed = run.processes * engine_gpus
     if needed == len(gpus):
         return run.processes
-    # With shared_gpus, several engines may use the same GPUs. Each GPU has the same number of engines.
+    # With shared_gpus, engines may share GPUs: the GPUs are divided into groups of `engine_gpus`, and each group has
+    # the same number of engines.
     divides_evenly = needed % len(gpus) == 0 and len(gpus) % engine_gpus == 0
     if run.shared_gpus and divides_evenly:
         return run.processes
@@ -297,7 +300,10 @@ def _memory_shares(
     train_gpus: list[str] | None,
     engine_gpus: int,
 ) -> list[float | None]:
-    """The share of the memory of its GPUs that each vLLM may take; None: vLLM's default.
+    """The share of the memory of its GPUs that the vLLM of each generator may take; None: vLLM's default.
+
+    `engines`: the GPUs of each generator; None: [generate] has no `gpus`. `train_gpus`: likewise for the trainer.
+    `engine_gpus`: the number of GPUs of one engine.
 
     A section without `gpus` uses the first GPUs that it sees. Raises ValueError if trainer and generators use the same
     GPU without `shared_gpus`. Engines of transformers without `gpus` may share a GPU with the trainer, because they
@@ -307,19 +313,19 @@ def _memory_shares(
     if train_gpus is None and run.trainer.device == "auto":
         trained_on = set(gpus.visible[:1])
     gpus_of_engines = [set(names or ()) for names in engines]
-    if engines[0] is None and run.engine == "vllm":
+    if engines[0] is None and run.engine == "vllm":  # if one entry is None, all are
         first_gpus = gpus.visible[:engine_gpus]
         gpus_of_engines = [set(first_gpus) for _ in engines]
     if not run.shared_gpus:
         _check_apart(run, trained_on, gpus_of_engines, engines[0], train_gpus)
     if run.engine != "vllm":
         return [None for _ in engines]
-    engines_on: Counter[str] = Counter()
+    engines_on: Counter[str] = Counter()  # the number of engines on each GPU, by its name
     for names in gpus_of_engines:
         engines_on.update(names)
     shares: list[float | None] = []
     for names in gpus_of_engines:
-        most_engines = max((engines_on[name] for name in names), default=0)
+        most_engines = max((engines_on[name] for name in names), default=0)  # 0: no GPU is visible
         is_beside_trainer = not names.isdisjoint(trained_on)
         if is_beside_trainer:
             shares.append(round(_BESIDE_TRAINER / most_engines, 3))
@@ -379,7 +385,7 @@ def check_deeply(plan: RunPlan) -> None:
                 errors = Path(folder) / f"{part.name}.errors"
                 checks.append((part, _start_check(part, copies, errors), errors))
             for part, process, errors in checks:
-                if process.wait():
+                if process.wait():  # the exit status; not 0: the check has failed
                     raise ValueError(_message_of(plan, part, errors.read_text(errors="replace"), copies))
         finally:
             for _, process, _ in checks:
@@ -418,10 +424,12 @@ def _message_of(plan: RunPlan, part: PartPlan, errors: str, copies: Mapping[str,
     `errors`: the standard error of the check. `copies`: as for `_start_check`.
     """
     lines = errors.splitlines()
-    our_lines = [line for line in lines if line.startswith("replay: ")]
+    our_lines = [line for line in lines if line.startswith("replay: ")]  # the others are of libraries, or a traceback
     if our_lines:
         lines = our_lines
     message = lines[-1].removeprefix("replay: ") if lines else "its check failed without a word"
+    # The check read copies of the plan's files. The place in the run file, which is added below, replaces the name of a
+    # copy at the beginning of the message.
     for path, copy in copies.items():
         message = message.replace(f"{copy}: ", "").replace(copy, path)
     if re.match(r"--(model|output-dir)\b", message):  # these settings stand above all sections

@@ -89,7 +89,9 @@ class RunFile:
     train_gpus: object
     """The setting `gpus` of [train]."""
     generate: Settings
-    """The section [generate] without seed and metrics_path, which differ between generators."""
+    """The section [generate], with the settings that are derived.
+
+    The plan gives each generator its own seed and metrics_path."""
     train: Settings
     """The section [train], with the settings that are derived."""
     serve: Settings
@@ -169,14 +171,16 @@ def read_run_file(path: Path, sets: Sequence[str] = (), recipe: str | None = Non
     settings["train"] |= {"model": model, "output_dir": str(output_dir / "train"), "resume": True}
     with naming(f"{path}: [train]"):
         named, options = _parsed(train.train, train.SETTINGS, settings["train"])
+        # `output_dir` is an option of the command itself, and no setting. `replay train` adds it to the settings too.
         options |= {"output_dir": str(output_dir / "train")}
         trainer = train.check_options(options, named).config
     generate_section = settings["generate"] | _weights_settings(trainer, output_dir, settings["generate"])
     generate_section["model"] = model
     if "tables" not in settings["serve"]:  # the usual queue has the name that the trainer asks for
         generate_section.setdefault("tables", [trainer.rollouts_table])
-    _store_partial_groups(generate_section, settings["serve"])
+    _store_partial_groups(generate_section, settings["serve"])  # changes `generate_section`
     with naming(f"{path}: [generate]"):
+        # From here on, `named` has the values of the options of `replay generate`.
         named, options = _parsed(generate.generate, generate.SETTINGS, generate_section)
         generator = generate.check_options(options, named)
         engine_args = generate.engine_args(named["engine_arg"])
@@ -184,7 +188,7 @@ def read_run_file(path: Path, sets: Sequence[str] = (), recipe: str | None = Non
         remedy = "make it 2 or more, or let [train] have a teacher (teacher_weight)"
         raise ValueError(f"{path}: [generate] group_size 1: {OF_ONE}: {remedy}")
     reason = why_scaled_again(trainer.scale_rewards, generator.advantages)
-    if reason:
+    if reason:  # trainer and generator would both compute advantages
         raise ValueError(f"{path}: [train] scale_rewards: {reason}")
     serve = _served(path, settings["serve"], trainer, generator, output_dir)
     server = _config_of(path, serve)
@@ -224,6 +228,7 @@ def _read(path: Path) -> Settings:
     except tomllib.TOMLDecodeError as error:
         raise ValueError(f"{path}: {error}") from error
     contents = with_underscores(contents)
+    # The fields of these two sections are options of commands, which may be written with hyphens.
     for name in ("generate", "train"):
         if isinstance(contents.get(name), dict):
             contents[name] = with_underscores(contents[name])
@@ -303,7 +308,10 @@ def _text_at_top(path: Path, contents: Mapping[str, Any], name: str) -> str:
 
 
 def _above_recipe(settings: Mapping[str, Settings], name: str) -> dict[str, Settings]:
-    """The settings of a person by section, completed by those settings of a recipe that are not derived."""
+    """The settings of a person by section, completed by those settings of a recipe that are not derived.
+
+    If both have a setting, that of the person counts.
+    """
     recipe = recipe_of(name)
     recipe["serve"].get("admission", {}).pop("fresh_groups_per_step", None)  # follows from [train], see `_admission_of`
     for section, reasons in _DERIVED.items():
@@ -321,9 +329,9 @@ def _parsed(command: Callable[..., Any], settings: CommandSettings, section: Set
     commands.add(command, lambda: None)  # a second command, which nobody calls: typer makes no group of a single one
     click_command = typer.main.get_command(commands).commands[command.__name__]  # type: ignore[attr-defined]
     context = click_command.context_class(click_command, info_name=command.__name__)
-    settings.keep(context, section)
+    settings.keep(context, section)  # stores `section` in the context, as the option --config stores its file
     try:
-        with context.scope(cleanup=False):
+        with context.scope(cleanup=False):  # the context is not closed, because it is used below
             click_command.parse_args(context, [])  # without arguments, all values are those of `section`, or defaults
     except typer.BadParameter as error:
         message = in_our_words(error.message).rstrip(".")
@@ -342,6 +350,7 @@ def _weights_settings(trainer: GRPOConfig, output_dir: Path, section: Settings) 
     if trainer.weights_url is None:
         settings["weights_root"] = str(trainer.weights_dir or trainer.output_dir)
     else:
+        # Generators fetch the weights from this address, and need a folder for what they have fetched.
         settings["weights_root"] = trainer.weights_url
         settings["weights_cache"] = section.get("weights_cache", str(output_dir / "weights-cache"))
     return settings
@@ -355,6 +364,7 @@ def _store_partial_groups(section: Settings, serve: Settings) -> None:
     switches this off.
     """
     admission = serve.get("admission", {})
+    # A person who sets one of these two settings has decided.
     if "partial_groups_table" not in section and "permit_tables" not in admission:
         section["partial_groups_table"] = _PARTIAL_GROUPS
     if section.get("partial_groups_table") == "":
@@ -382,11 +392,11 @@ def _admission_of(path: Path, own: Settings, trainer: GRPOConfig, generator: Gen
         # With dynamic batches, a step may draw several batches of fresh groups.
         draws = trainer.max_dynamic_batches if trainer.zero_variance == "dynamic" else 1
         admission["fresh_groups_per_step"] = fresh * draws
-    elif trainer.zero_variance != "dynamic":
+    elif trainer.zero_variance != "dynamic":  # a step draws one batch, so there is nothing to decide
         groups = counted(fresh, "fresh group")
         raise ValueError(f"{place}: leave it out: it follows from [train], whose steps take {groups}")
     elif isinstance(admission["fresh_groups_per_step"], int):  # `_config_of` refuses other types
-        with naming(f"{place}:"):
+        with naming(f"{place}:"):  # raises ValueError for a number that is too small for a step of the trainer
             trainer.check_admission(admission["fresh_groups_per_step"])
     # The groups in these tables are not finished, so they hold permits.
     unfinished = [name for name in (generator.partial_groups_table, generator.unscored_table) if name is not None]
@@ -397,6 +407,7 @@ def _admission_of(path: Path, own: Settings, trainer: GRPOConfig, generator: Gen
 
 def _usual_tables(trainer: GRPOConfig, generator: GeneratorConfig) -> list[Settings]:
     """The usual tables of `replay serve`, with names and sizes that fit the trainer, and perhaps a table of prompts."""
+    # `exclude_unset`: only the settings in which these tables differ from the defaults of all tables.
     queue, pool = [table.model_dump(mode="json", exclude_unset=True) for table in DEFAULT_TABLES]
     queue |= {
         "name": trainer.rollouts_table,
@@ -407,7 +418,7 @@ def _usual_tables(trainer: GRPOConfig, generator: GeneratorConfig) -> list[Setti
     tables = [queue, pool]
     if generator.prompts_table is not None:
         order = {"sampler": "fifo", "max_times_sampled": 1}
-        if generator.prompts_mode == "curriculum":
+        if generator.prompts_mode == "curriculum":  # a prompt is drawn again and again, by its priority
             order = {"sampler": "prioritized"}
         tables.append({"name": generator.prompts_table, **order})
     return tables
@@ -427,7 +438,7 @@ def _config_of(path: Path, serve: Settings) -> Config:
 def _check_tables(path: Path, server: Config, trainer: GRPOConfig, generator: GeneratorConfig) -> None:
     """Raises ValueError if a part names a table that the server lacks, or if no group would reach the trainer."""
     tables = {table.name: table for table in server.tables}
-    # For each setting that names a table: its section, its name, and the table.
+    # The settings that name a table, each as its section, its name, and the table.
     named = [("train", name, getattr(trainer, name)) for name in ("rollouts_table", "replay_table")]
     named += [("generate", "tables", table) for table in generator.tables]
     for name in ("prompts_table", "partial_groups_table", "unscored_table"):
@@ -460,7 +471,7 @@ def _check_client(path: Path, client: Settings, server: Config) -> None:
     place = f"{path}: [client]"
     security = server.security
     has_tls_setting = any(name.startswith("tls_") for name in client)
-    is_encrypted = client.get("tls", has_tls_setting)
+    is_encrypted = client.get("tls", has_tls_setting)  # without `tls`, any other setting of TLS asks for TLS
     if security.tls_cert is not None and not is_encrypted:
         raise ValueError(f"{place} tls_ca is needed, for [serve.security] has tls_cert")
     if security.tls_cert is None and is_encrypted:
@@ -470,4 +481,4 @@ def _check_client(path: Path, client: Settings, server: Config) -> None:
     if security.tokens_file is not None and "token_file" not in client:
         raise ValueError(f"{place} token_file is needed, for [serve.security] has tokens_file")
     with naming(place):
-        Access.find(environment={}, **client)
+        Access.find(environment={}, **client)  # raises ValueError for settings that do not fit together

@@ -116,6 +116,7 @@ class Runner:
         Raises RunError if a part fails for good, and RunStopped if a signal asked for the end. No part runs afterwards.
         """
         self._other_children.update(supervisor.children_of(os.getpid()))
+        # If a supervisor is killed, its descendants become children of this process, which then kills them.
         supervisor.adopt_orphans()
         self._write_files()
         try:
@@ -184,7 +185,7 @@ class Runner:
 
     def _watch_parts(self) -> str:
         """Start the generators and the trainer, and watch all parts. Returns the same text as `run`."""
-        self.status.say("")
+        self.status.say("")  # the runner only watches from here on
         for part in self.generators:
             self._start(part)
         while True:
@@ -225,7 +226,7 @@ class Runner:
 
     def _note_end(self, part: Part) -> None:
         """Handle the end of a part: its work is done, or it will be started again, or it has died too often."""
-        self._kill_orphans()
+        self._kill_orphans()  # if the supervisor of the part was killed, the part itself may still run
         if part.status == 0 and part is not self.server:  # a server has never done all of its work
             part.finished = True
             return
@@ -238,6 +239,7 @@ class Runner:
     def _raise_failed(self, part: Part) -> None:
         """Raise RunError for a part that has ended for good."""
         times = ""
+        # A part with fewer starts is the preparation, or a server that died before it listened. Neither starts again.
         if part.starts >= MOST_DEATHS:
             times = f", {MOST_DEATHS} times without a new step between"
         raise RunError(f"the {part.name} {part.ending()}{times}: {part.last_words()} (all of its output: {part.log})")
@@ -290,6 +292,7 @@ class Runner:
                     part.kill()
             running = [part for part in running if not part.poll()]
             if self.server not in parts and not self._ensure_server():
+                # `now` grows, so the minimum is the limit that was set when the server was first found gone.
                 patience = min(patience, now - begin + _LOST_SERVER_SECONDS)
             self.status.read(self._watch.failure)
             self._show(self.status)
@@ -316,7 +319,7 @@ class Runner:
                 self._start(self.server)
             except OSError:  # a start that fails counts as a death
                 deaths.add(self.status.step)
-        return True
+        return True  # the server runs, or a later call starts it
 
     def _kill_all(self) -> None:
         """Kill all parts that still run, with all their descendants."""

@@ -29,6 +29,7 @@ class ServerWatch:
     """Asks the server on a thread of its own, because a request to a server that is away takes seconds."""
 
     def __init__(self, plan: RunPlan) -> None:
+        """Asks nothing before `start`."""
         self.failure = ""
         """The doctor's first failure, with its remedy; empty: the doctor found no failure."""
         self._plan = plan
@@ -62,6 +63,7 @@ class ServerWatch:
             self._step = step
             self._stepped_at = now
         quiet = max(QUIET_SECONDS, _QUIET_STEPS * step_seconds)
+        # Groups may still come, unless the trainer has waited long for groups, and has made no step for long.
         if self._waited < QUIET_SECONDS or now - self._stepped_at < quiet:
             return ""
         return self._deserted
@@ -95,6 +97,7 @@ class ServerWatch:
             self._deserted = ""  # nothing is known, so the run goes on
             return
         self._deserted = why_deserted(info)
+        # The blocked requests at the table that the trainer draws from. The list has one entry, or none.
         waits = [table.sampling for table in info.tables.values() if table.name == self._plan.rollouts_table]
         self._waited = max((wait.seconds for wait in waits if wait.count), default=0.0)
 

@@ -18,6 +18,7 @@ class LastLine:
     """
 
     def __init__(self, path: Path) -> None:
+        """Reads nothing yet. The file need not exist."""
         self.path = path
         self.metrics: dict[str, Any] = {}
         """The values of the line; empty: there is no line yet."""
@@ -55,6 +56,7 @@ class RunStatus:
     """
 
     def __init__(self, plan: RunPlan, parts: Sequence[Part]) -> None:
+        """Reads nothing yet: `read` does."""
         self.plan = plan
         self.parts = list(parts)
         """The parts in the order in which they are shown."""
@@ -67,7 +69,9 @@ class RunStatus:
         self.failure = ""
         """The doctor's first failure, with its remedy; empty: the doctor found no failure."""
         self._training = LastLine(plan.train_dir / "metrics.jsonl")
+        """The metrics of the trainer's last step."""
         self._generating = [LastLine(path) for path in plan.generator_metrics]
+        """The newest metrics of each generator, in the order of the plan."""
 
     def say(self, doing: str) -> None:
         """Set what the runner does now, in words."""

@@ -168,7 +168,7 @@ class Shard(Connection):
         while True:
             if not self.is_up and self._names is not None:  # Ray may have restarted the server at another address
                 await self._find(self._names)
-            if not self.has_address:
+            if not self.has_address:  # Ray does not know the server yet
                 await asyncio.sleep(_LOOK_AGAIN)
                 self._report(False)
                 continue
@@ -345,6 +345,7 @@ class Fleet:
                 raise error
 
         async def attempt_when_reachable() -> T:
+            """One attempt, as soon as a shard is up. Runs after `deadline` below has its value."""
             await self.reachable(deadline)
             return await attempt(deadline)
 
@@ -371,6 +372,7 @@ class Fleet:
         begins = read_page(request.page)  # the page of each shard's own list at which this page begins
 
         def request_for(shard: Shard) -> pb.ListItemsRequest:
+            """A copy of the request, with the page that begins at the right item of this shard."""
             shard_request = pb.ListItemsRequest()
             shard_request.CopyFrom(request)
             shard_request.page = begins.get(shard.name, "")
@@ -392,9 +394,10 @@ class Fleet:
         """
 
         async def attempt(deadline: Deadline) -> dict[Shard, Any]:
+            """Asks each shard that is up once."""
             reachable = self.up() if shards is None else [shard for shard in shards if shard.is_up]
             answers = await self.try_to_ask(method, request, deadline.seconds, reachable)
-            if reachable and not answers:
+            if reachable and not answers:  # all went away meanwhile: `insist` tries again
                 raise self.unavailable()
             return answers
 
@@ -423,7 +426,7 @@ class Fleet:
         for shard, result in zip(shards, results, strict=True):
             if isinstance(result, DeadlineExceededError):
                 late = result
-            elif isinstance(result, GONE):
+            elif isinstance(result, GONE):  # the shard went away: the result leaves it out
                 continue
             elif isinstance(result, BaseException):
                 raise result

@@ -66,19 +66,19 @@ def _merged(
     `weights` are the weights of the shards in means; without them each shard counts the same.
     """
     merged: dict[str, Any] = {}
-    for field, option in declared(message):
+    for field, option in declared(message):  # `option` is what replay.proto declares about the field
         values = [getattr(part, field.name) for part in parts]
         match option.merge:
-            case pb.Field.MIN if option.zero_is_unknown:
+            case pb.Field.MIN if option.zero_is_unknown:  # leave out shards that do not know the number
                 value: Any = min((number for number in values if number), default=0)
             case pb.Field.MEAN:
                 value = _weighted_mean(values, weights or [1.0] * len(values))
             case pb.Field.NAMED:
                 value = "; ".join(f"{name}: {text}" for name, text in zip(names, values, strict=True) if text)
-            case pb.Field.OF_LONGEST:
+            case pb.Field.OF_LONGEST:  # of the shard on which the wait is longest
                 longest = max(parts, key=lambda part: part.seconds)
                 value = getattr(longest, field.name)
-            case pb.Field.OF_LATEST:
+            case pb.Field.OF_LATEST:  # of the shard that has seen the client last
                 latest = min(parts, key=lambda part: part.age)
                 value = getattr(latest, field.name)
             case pb.Field.BY_SIZE:

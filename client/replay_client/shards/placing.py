@@ -125,8 +125,8 @@ class Placement:
            4 to 6 choose the shard, and the admission of that shard counts the group. If the granting shard is
            draining, the client then releases the permit (`settle`). If it is away, the permit stays in use until its
            lease ends.
-        4. The owner of the key, if the owner is up. Rules 4 to 6 pass over shards that are draining, because these have
-           answered that they lack the key.
+        4. The owner of the key, if the owner is up. Rules 4 to 6 pass over a shard that has lately refused an item
+           because it is draining (`takes_inserts`), unless all shards have.
         5. The shard with the next highest score that is up, if a client chose the key at random: then no other process
            has tried the key on the owner.
         6. The owner of the key, although it is away. Another process may have tried the key there before, so the insert
@@ -182,13 +182,14 @@ class Placement:
         """Inserts the item into its shard within its timeout. Raises the errors of `AsyncReplayClient.insert`."""
 
         async def attempt(deadline: Deadline) -> None:
+            """Sends the item to its shard once. Remembers the shard if it may have the item after an error."""
             shard = self.shard_for(item)
             item.timeout = deadline.seconds  # the seconds that are left
             try:
-                with shard.expected():
+                with shard.expected():  # probes the shard if the answer is late
                     await shard.insert(item)
             except ShardDrainingError:
-                self.forget(item.key, shard)  # the next attempt chooses another shard
+                self.forget(item.key, shard)  # the next attempt, which `insist` makes, chooses another shard
                 raise
             except ServerUnavailableError as error:
                 self._remember(item, shard)
@@ -228,7 +229,7 @@ class Placement:
         async def attempt(deadline: Deadline) -> pb.UnchangedRow | None:
             """Tries the owner first, then the other shards, until one has the item."""
             rendezvous, shards = self._ranking()
-            silent: list[str] = []
+            silent: list[str] = []  # the names of the shards that are away, or did not answer
             for shard in [shards[index] for index in rendezvous.order(item.key)]:
                 item.timeout = deadline.seconds
                 answer = None
@@ -298,7 +299,7 @@ class Placement:
             return int(answer.applied)
 
         applied = 0
-        # First each owner for its own keys, then each shard for the keys that their owners lack.
+        # Ask each owner first for its own keys, and then each shard for the keys that their owners lack.
         for owned in (True, False):
             counts = await asyncio.gather(*(change_on(shard, owned) for shard in up))
             applied += sum(counts)

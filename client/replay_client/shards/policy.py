@@ -84,7 +84,7 @@ class PolicyBoard:
         Returns the lowest policy that the shards answer with.
         """
         async with self._one_at_a_time:
-            # First the shards that are up again: they then have a share of this version.
+            # Bring the shards that are up again up to date first, so that they have a share of this version.
             for shard in [shard for shard in self._away if shard.is_up]:
                 with suppress(ReplayError):  # the shard is gone again
                     await self._bring_up_to_date(shard)
@@ -97,14 +97,15 @@ class PolicyBoard:
             for shard in self._divided:
                 if shard not in answers:
                     self._owed[shard] = self._with_index(request, shard)
-            if request.rollback:
+            if request.rollback:  # a shard that missed this gets the rollback later, and no version before it
                 self._owed = {}
                 self._missed_rollbacks = {shard: request for shard in self._fleet.shards if shard not in answers}
                 self._with_state = None
             elif request.state:
                 self._with_state = request
             self._record_draining(answers)
-        # These shards get the version later. Before the first version, `_reachability_changed` did nothing for them.
+        # Shards that are away, or did not answer, get the version later. Before the first version,
+        # `_reachability_changed` did nothing for them.
         for shard in self._fleet.shards:
             if not shard.is_up or shard not in answers:
                 self._reachability_changed(shard)
@@ -160,7 +161,10 @@ class PolicyBoard:
             await asyncio.sleep(0.1)  # an error that comes at once, again and again, must not use a whole core
 
     def _reachability_changed(self, shard: Shard) -> None:
-        """Called by the fleet when a shard has become reachable or unreachable."""
+        """Brings a shard that is up again up to date, or gives away the share of one that stays away, as a task.
+
+        The fleet calls this method when a shard has become reachable or unreachable.
+        """
         if not shard.is_up:
             self._informed_shards.discard(shard)
         if self._published is None:  # this client has no version to send
@@ -199,15 +203,17 @@ class PolicyBoard:
         if rollback is not None:
             await self._roll_back(shard, rollback)
         current = await shard.ask("GetPolicy", pb.GetPolicyRequest(), _SECONDS_PER_QUESTION)
+        # The version of which the shard still has to grant its share, with the index that it had then.
         owed = self._owed.get(shard)
         if owed is not None and current.version < owed.version:
             await self._set_version(shard, owed)
+        # The last version that named a state, because later versions may name none.
         with_state = self._with_state
         if with_state is not None:
             lacks_state = current.state != with_state.state and current.version <= with_state.version
             if lacks_state:
                 await self._set_version(shard, self._with_index(with_state, shard))
-        if current.version <= self._published.version:
+        if current.version <= self._published.version:  # a newer version is of another client, and stays
             await self._set_version(shard, self._with_index(self._published, shard))
         self._away.discard(shard)
         self._informed_shards.add(shard)
@@ -289,13 +295,14 @@ class PermitOffice:
     def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet
         self._turns = itertools.count()
-        """The number of the next request. The request tries the shards in turn, beginning with the shard of this
+        """Numbers the requests. A request tries the shards that are up in turn, beginning with the shard of its
         number."""
 
     async def acquire(self, request: pb.AcquirePermitsRequest, seconds: float | None) -> PermitGrant:
         """Permits of one shard: the next in turn that has free permits, or else the first that can grant some later."""
 
         async def attempt(deadline: Deadline) -> PermitGrant:
+            """Asks each shard in turn for free permits, and then waits for all shards together, for one round."""
             up = self._fleet.up()
             begin = next(self._turns) % len(up)
             for shard in up[begin:] + up[:begin]:
@@ -303,6 +310,7 @@ class PermitOffice:
                     return await self._ask(shard, request, 0.0)  # 0: the shard answers at once
             return await self._race(up, request, deadline.within(_SECONDS_PER_ROUND))
 
+        # DeadlineExceededError: no shard has granted permits in this round, so another round follows.
         return await self._fleet.insist(attempt, seconds, DeadlineExceededError)
 
     async def release(self, grant: PermitGrant, request: pb.ReleasePermitsRequest, timeout: float | None) -> int:
@@ -317,6 +325,7 @@ class PermitOffice:
 
     async def _ask(self, shard: Shard, request: pb.AcquirePermitsRequest, timeout: float) -> PermitGrant:
         """Permits of one shard. Raises DeadlineExceededError if the shard can grant none within `timeout` seconds."""
+        # This index counts only until a trainer has published a version, with indices among the granting shards.
         shard_index = shard_index_of(shard, self._fleet.shards)
         shard_request = once(pb.AcquirePermitsRequest(count=request.count, timeout=timeout, shard_index=shard_index))
         return grant_of(await shard.ask("AcquirePermits", shard_request, timeout), shard.name)
@@ -335,7 +344,7 @@ class PermitOffice:
                     error = failure
             raise error
         finally:
-            # Not cancelled: a shard may have granted permits already, and only the answer has the id to release them.
+            # Cancel no request: a shard may have granted permits already, and only its answer has their id.
             for task in requests:
                 self._fleet.spawn(self._release_unless_first(task, first))
 

@@ -66,7 +66,7 @@ Part = tuple[str, int]
 Plan = dict[Shard, tuple[int, Sequence[pb.ValueRows]]]
 """The number of rows to draw from each shard; for a table that balances, also the number of rows of each value."""
 MOST_UNSURE = 256
-"""The most parts that a client remembers because no shard confirmed them. The oldest are forgotten first."""
+"""The most parts that a client remembers because their shards did not confirm them. The oldest are forgotten first."""
 
 
 class Drawer:
@@ -113,10 +113,11 @@ class Drawer:
         self._warn_of_unknown({name for name, shard in shards.items() if shard is None})
 
         async def end_on(name: str, ids: list[int]) -> MutationResult:
+            """Ends or renews the leases `ids` on one shard. All count as missing if it cannot be reached."""
             shard = shards[name]
             if shard is not None:
                 request = ending(what, ids, lease)
-                with suppress(*GONE):
+                with suppress(*GONE):  # the shard cannot be reached
                     answer = await shard.run(self.stream(shard).finish(request, deadline.seconds))
                     return MutationResult(len(answer.done), tuple(answer.missing))
             return MutationResult(0, tuple(ids))  # all are missing
@@ -189,7 +190,7 @@ class Drawer:
             return drawn
         pause = _FIRST_PAUSE
         while True:
-            is_last_attempt = deadline.passed
+            is_last_attempt = deadline.passed  # when the time is up, one more attempt follows, for fewer rows
             weights = await self._weigh(request, await self._fleet.reachable(deadline))
             # When the time is up, `min_samples` rows are enough. This number is 0 for the rest of a batch that has
             # enough rows already, but `_fill` returns an empty list if there is no row.
@@ -269,7 +270,7 @@ class Drawer:
                 known.pop(shard, None)
         unknown = [shard for shard in up if shard not in known]
         if unknown:
-            # A request without `scope` and `exclude`, because the answers serve other requests too.
+            # Ask without `scope` and `exclude`, because the answers serve other requests too.
             plain = pb.SampleRequest(table=request.table, allow_repeats=request.allow_repeats)
             await self._weigh(plain, unknown)
         return {shard: known[shard][1] for shard in up if shard in known}
@@ -354,6 +355,8 @@ class Drawer:
         requests: dict[Shard, pb.SampleRequest] = {}
         for shard, (count, values) in plan.items():
             weight = weights[shard]
+            # A weight that comes with this answer costs no message. A request for only a weight, which follows when the
+            # last one is older than WEIGHTS_AGE, costs one. So renew the weight at half of that age.
             is_old = shard not in known or time.monotonic() - known[shard][0] > WEIGHTS_AGE / 2
             # If the table has no order, only the shard knows by how much a draw lowers the weight.
             changes_unseen = weight.consuming and not weight.ordered
@@ -481,7 +484,7 @@ class ShardedSampler(AsyncSampler):
                 drawn = await self._drawer.draw(rest_of(self._request, self._acknowledged), deadline)
             else:
                 drawn = await self._drawn_ahead(deadline)
-                # Before the acknowledgement below, which then travels in the messages of these draws.
+                # Start the next draws before the acknowledgement below, which then travels in their messages.
                 self._draw_ahead(self._series.prefetch)
             if self._lease:
                 self._series.on_lease(drawn)
@@ -591,7 +594,10 @@ def _part_of(sample: Sample) -> Part:
 
 
 def rest_of(request: pb.SampleRequest, acknowledged: list[Sample]) -> pb.SampleRequest:
-    """The request for the rest of a batch that has the samples `acknowledged` already. It excludes their keys."""
+    """The request for the rest of a batch that has these samples already: acknowledged ones, or only drawn ones.
+
+    The request excludes their keys, unless an item may be in the batch twice.
+    """
     if not acknowledged:
         return request
     rest = pb.SampleRequest()

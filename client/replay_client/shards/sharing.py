@@ -74,6 +74,7 @@ def share_out(weights: Sequence[Weight], rows: int, *, distinct: bool, rng: np.r
         for weight, count, rest in zip(weights, counts, left, strict=True):
             gives = min(missing, rest, _most_at_once(weight, missing))
             at_once.append(gives)
+            # The chance is in proportion to weight / rows at once, as the head of this module explains.
             chances.append(_weight_left(weight, count, distinct) / gives if gives else 0.0)
         index = _random_index(chances, rng)
         if index is None:  # no shard can give more
@@ -105,9 +106,9 @@ def share_values(
     The result has a list for each shard, in the order of `weights`.
     """
     left = [int(weight.samples) for weight in weights]  # the rows that each shard can still give
-    # By the value: the weight that each shard offers for rows of this value, in the order of `weights`.
+    # The weights that the shards offer for rows of a value, in the order of `weights`, by the value.
     weights_of_values: dict[str, list[Weight]] = {}
-    # By the value: its weight in the table's `balance`, which is the same on all shards.
+    # The weight of each value in the table's `balance`, which is the same on all shards, by the value.
     balance: dict[str, float] = {}
     for shard, weight in enumerate(weights):
         if not left[shard]:

@@ -67,6 +67,7 @@ export function labels(ticks, say) {
 const said = (y, back) => (y === null || y === undefined ? "–" : number(back(y)));
 export const ago = (t, digits) => (t > -1 ? "now" : t > -90 ? `−${Math.round(-t)} s` : `−${+(-t / 60).toFixed(digits - 2)} min`);
 const clock = (t) => new Date(1000 * t).toLocaleTimeString("en", { hourCycle: "h23" });
+// The range of an axis of y: from `low` to `high` with some room, from 0 on if `zero` and no value is below it.
 function span(low, high, zero) {
   if (low === null || low === undefined) return [0, 1];
   if (zero && low >= 0) low = 0;

@@ -201,6 +201,7 @@ function differing(a, b) {
   }
   return only;
 }
+// Two completions beside each other, with the tokens marked that the other one does not have; null: none are chosen.
 function difference(group) {
   if (compare.includes(null) || compare[0] === compare[1]) return null;
   const both = compare.map((index) => group.completions.find((each) => each.index === index));

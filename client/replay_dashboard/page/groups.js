@@ -54,7 +54,8 @@ const wantedBlocks = () => {
   const first = Math.floor(list.scrollTop / tall / BLOCK), last = Math.floor((list.scrollTop + list.clientHeight) / tall / BLOCK);
   return Array.from({ length: Math.max(1, last - first + 1) }, (_, i) => first + i);
 };
-let loading = 0;
+let loading = 0; // the number of the last load that began anew: the answers of earlier ones are left out
+// Asks for the blocks of rows that are on the screen and not known. With `anew`, no block counts as known.
 async function load(anew = false) {
   if (!table) return;
   const turn = anew ? ++loading : loading, known = anew ? new Map() : blocks;
@@ -85,6 +86,7 @@ async function load(anew = false) {
   }
 }
 
+// Draws the rows that are on the screen, and five above and below them. The others only take room.
 function draw() {
   if (!list?.isConnected || !found) return;
   const first = Math.max(0, Math.floor(list.scrollTop / tall) - 5),
@@ -131,6 +133,8 @@ function change(changes) {
 function sortBy(sort) {
   change({ sort, descending: filter.sort === sort ? (filter.descending ? "" : "1") : sort === "age" ? "" : "1" });
 }
+// Filters by the bar of a histogram that is clicked. With `extend` (Shift) the range grows; a second click ends the
+// filter.
 const pick = (name) => (low, high, extend) => {
   const now = filter.bounds[name], bounds = { ...filter.bounds };
   if (now && !extend && now[0] === low && now[1] === high) delete bounds[name];
@@ -168,6 +172,7 @@ function tagChips() {
     ...listed.map(({ name, values, others }) => row(visible(name), values, others))];
 }
 
+// Draws all but the rows: tables, filters, histograms and the heads of the columns.
 function controls(main = document.getElementById("main")) {
   if (!main.querySelector(".groups")) return;
   const tables = look?.tables ?? [], active = filter.prompt || filter.text || filter.flags.length || filter.tags.length || Object.keys(filter.bounds).length;

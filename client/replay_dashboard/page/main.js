@@ -18,6 +18,7 @@ const main = document.getElementById("main"), banner = document.getElementById("
 const state = { look: null, history: [], lost: null };
 let view = null, stream = null, ended = null;
 
+// Opens the view that the address names. The function that `open` returns is called when the view is left.
 function route() {
   const [, name = "", ...rest] = decodeURIComponent(location.hash.slice(1)).split("/");
   if (location.hash === "#main") return;
@@ -36,6 +37,7 @@ function route() {
   if (state.look) view.update?.(main, state);
 }
 
+// Shows the verdict at the top of the page, and a banner if the server or the dashboard's process does not answer.
 function tell() {
   const { look, lost } = state, verdict = look?.verdict;
   const level = lost ? "failure" : verdict?.level ?? "unknown";
@@ -49,6 +51,7 @@ function tell() {
   fill(banner, gone && h("p", { class: "failure" }, gone));
 }
 
+// Receives the events of the server. If the stream ends for good, asks for a token or tries again after two seconds.
 function follow() {
   stream?.close();
   stream = new EventSource("api/live");

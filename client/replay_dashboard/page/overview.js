@@ -50,6 +50,7 @@ function ratesOf(history, name) {
   return [mean(0), mean(1)];
 }
 
+// The arrow into a table, or out of it: its rate `flow`, and the requests `wait` that wait to `verb`.
 function edge(label, flow, wait, verb, kind = "") {
   const blocked = wait?.count > 0 && wait.seconds >= 1, stuck = blocked && wait.seconds >= long;
   const pace = flow > 0 ? (flow > 50 ? "fast" : flow > 5 ? "steady" : "slow") : "still";
@@ -64,6 +65,7 @@ function since(tables, verb) {
   const least = Math.min(...tables.map((each) => each[verb].age));
   return least < 3 ? `${verb} just now` : `${verb} ${duration(least)} ago`;
 }
+// Generators, tables and trainer with the rates between them. A table without direct inserts has no arrow into it.
 function picture({ tables, policy, server, admission, clients, overdue }, history) {
   const names = (role) => clients.filter((each) => each.role.includes(role) && !each.ended).slice(0, 4)
     .map((each) => h("small", { class: each.open ? null : "warn" }, visible(each.name), each.open ? "" : `, seen ${duration(each.age)} ago`));
@@ -156,7 +158,7 @@ function waitOf(verb, wait, share = 0) {
     visible(wait.reason.replace(/ \(.*\)/, "")), why(h("p", null, visible(wait.reason))));
 }
 
-// Where the limiter stands: sampling needs difference - n >= min_diff, inserting difference + n * spi <= max_diff.
+// The share of the draws that the balance gives to each value of a tag, in words. Values without items are left out.
 function sharesOf(values) {
   const total = values.reduce((sum, value) => sum + (value.items ? value.weight : 0), 0) || 1, most = 12;
   const named = values.filter((value) => value.items).sort((a, b) => b.weight - a.weight);
@@ -169,6 +171,7 @@ function groupsOf({ name, values }) {
   return `by ${visible(name)}: ${named.slice(0, most).map((value) => `${visible(value.name).slice(0, 60)} ${value.generated} generated, ${
     value.stale} lost as stale, ${value.sampled} sampled`).join("; ")}` + (named.length > most ? ` and ${named.length - most} more` : "");
 }
+// Where the limiter stands: sampling needs difference - n >= min_diff, inserting difference + n * spi <= max_diff.
 function limiterOf({ limiter, size, incomplete_items, inserting, sampling }) {
   if (limiter.max_diff === null && limiter.min_diff === null) {
     const ready = size - incomplete_items, enough = ready >= limiter.min_size, what = incomplete_items ? "size without those that wait" : "size";
@@ -190,6 +193,7 @@ function limiterOf({ limiter, size, incomplete_items, inserting, sampling }) {
     why(h("p", null, `inserts × ${number(limiter.samples_per_insert)} − samples = ${number(difference)}; samples wait below ${number(low)}, inserts above ${number(high)}`)));
 }
 
+// Draws the charts of a table: its rates in and out, and its size.
 function chartOf(host, table, history) {
   const at = (keep) => host.querySelector(`[data-keep="${CSS.escape(keep)}"]`);
   const times = history.map((point) => point.t), column = (i) => history.map((point) => point.tables[table.name]?.[i] ?? null);

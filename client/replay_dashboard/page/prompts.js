@@ -76,6 +76,8 @@ function picture() {
       "aria-label": `Solve rates of groups from version ${versions[0].version} to ${version}` }, versions.map(column)),
     h("div", { class: "ends" }, h("span", null, `version ${versions[0].version}`), h("span", null, version)));
 }
+// The solve rate of a prompt over the versions `first` to `last`, in at most COLUMNS cells.
+// `seen`: [version, solve rate, groups] of each version.
 function heat(seen, first, last) {
   const count = Math.min(COLUMNS, last - first + 1), cells = Array.from({ length: count }, () => [0, 0]);
   for (const [version, solved, groups] of seen) {

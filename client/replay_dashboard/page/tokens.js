@@ -65,6 +65,7 @@ export function tokens(window, row, look = null, start = 0, stop = window.ids.le
     }));
 }
 
+// Shows all that is known of the token under the pointer.
 function inspect(event, window, row) {
   const i = event.target.dataset?.i, panel = document.querySelector(".inspector");
   if (i === undefined || !panel) return;

@@ -115,6 +115,7 @@ function smooth(ys) {
   });
 }
 
+// Draws the charts that are on the screen. With smoothing, the values as they are stand faintly behind.
 function paint() {
   if (!data || !here) return;
   for (const chart of visibleCharts) {

@@ -65,7 +65,7 @@ class SamplingConfig:
     def describe(self) -> dict[str, Any]:
         """The fields as a group stores them, with `logprobs_mode`, and without `sampling_masks`."""
         fields = asdict(self)
-        del fields["sampling_masks"]
+        del fields["sampling_masks"]  # it says what to store, and not how tokens are drawn
         if not self.min_p:  # 0 is the same as no field, and groups stay small
             del fields["min_p"]
         return {**fields, "logprobs_mode": LOGPROBS_MODE}
@@ -107,7 +107,7 @@ class Completion:
                 return values[: len(values) - lost]  # a row for each token, of the prompt too if the axis is "whole"
             if name.endswith(OFFSETS):
                 return values[: tokens + 1]
-            end = self.extras[name + OFFSETS][tokens]
+            end = self.extras[name + OFFSETS][tokens]  # the end of the set of the last token that stays
             return values[:end]
 
         return replace(

@@ -111,7 +111,7 @@ class ContinuousBatch:
                 prompt_ids=prompt_ids,
                 sampling=sampling,
                 limit=limit,
-                uniforms=random.Random(seed + number),
+                uniforms=random.Random(seed + number),  # different for each row of the prompt
                 ended=future,
             )
             rows.append(row)
@@ -122,9 +122,10 @@ class ContinuousBatch:
         """Draws from `model` from the next token on. Keys and values of all rows are computed again."""
         self._model = model
         self._version = version
+        # The names of the inputs that the model takes.
         self._accepts = set(inspect.signature(model.forward).parameters)
         self._cache_name = name_of_cache(model, self._accepts)
-        while self._hooks:
+        while self._hooks:  # of the model before
             self._hooks.pop().remove()
         if self._routing:
             self._hooks += [router.register_forward_hook(self._note_experts) for router in routers_of(model)]
@@ -149,11 +150,12 @@ class ContinuousBatch:
             self._waiting = [row for row in self._waiting if not row.ended.done()]  # without cancelled rows
             for cohort in self._cohorts:
                 self._draw(cohort, self._decode(cohort))
+            # A row that has just got its last token still takes room: it is dropped below.
             room = self._max_rows - sum(len(cohort.rows) for cohort in self._cohorts)
             admitted = self._waiting[:room]
             if admitted:
                 self._prefill(admitted)
-                del self._waiting[:room]
+                del self._waiting[:room]  # not earlier: if the prefill fails, `clear` must return these rows, too
             ended: list[Row] = []
             for cohort in self._cohorts:
                 ended += [row for row in cohort.rows if row.finish_reason]
@@ -183,6 +185,7 @@ class ContinuousBatch:
         pad = partial(pad_sequence, batch_first=True, padding_side="left")
         ids_BL = pad([torch.tensor(ids, device=device) for ids in rows_by_ids])
         mask_BL = pad([torch.ones(len(ids), dtype=torch.long, device=device) for ids in rows_by_ids])
+        # Each row of `routed_BL` has the experts (layers, K) of its L tokens, also of its padding on the left.
         logits_BV, cache, routed_BL = self._forward(ids_BL, mask_BL, None)
         cohort_rows: list[Row] = []
         indices: list[int] = []  # for each row of the cohort, the row of the forward pass
@@ -193,7 +196,7 @@ class ContinuousBatch:
                 indices.append(index)
         assert len(cohort_rows) == len(rows), "each row is in one cohort"
         source_R = torch.tensor(indices, device=device)
-        cache.reorder_cache(source_R)
+        cache.reorder_cache(source_R)  # makes R rows of the B rows: row r becomes a copy of row source_R[r]
         cohort = _Cohort(cohort_rows, cache, mask_BL[source_R])
         self._draw(cohort, logits_BV[source_R])
         self._cohorts.append(cohort)
@@ -311,6 +314,7 @@ def _merged(cohorts: list[_Cohort]) -> list[_Cohort]:
         return torch.cat([tensor.new_zeros(shape), tensor], dim=dim)
 
     first = plain[0]
+    # The layers of the first cache are replaced by the merged ones. Keys and values are (rows, heads, tokens, size).
     for index, layer in enumerate(first.cache.layers):
         layers = [cohort.cache.layers[index] for cohort in plain]
         layer.keys = torch.cat([fitted(cohort_layer.keys, -2) for cohort_layer in layers])
@@ -353,7 +357,7 @@ def processed_logprobs(
         least_R1 = logits.amax(-1, keepdim=True) + min_p_R.log()[:, None]  # -inf for min_p 0, which all logits reach
         logits = logits.masked_fill(logits < least_R1, float("-inf"))
     if bool((top_k_R > 0).any()) or bool((top_p_R < 1).any()):
-        largest, order = logits.sort(dim=-1, descending=True)
+        largest, order = logits.sort(dim=-1, descending=True)  # (R, V): the sorted logits, and their tokens
         k = top_k_R.where(top_k_R > 0, vocabulary).clamp_max(vocabulary).long()
         smallest_kept_R1 = largest.gather(-1, k[:, None] - 1)
         largest = largest.masked_fill(largest < smallest_kept_R1, float("-inf"))
@@ -361,6 +365,7 @@ def processed_logprobs(
         before = probabilities.cumsum(-1) - probabilities  # the sum of the more likely tokens
         outside = (before >= top_p_R[:, None]) & (top_p_R[:, None] < 1)
         outside[:, 0] = False  # keep at least the most likely token
+        # Back from the order of the logits to that of the vocabulary.
         logits = logits.scatter(-1, order, largest.masked_fill(outside, float("-inf")))
     return logits.log_softmax(-1)
 

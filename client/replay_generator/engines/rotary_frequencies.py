@@ -215,11 +215,11 @@ class _Part:
         import torch  # not at the top of the file: a generator without torch reads manifests with this module
 
         buffer = next(self.module.buffers())
-        hidden = torch.zeros(1, device=buffer.device)
+        hidden = torch.zeros(1, device=buffer.device)  # the module reads only its dtype and device
         positions = torch.tensor([[*range(few), last]], device=buffer.device)
         rotated = self.module(hidden, positions, **self._layer_argument)
         parts = rotated if isinstance(rotated, tuple) else (rotated,)
-        return [part[:, :few] for part in parts]
+        return [part[:, :few] for part in parts]  # usually two parts: cosines and sines (1, positions, size)
 
     @property
     def _layer_argument(self) -> dict[str, Any]:

@@ -125,6 +125,8 @@ class TransformersEngine:
         for number, future in enumerate(ended):
             future.add_done_callback(partial(report, number))
         self._order(lambda: self._batch.add(ids, sampling, ended))
+        # The engine's thread sets the result of each future (`_run`). If this call is cancelled, so are the futures,
+        # and their rows leave the batch.
         return await asyncio.gather(*ended)
 
     async def load_weights(self, path: str, version: int) -> None:
@@ -207,12 +209,13 @@ class TransformersEngine:
                     "start the generator again. If memory was short, with a smaller max_concurrent_completions or "
                     "max_length (--engine-arg)"
                 )
+                # `rows` too: the error may have come before all of them had their results.
                 for row in [*rows, *self._batch.clear()]:
                     _call_on_loop(row.ended, row.ended.set_exception, EngineError(failure))
 
     def _completion(self, row: Row) -> Completion:
         """The completion of a row that has ended."""
-        columns = mask_fields(row.sampling_masks)
+        columns = mask_fields(row.sampling_masks)  # the fields `extras` and `axes` with the masks; {}: no masks
         if row.routed:
             extras = columns.get("extras", {})
             axes = columns.get("axes", {})
@@ -367,10 +370,11 @@ def _why_unequal(model: Any, seed: int) -> str:
     rows: list[Row] = []
 
     def add(length: int) -> None:
+        """Adds two rows for a random prompt of this length."""
         prompt_ids = torch.randint(0, vocabulary, (length,), generator=random).tolist()
         for count in _COMPLETION_LENGTHS:
             sampling = SamplingConfig(max_tokens=count)
-            rows.extend(batch.add(prompt_ids, sampling, [Future()]))
+            rows.extend(batch.add(prompt_ids, sampling, [Future()]))  # nobody waits for this future
 
     for length in _FIRST_LENGTHS:
         add(length)
@@ -381,7 +385,7 @@ def _why_unequal(model: Any, seed: int) -> str:
         batch.step()
     for row in rows:
         scores = score_alone(model, [*row.prompt_ids, *row.token_ids])
-        alone = torch.tensor(scores[len(row.prompt_ids) - 1 :])
+        alone = torch.tensor(scores[len(row.prompt_ids) - 1 :])  # of the drawn tokens: the first token has no score
         difference = float((alone - torch.tensor(row.logprobs)).abs().max())
         if not difference <= tolerance_of(model, alone):  # also if the difference is NaN
             return (
@@ -402,7 +406,7 @@ def score_alone(model: Any, token_ids: list[int]) -> list[float]:
 
 
 def _call_on_loop(future: asyncio.Future[Any], call: Callable[..., None], *arguments: Any) -> None:
-    """Makes a call on the event loop of a future, unless the future is done when the loop gets to it."""
+    """Makes a call on the event loop of a future, from another thread, unless the future is done by then."""
 
     def call_unless_done() -> None:
         if not future.done():

@@ -93,7 +93,7 @@ class VLLMEngine:
         from transformers import AutoTokenizer
 
         has_gpu = torch.cuda.is_available()
-        vllm_log()
+        vllm_log()  # makes the log, which must come before the import of vLLM
         # Without a GPU, leave half of the cores to the trainer on this machine.
         _set_environment(cpu_threads=None if has_gpu else max(1, torch.get_num_threads() // 2))
         if dtype == "auto" and not has_gpu:
@@ -105,7 +105,7 @@ class VLLMEngine:
             "max_num_seqs": max_concurrent_completions,
             "seed": random.SystemRandom().getrandbits(31) if seed is None else seed,
             "logprobs_mode": LOGPROBS_MODE,
-            "max_logprobs": SamplingConfig.sampling_masks + 1,
+            "max_logprobs": SamplingConfig.sampling_masks + 1,  # why one more: see `sampling_fields`
             "disable_log_stats": True,
             "use_tqdm_on_load": False,
             "worker_extension_cls": "replay_generator.engines.vllm_process.FollowOwner",
@@ -147,7 +147,7 @@ class VLLMEngine:
                     whole = output
                 else:
                     whole.add(output, aggregate=True)
-                for item in whole.outputs:
+                for item in whole.outputs:  # a completion each, as far as it is drawn
                     has_ended = item.finish_reason is not None
                     if has_ended and item.index not in completions:
                         completions[item.index] = self._completion(item, width, sampling.largest_mask)
@@ -180,7 +180,7 @@ class VLLMEngine:
                 f"{path} holds a LoRA adapter, and this engine was started without enable_lora: start it with "
                 "--engine-arg enable_lora=true, or let the trainer publish whole weights with merge_adapter=True"
             )
-        files = [*Path(path).glob("*.safetensors")]
+        files = [*Path(path).glob("*.safetensors")]  # if one is gone after a failure, its removal is the cause
         self._whole.clear()  # new requests wait from now on
         if is_adapter != (self._adapter is not None):
             # vLLM cannot give a request under way its first adapter, or take its adapter away.
@@ -205,7 +205,7 @@ class VLLMEngine:
             await self._llm.reset_prefix_cache(reset_running_requests=True)
             await self._llm.update_weight_version(str(version))
             await self._llm.resume_generation()
-        self._whole.set()
+        self._whole.set()  # not after an error: requests then wait for the next load
 
     async def _load_adapter(self, path: str) -> None:
         """Loads an adapter, in place of the previous adapter if there is one."""
@@ -215,7 +215,7 @@ class VLLMEngine:
         is_loaded = await self._llm.add_lora(LoRARequest("policy", 1, path, load_inplace=True))
         if not is_loaded:
             raise RuntimeError(f"vLLM did not load the adapter in {path}")
-        self._adapter = LoRARequest("policy", 1, path)
+        self._adapter = LoRARequest("policy", 1, path)  # not in place: a request uses the adapter that is loaded
 
     async def score(self, token_ids: Sequence[int]) -> list[float]:
         # With return_sampling_mask vLLM takes no request without top_k. The log-probabilities of a prompt do not depend
@@ -389,9 +389,10 @@ def _check_port() -> None:
 
 def _start(args: dict[str, Any]) -> Any:
     """Starts the engine in a thread that blocks the signal of Ctrl-C: the engine's processes inherit the block."""
-    result: dict[str, Any] = {}
+    result: dict[str, Any] = {}  # "llm": the engine, or "error": the error of the start
 
     def load() -> None:
+        """Runs in the thread."""
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
             from vllm.engine.arg_utils import AsyncEngineArgs
@@ -483,7 +484,7 @@ _log: VLLMLog | None = None
 
 
 def vllm_log() -> VLLMLog | None:
-    """The log of this process; None: the user has set variables for vLLM's log."""
+    """The log of this process, which the first call makes; None: the user has set variables for vLLM's log."""
     global _log
     variables = ("VLLM_LOGGING_CONFIG_PATH", "VLLM_CONFIGURE_LOGGING", "VLLM_LOGGING_LEVEL")
     if _log is None and not any(name in os.environ for name in variables):

@@ -129,6 +129,7 @@ class VLLMServer:
         self.model = ""
         """The name under which the server serves its model."""
         self.max_length = 0
+        """The most tokens of a prompt with its completion. `check` sets this attribute, `model` and `max_logprobs`."""
         self.max_logprobs = 0
         """The most log-probabilities of a token that a request may ask for; -1: any number."""
         self.running = 0
@@ -207,6 +208,7 @@ class VLLMServer:
             reason = str(error) or type(error).__name__
             if session.closed:  # by `_watch_health`
                 reason = f"it left {_SILENCES} questions about its health unanswered, {self._timeouts.health:g} s each"
+            # A ServerTimeoutError is about the connection; another TimeoutError is about the limit of the call.
             elif isinstance(error, TimeoutError) and not isinstance(error, aiohttp.ServerTimeoutError):
                 reason = f"no answer to {path} within {limit:g} s"
             raise VLLMServerGoneError(f"no vLLM server answers at {self.url}: {reason}") from None
@@ -308,7 +310,7 @@ class VLLMServer:
                     break
                 except BlockingIOError:  # another generator has the lock
                     await asyncio.sleep(_POLL_SECONDS)
-            yield
+            yield  # when the file is closed after this, the lock ends
 
     async def wake(self) -> None:
         """Resumes the server if it is paused: a generator may have died before it could resume it.
@@ -341,6 +343,7 @@ class VLLMServer:
                 if not done:
                     raise VLLMServerError(f"{self.url} did not reset its prefix cache, which has keys of old weights")
                 await self.call("POST", "/update_weight_version", {"new_version": weights.label})
+            # Also after an error: `version_of` then refuses all tokens that have the label INCOMPLETE.
             finally:
                 await self.call("POST", "/resume")
             found = await self.label()

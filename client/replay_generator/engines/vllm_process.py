@@ -42,6 +42,7 @@ def _follow(owner: int) -> None:
     started_by = multiprocessing.parent_process()
     if started_by is not None and started_by.pid is not None:
         parent = started_by.pid
+    # When the parent of a process ends, the process gets another parent.
     while os.getppid() == parent and (parent == owner or _alive(owner)):
         time.sleep(_POLL_SECONDS)
     if os.getppid() == parent:  # the owner has ended, and the engine process has not

@@ -204,7 +204,7 @@ class VLLMServerEngine:
         try:
             choices = {choice["index"]: choice for choice in answer["choices"]}
             for choice in choices.values():
-                if choice["finish_reason"] == "abort":
+                if choice["finish_reason"] == "abort":  # `generate` then makes the request again
                     raise VLLMServerGoneError(f"{server.url} aborted a completion")
             for number in range(body["n"]):
                 read = choices.get(number, answer)
@@ -239,7 +239,10 @@ class VLLMServerEngine:
             self._recover(server, error)
 
     async def _reload(self, server: VLLMServer, *, keep_newer: bool = False) -> None:
-        """Loads the newest weights into a server. Then the server is usable again."""
+        """Loads the newest weights into a server, if there are any. Then the server is usable again.
+
+        `keep_newer`: see VLLMServer.reload.
+        """
         while True:
             weights = self._weights
             if weights is not None:
@@ -281,6 +284,7 @@ class VLLMServerEngine:
         sampling = _all_sampling_fields(SamplingConfig(max_tokens=1), 1, 0)
         body = {"model": server.model, "prompt": tokens, **sampling, "prompt_logprobs": 0}
         while True:
+            # The tables of all tokens but the first, which has no log-probability. A table has token ids as keys.
             keys = ["choices", 0, "prompt_logprobs", slice(1, None)]
             steps = await server.call("POST", "/v1/completions", body, at=keys)
             label = await server.label()
@@ -310,9 +314,13 @@ class VLLMServerEngine:
     # ------------------------------------------------------------------------------------------- servers that go away
 
     async def _usable_server(self) -> VLLMServer:
-        """The usable server with the fewest requests. Raises VLLMServerError if every server has failed for good."""
+        """Waits for a usable server. Returns the usable server with the fewest requests.
+
+        If all servers are in `_failures` and none is usable, raises the first of these errors.
+        """
 
         def decided() -> bool:
+            """True if there is a usable server, or none to wait for. Called at each notification of `_changed`."""
             all_failed = len(self._failures) == len(self._servers)
             return all_failed or any(server.usable for server in self._servers)
 
@@ -357,7 +365,10 @@ class VLLMServerEngine:
                 raise VLLMServerGoneError(f"{server.url}: {gone}") from gone
 
         async def failed(error: Exception, _: bool = False) -> None:
-            """Called after each failed attempt. Returns, so that there is always a next attempt."""
+            """Logs the error of an attempt, and waits as long as a busy server wants.
+
+            Patience calls this after each failed attempt.
+            """
             log.wait(f"{error}; it is asked again, {self.engines_away} of {len(self._servers)} servers are away")
             waited = time.monotonic() - since
             # The server counts as failed now, and is still asked. If all servers have failed, requests raise the error.
@@ -369,8 +380,10 @@ class VLLMServerEngine:
             await asyncio.sleep(min(retry_after, self._patience))
 
         await failed(error)  # of the request that found the server away
+        # This pause grows with each loss of the server since its last completion. Patience makes the later pauses.
         await asyncio.sleep(min(server.pause, LONGEST_PAUSE))
         server.pause = min(2 * server.pause, LONGEST_PAUSE)
+        # Makes attempts without limit: `failed` never raises.
         await Patience(failed, first=FIRST_PAUSE, longest=LONGEST_PAUSE).result(use_again)
         self._failures.pop(server, None)
         logger.warning("%s is used again, after %.0f s", server.url, time.monotonic() - since)

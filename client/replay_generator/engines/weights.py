@@ -78,7 +78,7 @@ def check_folder(
     are not those of the model, or if, without a probe, they hold infinities or NaN.
     """
     path = Path(folder)
-    for file in _files(path):
+    for file in _files(path):  # also the files outside of the folder that one of its indices names
         is_file_or_folder = file.is_file() or file.is_dir()
         if file.exists() and not is_file_or_folder:  # for example, a reader of a pipe would wait for ever
             raise WeightsDamagedError(f"{file} is no regular file, and is not opened: remove it")
@@ -103,7 +103,10 @@ def check_folder(
 
 
 def _check_facts(folder: str, engine_facts: Mapping[str, Any], model: str | None, *, tokenizer: bool) -> None:
-    """Raises WeightsMismatchError if the model of a folder has other facts than the engine."""
+    """Raises WeightsMismatchError if the model of a folder has other facts than the engine.
+
+    `tokenizer`: see `folder_facts`.
+    """
     found_facts = folder_facts(Path(folder), engine_facts, tokenizer=tokenizer)
     differing = differing_facts(found_facts, engine_facts)
     if differing:
@@ -168,6 +171,8 @@ def _check_names(folder: str, names: Set[str], model: str | None, known: Set[str
 def _tensors(file: Path) -> dict[str, tuple[int, int, str]]:
     """The tensors of a file, by name: the first byte of each, the byte after its last one, and its format."""
     size = file.stat().st_size
+    # A safetensors file: 8 bytes with the length of the header, the header, and the data. The header has the offsets of
+    # each tensor in the data.
     with file.open("rb") as content:
         length = int.from_bytes(content.read(8), "little")
         try:
@@ -216,7 +221,7 @@ def _own_names(model: str | None) -> tuple[Set[str], Set[str]]:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         for file in folder.glob("*.safetensors"):
             names.update(_tensors(file))
-    except (OSError, ValueError, WeightsDamagedError):
+    except (OSError, ValueError, WeightsDamagedError):  # for example, the model is a name on the hub
         return set(), {_HEAD}
     optional: set[str] = set()
     if config.get("tie_word_embeddings", True):  # older versions of transformers do not write the default value
@@ -227,7 +232,7 @@ def _own_names(model: str | None) -> tuple[Set[str], Set[str]]:
 
 
 def _files(folder: Path) -> Iterator[Path]:
-    """Yields the files in a folder, and then those that its indices name, which may be outside of the folder.
+    """Yields the files in a folder, its chat templates, and the files that its indices name, perhaps outside of it.
 
     All files in the folder come before any index is opened, so that the caller can refuse an index that is a pipe.
     """
@@ -366,7 +371,7 @@ def folder_facts(folder: Path, wanted: Iterable[str], *, tokenizer: bool = True)
     wanted = set(wanted)
     with suppress(OSError, ValueError, LookupError, TypeError, RecursionError):
         facts = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))["model"]
-        if isinstance(facts, dict) and not wanted.isdisjoint(facts):
+        if isinstance(facts, dict) and not wanted.isdisjoint(facts):  # it has at least one wanted fact
             return facts
     folder_tokenizer: Any = None
     if tokenizer and "tokenizer" in wanted and any((folder / name).is_file() for name in _VOCABULARIES):

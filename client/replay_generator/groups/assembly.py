@@ -34,19 +34,19 @@ def assemble(played: Sequence[PlayedRollout], version: int, **fields: Any) -> Ro
         sampled = sum(int(mask.sum()) for mask in masks)
         masks = [_known_mask(sequence) for sequence in sequences]
         unknown = sampled - sum(int(mask.sum()) for mask in masks)
-    columns = columns_of(sequences)
+    columns = columns_of(sequences)  # by name, the extras that the engine returned with its completions
     versions = [sequence.policy_versions[sequence.head :] for sequence in sequences]
-    # A token before the first drawn token has the version -1.
+    # A token before the first drawn token has the version -1. A group without drawn tokens gets `version`.
     drawn_versions = np.concatenate([values[values >= 0] for values in versions])
     first = version
     last = version
     if drawn_versions.size:
         first = int(drawn_versions.min())
         last = int(drawn_versions.max())
-    version_end = None
+    version_end = None  # all tokens have the same version
     if last != first:
         version_end = last
-        columns["policy_versions"] = ("token", versions)
+        columns["policy_versions"] = ("token", versions)  # the axis, and an array for each sequence
     all_are_trained = all(mask.all() for mask in masks)
     group = group_from_rows(
         prompts=[sequence.token_ids[: sequence.head] for sequence in sequences],

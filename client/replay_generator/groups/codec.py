@@ -87,7 +87,7 @@ class PartialGroupSpec:
             decoded = decode_arrays(view, check_magic(view, PARTIAL_GROUP_MAGIC, "partial group"))
             fields = decoded.fields
             segments: dict[str, npt.NDArray[Any]] = {}
-            decode_segments(decoded.rest, segments, {})
+            decode_segments(decoded.rest, segments, {})  # fills `segments` with the arrays behind the spec, by name
             prompt = Prompt.unpacked(fields.pop("prompt"))
             sampling = SamplingConfig(**fields.pop("sampling"))
             stored_item = fields.pop("item")
@@ -107,8 +107,9 @@ class PartialGroupSpec:
             raise ValueError(f"damaged partial group: {type(error).__name__}: {error}") from error
 
     def _check_numbers(self) -> None:
-        """Raises ValueError for numbers, failures or a time that no generator can have written."""
+        """Raises an error for numbers, failures or a time that no generator can have written."""
         item = self.item or PromptItem(0, 0.0, 0, 0)  # without an item, these numbers pass the checks
+        # Raises ValueError unless all of them are whole and at least 0.
         check_places(self.key, self.number, self.group_size, item.key, item.epoch, item.position)
         if not math.isfinite(item.priority):
             raise ValueError(f"the priority of its prompt must be finite, not {item.priority}")
@@ -117,7 +118,7 @@ class PartialGroupSpec:
         for failure in self.failures:
             if type(failure) is not str:
                 raise ValueError("a failure must be a text")
-        datetime.fromisoformat(self.began)
+        datetime.fromisoformat(self.began)  # raises an error for a text that is no time
 
 
 def encode_whole(spec: PartialGroupSpec, rollouts: Mapping[int, PlayedRollout]) -> bytes:
@@ -143,7 +144,7 @@ def encode_rollout(played: PlayedRollout) -> npt.NDArray[np.uint8]:
     arrays: dict[str, npt.NDArray[Any]] = {}
     sequences = []
     for index, (sequence, tokens) in enumerate(zip(rollout.sequences, played.sequences, strict=True)):
-        for name in TOKENS:
+        for name in TOKENS:  # the arrays with one value per token: token_ids, logprobs and so on
             arrays[f"{index}/{name}"] = getattr(tokens, name)
         for position, (_, extras, _) in enumerate(tokens.drawn):
             for name, values in extras.items():
@@ -174,8 +175,9 @@ def decode_rollout(column: npt.NDArray[Any]) -> PlayedRollout:
     sequences = []
     played_sequences = []
     for index, stored in enumerate(fields["sequences"]):
+        # `vector` raises ValueError for an array of another dtype or shape.
         token_arrays = {name: vector(name, arrays[f"{index}/{name}"], dtype) for name, dtype in TOKENS.items()}
-        sequence = RolloutSequence(())
+        sequence = RolloutSequence(())  # empty; all its attributes are set here
         for name, values in token_arrays.items():
             setattr(sequence, name, values.tolist())
         sequence.turns = [Turn(*turn) for turn in stored["turns"]]
@@ -198,7 +200,11 @@ def decode_rollout(column: npt.NDArray[Any]) -> PlayedRollout:
 
 
 def _check_rollouts(rollouts: Mapping[int, PlayedRollout], group_size: int) -> None:
-    """Raises an error for rollouts that no group of this size can have. `rollouts`: at least one, by number."""
+    """Raises an error for rollouts that no group of this size can have. `rollouts`: at least one, by number.
+
+    The checks are those that a rollout of a hook passes (`checked`, `check_sequences`), and `_check_types`: the bytes
+    may come from a client that is no generator.
+    """
     if not 0 <= min(rollouts) <= max(rollouts) < group_size:
         raise ValueError(f"it has the rollouts {sorted(rollouts)}, and is a group of {group_size}")
     for played in rollouts.values():
@@ -210,7 +216,8 @@ def _check_rollouts(rollouts: Mapping[int, PlayedRollout], group_size: int) -> N
 
 
 def _check_types(rollout: Rollout) -> None:
-    """Raises ValueError for values of another type than `encode_rollout` writes."""
+    """Raises ValueError for reasons, turns or an `info` of another type than `encode_rollout` writes."""
+    # Of the reasons of sequences, only the last one is ever read.
     texts = [rollout.finish_reason, rollout.sequences[-1].finish_reason]
     for turn in rollout.turns:
         texts += [turn.role, turn.text]

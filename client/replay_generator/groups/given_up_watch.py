@@ -23,6 +23,7 @@ class GivenUpWatch(Watch):
 
     def __init__(self) -> None:
         self._groups: Counter[str] = Counter()
+        """The number of groups that were given up, by environment."""
 
     def record(self, tags: Mapping[str, str | int]) -> None:
         """Counts a group with these tags. The report names environments, so a group without one is not counted."""

@@ -115,6 +115,7 @@ class InsertingServer:
         self._who = who
         self._keys = KeySequence()  # for groups that have no key yet
         self._last_info: ServerInfo | None = None
+        """The state of the server that `observe` got last, to notice a restart; None: `observe` was not called yet."""
         self._is_known = False
         """True while the server knows the settings of this process."""
         self.watches: Sequence[Watch] = ()
@@ -122,9 +123,11 @@ class InsertingServer:
         self._last_report: dict[str, str] = {}
         """The descriptions of the watches that were last sent to the server."""
         self._needs_prompt_tag = False
-        """True if a table of these groups indexes the tag `prompt_id`."""
+        """True if a table of these groups needs the tag `prompt_id`; see `_is_prompt_indexed`."""
         self._waiting = WaitLog(who)
+        """Logs the waits of calls that are repeated, except those for a full table that refuses groups."""
         self._table_full = WaitLog(who)
+        """Logs that a full table refuses groups (`when_full`)."""
 
     async def look(self, *stages: str | None) -> ServerInfo:
         """Asks the server for its tables and settings, and checks that they suit this process.
@@ -145,6 +148,7 @@ class InsertingServer:
                     f"the server has no table {table!r}, only {', '.join(info.tables)}: declare it or, for groups that "
                     f"are not finished, add it to permit_tables in its [admission]"
                 )
+            # Groups for `admission.table` need permits. A group keeps its permit while it is in one of `stages`.
             if admission and admission.table in self._settings.tables and table not in admission.permit_tables:
                 raise ReplayError(
                     f"the server's [admission] has permit_tables = {[*admission.permit_tables]}, without {table!r}: "
@@ -155,7 +159,7 @@ class InsertingServer:
     def _check_trainers(self, info: ServerInfo) -> None:
         """Raises ReplayError if a connected trainer would scale the advantages of a user's own function again."""
         own = json.loads(self._settings.described().get("advantages", '""'))  # the function's name; "": none
-        for name, settings in info.settings_of("trainer"):
+        for name, settings in info.settings_of("trainer"):  # of each connected trainer
             why = why_scaled_again(settings.get("scale_rewards"), own)
             if why:
                 raise ReplayError(f"trainer {name}: {why}")
@@ -193,9 +197,9 @@ class InsertingServer:
         if self._is_known and report == self._last_report:
             return
         settings = await self._described()
-        with contextlib.suppress(ReplayError):
+        with contextlib.suppress(ReplayError):  # after such an error, the next call of `observe` tries again
             accepted = await self._describe(settings | report)
-            if not accepted:  # the server may refuse only the report, and accept the settings
+            if not accepted:  # the server may refuse only the report, and accept the settings alone
                 accepted = await self._describe(settings)
             if accepted:
                 self._is_known = True
@@ -214,9 +218,9 @@ class InsertingServer:
         return self._settings.described()
 
     def hand_on(self, group: RolloutGroup, tags: Mapping[str, str | int], key: int | None = None) -> Handoff:
-        """The Handoff of a scored group to its tables, with its priority.
+        """The Handoff of a scored group to its tables, with its priority. Inserts nothing yet.
 
-        Raises PromptError if the priority function fails.
+        `key`: the key of the new item; None: the insert chooses one. Raises PromptError if the priority function fails.
         """
         try:
             priority = self._priority(group)
@@ -264,15 +268,20 @@ class InsertingServer:
         deadline the call is repeated. None: an exceeded deadline is an error.
         """
 
-        async def failed(error: Exception, _: bool) -> None:  # Patience calls it after each failed attempt
+        # Patience calls this function after each failed attempt. If the function returns, Patience pauses and tries
+        # again. The second argument would be True at the end of a timeout, and no timeout is set here.
+        async def failed(error: Exception, _: bool) -> None:
             await self._before_retry(error, counts_as)
 
         result = await Patience(failed).result(partial(call, *args, **options))
-        self._waiting.go_on()
+        self._waiting.go_on()  # logs the end of a wait, if there was one
         return result
 
     async def _before_retry(self, error: Exception, counts_as: Literal["insert_waits", "permit_waits"] | None) -> None:
-        """Counts and logs a failure after which a call is repeated. Raises the error if a repetition would not help."""
+        """Counts and logs a failure after which a call is repeated. Raises the error if a repetition would not help.
+
+        If a full table refuses an insert and `on_full` is "skip", raises LeftOut.
+        """
         match error:
             case DeadlineExceededError() if counts_as is not None:
                 self._stats[counts_as] += 1
@@ -302,16 +311,18 @@ def run_worker(
     make: Callable[[AsyncReplayClient], Any],
     on_stop: Callable[[], None] | None = None,
 ) -> GeneratorStats:
-    """Runs the worker that `make` returns to its end, or until Ctrl-C or SIGTERM. Returns the last statistics.
+    """Runs the worker that `make` returns to its end, or until a signal such as Ctrl-C (`stop_signals`).
 
-    `on_stop` is called at these signals.
+    Returns the last statistics. `make` gets the client that `connect` returns. A worker has `run`, `stop` and `stats`:
+    a RolloutGenerator or a Stage. `on_stop` is called at these signals.
     """
 
     async def main() -> GeneratorStats:
+        """Makes the client and the worker on the event loop, and runs the worker."""
         async with connect() as client:
             worker = make(client)
 
-            def stop() -> None:
+            def stop() -> None:  # the event loop calls it at each signal
                 if on_stop is not None:
                     on_stop()
                 worker.stop()
@@ -324,11 +335,14 @@ def run_worker(
             stats: GeneratorStats = worker.stats
             return stats
 
-    return user_code.run(main())
+    return user_code.run(main())  # as `asyncio.run`, guarded against SystemExit of users' callbacks
 
 
 def _is_prompt_indexed(info: ServerInfo, tables: Sequence[str]) -> bool:
-    """True if one of these tables, or a table to which they forward items, indexes the tag `prompt_id`."""
+    """True if one of these tables, or a table to which they forward items, needs the tag `prompt_id`.
+
+    A table needs the tag if it indexes the tag, or balances its draws by the tag.
+    """
     names = list(tables)
     for name in names:  # the loop also visits the names that it appends
         table = info.tables.get(name)

@@ -102,6 +102,7 @@ class GroupMaker:
         """
         began = time.monotonic()
         try:
+            # Raises TooOldToFinish inside if the oldest token of the group becomes too old.
             async with self._policy.generation(lowest_version(work.rollouts)):
                 version = self._policy.version
                 why = self._why_unfit(work)
@@ -125,7 +126,7 @@ class GroupMaker:
         return ""
 
     async def _play_missing(self, work: PartialGroup) -> list[str]:
-        """Plays the missing rollouts. Returns the errors of the rollouts that failed, as texts.
+        """Plays the missing rollouts, and adds them to `work`. Returns the errors of those that failed, as texts.
 
         Raises PromptError if too few were finished. With a seed, a group always gets the same rollouts, with one
         exception: if a generator dies, the rollouts that are still missing get another seed.
@@ -142,6 +143,10 @@ class GroupMaker:
             await self._policy.checked()
             work.append(index, played)
 
+        # `play` awaits `finished` after each rollout that did not fail. Before each wait for rollouts it calls
+        # `patience` for the most seconds of this wait. `early`: a rollout ends when its own completion has ended, and
+        # does not wait for the completions of the other rollouts. It is set if rollouts are stored one by one, and if
+        # they may have several turns.
         failures = await play(
             hook=self._rollout,
             tasks=tasks,
@@ -152,7 +157,7 @@ class GroupMaker:
             early=work.sample is not None or self._rollout is not single_turn,
             patience=lambda: self._patience(work),
         )
-        # `play` returns no errors for the rollouts that it gave up because of `patience`.
+        # A rollout that `play` gave up because of `patience` is missing, and `play` returns no error for it.
         late = len(work.missing) - len(failures)
         if late:
             too_long = RolloutError(f"it was not finished within {config.group_timeout:g} s (group_timeout)")
@@ -160,7 +165,10 @@ class GroupMaker:
         return self._scoring.see_failures(spec.prompt, failures, len(work.rollouts), spec.group_size)
 
     def _patience(self, work: PartialGroup) -> float | None:
-        """The seconds that the next rollout may take; None: no limit, because the group cannot do without it."""
+        """The seconds within which the next rollout must be finished, so that the group is inserted in time.
+
+        None: there is no limit, because no `group_timeout` is set or too few rollouts are finished for a group.
+        """
         timeout = self._config.group_timeout
         least = self._config.min_rollouts
         if timeout is None or least is None or len(work.rollouts) < least:

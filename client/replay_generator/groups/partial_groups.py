@@ -80,7 +80,8 @@ class PartialGroup:
     lost: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when another generator may work at the group."""
     unstored: dict[int, PlayedRollout] = field(default_factory=dict)
-    """Finished rollouts that the server does not have, by their numbers."""
+    """Finished rollouts that were not sent to the server yet, by their numbers. A rollout that cannot be stored leaves
+    this dict unsent."""
     changed: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when there is a new rollout to store, or the lease is lost."""
 
@@ -94,7 +95,7 @@ class PartialGroup:
         assert index in self.missing, f"rollout {index} of {self.spec.group_size} is finished already"
         self.rollouts[index] = played
         self.unstored[index] = played
-        self.changed.set()
+        self.changed.set()  # wakes the task that stores rollouts, if there is one
         if self.sample is None:  # without a table of partial groups, a finished rollout counts as safe
             played.rollout.settle()
 
@@ -119,6 +120,7 @@ class PartialGroups:
 
     def __init__(self) -> None:
         self._ready = deque[PartialGroup]()
+        """The groups that were opened, and that nobody works at yet, the oldest first."""
 
     async def open(self, group: PartialGroup, permit: PermitGrant | None, version: int) -> None:
         """Begins a group. `permit`: None if it needs none. `version`: the policy that will draw its rollouts."""
@@ -180,7 +182,8 @@ class StoredPartialGroups(PartialGroups):
             stats=stats,
         )
         self._opened: set[int] = set()
-        """The keys of groups that this generator is opening or has opened, and that it has not drawn yet."""
+        """The keys of groups that this generator is opening or has opened, and that it has not drawn yet. A drawn group
+        with another key comes from another generator."""
         self._next_look = 0.0
         """The time, by time.monotonic, of the next draw of groups that other generators have left."""
         self._has_warned = False
@@ -227,12 +230,12 @@ class StoredPartialGroups(PartialGroups):
             sample, group = await self._items.draw(timeout=0.0)
         except DeadlineExceededError:
             self._next_look = time.monotonic() + SECONDS_PER_LOOK
-            self._opened.clear()  # other generators have drawn these groups
+            self._opened.clear()  # the table has no group to draw, so other generators have drawn these
             return None
         if sample.info.key in self._opened:
             self._opened.discard(sample.info.key)
         else:
-            self._next_look = 0.0  # another generator has left this group, and maybe more of them
+            self._next_look = 0.0  # another generator has left this group, and maybe more: the next call draws again
         if group.handed:
             self._stats["groups_resumed"] += 1
             self._stats["tokens_resumed"] += sampled_tokens(group.rollouts)
@@ -241,12 +244,16 @@ class StoredPartialGroups(PartialGroups):
 
     @asynccontextmanager
     async def work(self, group: PartialGroup) -> AsyncIterator[None]:
-        """Stores finished rollouts during the work. If a rollout cannot be stored, ends the work with that error."""
+        """Stores finished rollouts during the work. If a rollout cannot be stored, ends the work with that error.
+
+        Raises LeaseLostError if another generator may work at the group.
+        """
         try:
             async with asyncio.TaskGroup() as tasks:
+                # If this task fails, the TaskGroup cancels the code inside of the context.
                 storing = tasks.create_task(self._keep_storing(group))
                 yield
-                storing.cancel()
+                storing.cancel()  # `_keep_storing` never returns by itself
         except ExceptionGroup as failed:  # a TaskGroup wraps all errors, those of the work too
             raise failed.exceptions[0]  # noqa: B904  this exception has a cause that says more than the group
 
@@ -258,7 +265,10 @@ class StoredPartialGroups(PartialGroups):
         await self._items.end(_item_of(group))
 
     async def requeue_all(self) -> None:
-        """Stores what is finished, and requeues all groups, if the server can be reached soon."""
+        """Stores the finished rollouts, and then requeues all groups.
+
+        Each of these two steps is given up after LAST_WORD seconds. Errors of the server are not raised.
+        """
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(LAST_WORD):
                 groups = [group for _, group in self._items.held.values()]
@@ -266,6 +276,7 @@ class StoredPartialGroups(PartialGroups):
         await self._items.close()
 
     def check(self) -> None:
+        """Also asserts that each group is held under its own item, and that no held group waits to be drawn."""
         super().check()
         self._items.check()
         held = {sample.info.key for sample, _ in self._items.held.values()}
@@ -281,18 +292,19 @@ class StoredPartialGroups(PartialGroups):
         generator may work at the group.
         """
         while True:
-            await group.changed.wait()
+            await group.changed.wait()  # until a rollout is finished, or the lease is lost
             group.changed.clear()
-            # Usually the lease is not lost within TOGETHER seconds, and the wait ends with a TimeoutError.
+            # Waits for TOGETHER seconds. `wait_for` then raises TimeoutError, unless the lease was lost before.
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(group.lost.wait(), TOGETHER)
                 raise LeaseLostError
             await self.store(group)
 
     async def store(self, group: PartialGroup) -> None:
-        """Stores all rollouts that are finished and not stored yet, at once.
+        """Stores all rollouts that are finished and not stored yet, several in a request (_MOST_TOGETHER).
 
-        A rollout that cannot be encoded is not stored. It stays in the group of this generator.
+        A rollout that cannot be encoded is not stored. It stays in the group of this generator. Raises the errors of
+        `_extend`.
         """
         rollouts = group.unstored
         group.unstored = {}
@@ -304,7 +316,7 @@ class StoredPartialGroups(PartialGroups):
                 if not self._has_warned:
                     logger.warning("a rollout is not stored, and would be played again after a kill: %s", error)
                 self._has_warned = True
-        while columns:
+        while columns:  # each turn of the loop sends one request
             request: dict[str, npt.NDArray[np.uint8]] = {}
             room = _MOST_TOGETHER  # the bytes that the request has left
             for name, column in columns.items():
@@ -317,11 +329,17 @@ class StoredPartialGroups(PartialGroups):
             await self._extend(group, request)
 
     async def _extend(self, group: PartialGroup, columns: Mapping[str, npt.NDArray[np.uint8]]) -> None:
-        """Appends these columns to the item. Raises LeaseLostError if another generator may work at the group."""
+        """Appends these columns to the item. Raises LeaseLostError if another generator may work at the group.
+
+        `columns`: the bytes of rollouts, by the names of their segments. Raises PromptError if they are too large for
+        the server.
+        """
         held = _item_of(group)
         key = held[0].info.key
-        axes = dict.fromkeys(columns, "group")
+        axes = dict.fromkeys(columns, "group")  # the bytes of a rollout belong to no row of the group
         try:
+            # The result names the columns that were `added`, and those that were `present` before. It is `missing` if
+            # the server has no such item.
             result = await self._answer(self._client.extend, key, columns, axes=axes, held=held)
         except LeaseEndedError:
             self._items.forget(held)
@@ -329,11 +347,11 @@ class StoredPartialGroups(PartialGroups):
         except PayloadTooLargeError as error:
             prompt_id = group.spec.prompt.prompt_id
             raise PromptError(f"prompt {prompt_id!r}: a rollout of its group cannot be stored: {error}") from error
-        # Another generator that works at the group has stored a rollout of the same name, or has closed the item. But
-        # once all rollouts are played, this generator's own insert may have closed the item.
+        # In two cases another generator works at the group: it has stored a rollout of the same name, or it has closed
+        # the item. But once all rollouts are played, this generator's own insert may have closed the item.
         is_closed_elsewhere = result.missing and not group.played
         if result.present or is_closed_elsewhere:
-            self._next_look = 0.0
+            self._next_look = 0.0  # the group that is requeued here may be drawn at once
             await self._items.end(held, requeue=True)
             raise LeaseLostError
         self._stats["rollouts_stored"] += len(result.added)

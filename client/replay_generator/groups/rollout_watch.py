@@ -66,6 +66,7 @@ class LengthWatch(Watch):
         self._cut: deque[int] = deque(maxlen=LAST_ROLLOUTS)
         """One entry for each of the last rollouts: its number of tokens if it was cut off early, otherwise -1."""
         self._max_tokens = 0
+        """The `max_tokens` of the last group."""
 
     def record(self, lengths: npt.NDArray[np.integer], reasons: Sequence[str], max_tokens: int) -> None:
         """Counts the G rollouts of a group. `lengths` (G,): their numbers of tokens. `reasons`: their finish reasons.

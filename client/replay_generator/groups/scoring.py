@@ -68,8 +68,11 @@ class Scoring:
         self._single_turn = single_turn
         self._advantages = Advantages(config)
         self._rewards_seen = RewardWatch(() if scorer is None else scorer.rewards)
+        """Notices that the rollouts of many groups all have the same reward."""
         self._failures_seen = FailureWatch()
+        """Notices that many rollouts fail."""
         self._lengths_seen = LengthWatch()
+        """Notices that many rollouts are cut off long before their `max_tokens`."""
 
     @property
     def watches(self) -> Sequence[Watch]:
@@ -86,7 +89,8 @@ class Scoring:
         PromptError if it cannot be scored or made.
         """
         played = [work.rollouts[index] for index in sorted(work.rollouts)]
-        # Rollouts that failed before this process drew the group do not count in the report of this process.
+        # The number of rollouts that the watches count. Rollouts that failed in the process that had the group before
+        # do not count in the report of this process.
         size = len(played) if work.handed else work.spec.group_size
         rewards = np.zeros(len(played), np.float32)
         advantages = np.zeros(len(played), np.float32)
@@ -102,7 +106,7 @@ class Scoring:
         try:
             group = self._assemble(work, played, version, rewards, advantages, by_function)
         except (ValueError, TypeError, IndexError) as error:
-            if work.handed:
+            if work.handed:  # other processes have stored some of the rollouts, so any generator would fail here
                 raise self.reject(work, f"its rollouts do not go together: {error}") from error
             prompt_id = work.spec.prompt.prompt_id
             raise PromptError(f"prompt {prompt_id!r}: no group can be made: {error}") from error
@@ -126,9 +130,11 @@ class Scoring:
     async def _rewards(
         self, scorer: Scorer, prompt: Prompt, played: list[PlayedRollout]
     ) -> tuple[list[PlayedRollout], npt.NDArray[np.float32], ByFunction, list[str]]:
-        """The rollouts that have rewards, their rewards (G,), the rewards (G,) of each function, and some errors.
+        """The rollouts that have rewards, their rewards (G,), the rewards (G,) of each function by its name, and the
+        texts of the errors of the other rollouts.
 
-        A rollout for which every function abstains has failed. The errors are those of such rollouts.
+        A rollout for which every function abstains has no reward, and counts as failed. Raises PromptError if a
+        function fails, or if too few rollouts have rewards.
         """
         rollouts = [finished.rollout for finished in played]
         texts = [rollout.text for rollout in rollouts]
@@ -137,7 +143,7 @@ class Scoring:
         except RewardError as error:
             self._failures_seen.record(finished=0, failed=len(played), reason=str(error))
             raise PromptError(f"prompt {prompt.prompt_id!r}: {error}") from error
-        has_reward = ~np.isnan(rewards)
+        has_reward = ~np.isnan(rewards)  # NaN: every function abstained
         scored = [rollout for rollout, has in zip(played, has_reward, strict=True) if has]
         errors = [scorer.unscored()] * (len(played) - len(scored))
         failures = self.see_failures(prompt, errors, len(scored), len(played))
@@ -165,9 +171,10 @@ class Scoring:
         return LeftOut("items_rejected")
 
     def see_failures(self, prompt: Prompt, failures: Sequence[Exception], finished: int, size: int) -> list[str]:
-        """Counts rollouts that failed. Returns the texts of their errors, at most MOST_FAILURES.
+        """Counts rollouts that failed, and logs them. Returns the texts of their errors, at most MOST_FAILURES.
 
-        Raises PromptError if too few of `size` rollouts were finished.
+        `failures`: their errors. `finished`: the number of the rollouts that did not fail. Raises PromptError if
+        `finished` is too few for a group of `size` rollouts (`min_rollouts`).
         """
         if not failures:
             return []
@@ -204,17 +211,18 @@ class Scoring:
             finish_reasons=reasons,
             sampling=work.spec.sampling.describe(),
         )
-        if self._advantages.name and self._scorer is not None:
+        if self._advantages.name and self._scorer is not None:  # the user's function computed the advantages
             group.meta[ADVANTAGES_BY] = self._advantages.name
         if len(by_function) > 1:  # the rewards of a single function are the rewards of the group
             for name, values in by_function.items():
                 group.extras[f"rewards/{name}"] = values
                 group.axes[f"rewards/{name}"] = "rollout"
         if self._config.mask_truncated_completions and "length" in reasons:
+            # Whether a rollout was not truncated, for each rollout, each of its sequences, and each of their tokens.
             ended_G = np.array([reason != "length" for reason in reasons])
             ended_S = ended_G[group.sequence_rollouts]
             ended_T = np.repeat(ended_S, group.completion_lengths)
-            if group.loss_mask is None:
+            if group.loss_mask is None:  # all tokens of the policy were to be trained on
                 group.loss_mask = ended_T
             else:
                 group.loss_mask = group.loss_mask & ended_T

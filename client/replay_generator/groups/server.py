@@ -69,7 +69,7 @@ class GeneratorServer(InsertingServer):
     async def release_all(self) -> None:
         """Requeues every partial group, and releases every permit that was not used."""
         await self.partial_groups.requeue_all()
-        releases = [self.release(grant) for grant in self._grants]
+        releases = [self.release(grant) for grant in self._grants]  # each removes its grant only when it is awaited
         await asyncio.gather(*releases)
 
     async def leave(self) -> None:
@@ -113,7 +113,7 @@ class GeneratorServer(InsertingServer):
     async def refused_as_old(self, error: BaseException | None) -> None:
         """Logs that the server has refused a group as too old, and asks the server at once for its newest version.
 
-        Without that version, the generator would make the next groups with the same old weights.
+        Only with that version, `PolicyFollower.hold` delays the next groups until the engine has newer weights.
         """
         which = f"the {self._stats['groups_refused_stale']}th"
         self._waiting.wait(
@@ -125,7 +125,7 @@ class GeneratorServer(InsertingServer):
     async def observe(self, info: ServerInfo) -> None:
         """Also tells the PolicyFollower the server's newest version, and the smallest `max_staleness` of the tables."""
         await self._policy.observe(info.policy)
-        # The smallest bound counts: a group goes to all of its tables or to none.
+        # The smallest bound counts: the server inserts a group into all of its tables or into none.
         names = (self._config.partial_groups_table, self._config.unscored_table, *self._config.tables)
         bounds = []
         for name in names:

@@ -91,6 +91,7 @@ class PolicyFollower:
         self._names: Set[str] = frozenset()
         """The names of the tensors of whole weights that have passed their probe."""
         self._facts: dict[str, Any] | None = None
+        """The result of `facts`; None: `facts` was not called yet."""
         self.newest_version = 0
         """The trainer's newest version, as far as this process knows."""
         self.without_weights = False
@@ -111,14 +112,17 @@ class PolicyFollower:
             if self._config.reload == "between_groups":
                 await self._condition.wait_for(lambda: not self._reloading)
             self._generating += 1
+        # The oldest version among the tokens that the group has, and those that it will get.
         version = self.version if oldest is None else min(oldest, self.version)
-        limit = asyncio.timeout(None)  # `_give_up` lets it expire
+        limit = asyncio.timeout(None)  # `_give_up` lets it expire, which raises TimeoutError inside
         try:
             async with limit:
                 self._under_way[limit] = version
+                # A new group has passed `hold`. A group with tokens may be too old already. Then it ends here, at the
+                # `sleep`, before another token is drawn.
                 if oldest is not None:
                     await self._give_up()
-                    await asyncio.sleep(0)  # a group that is too old already ends here, before a token is drawn
+                    await asyncio.sleep(0)
                 yield
         except TimeoutError:
             if limit.expired():
@@ -132,7 +136,11 @@ class PolicyFollower:
         await self.checked()
 
     async def checked(self) -> None:
-        """Returns when all weights that have drawn tokens until now have passed their check."""
+        """Returns when all weights that have drawn tokens until now have passed their check.
+
+        Between groups, weights are checked before they draw tokens. If a check fails, the wait lasts until the run
+        ends.
+        """
         if self._config.reload == "in_flight":
             async with self._condition:
                 await self._condition.wait_for(lambda: not self._reloading)
@@ -140,11 +148,11 @@ class PolicyFollower:
     async def hold(self) -> None:
         """Returns when a group may be started. Waits while the table would refuse the group as too old.
 
-        Raises StaleWeightsError if newer weights, or a looser bound, do not end the wait within `stale_timeout`.
+        Raises StaleWeightsError if neither newer weights nor a looser bound end the wait within `stale_timeout`.
         """
         started = time.monotonic()
         timeout = self._config.stale_timeout or math.inf
-        # If newer weights are on their way, the first LOG_SECONDS of the wait are usual, and not logged.
+        # True for the first LOG_SECONDS if newer weights are on their way. Such a short wait is usual, and not logged.
         expected = self._following and not self.without_weights
         while self._too_old(self.version):
             left = started + timeout - time.monotonic()
@@ -156,7 +164,7 @@ class PolicyFollower:
                 )
             if not expected:
                 self._held.wait(f"groups would be too old, and the generator waits for newer weights: {self.why_old()}")
-            with contextlib.suppress(TimeoutError):
+            with contextlib.suppress(TimeoutError):  # then the loop logs the wait, or raises StaleWeightsError
                 async with asyncio.timeout(min(left, LOG_SECONDS)), self._condition:
                     await self._condition.wait_for(lambda: not self._too_old(self.version))
             expected = False
@@ -179,7 +187,7 @@ class PolicyFollower:
         return self._facts
 
     async def load_first(self, wait: bool) -> None:
-        """Loads the published weights, if there are any. `wait`: waits until weights are published.
+        """Loads the published weights, if there are any. `wait` True: waits until weights are published.
 
         Without published weights, the engine keeps the weights that it started with, as version 0.
         """
@@ -197,7 +205,7 @@ class PolicyFollower:
             await self._load(policy, folder)
 
     async def follow(self) -> None:
-        """Loads every newer policy. Never returns."""
+        """Loads every newer policy that is published with weights. Never returns."""
         self._following = True
         async for policy in self._watch():
             await self.observe(policy)
@@ -245,15 +253,15 @@ class PolicyFollower:
         if self._config.reload == "between_groups":
             async with self._condition:
                 await self._condition.wait_for(lambda: self._generating == 0)
-            # Load the newest policy: a newer one may have been published while groups finished. If it must be fetched,
-            # it is loaded after this one: nothing is generated now, and a fetch takes long.
+            # A newer policy may have been published while groups finished. It is loaded in the place of `policy`,
+            # unless it must be fetched: nothing is generated now, and a fetch takes long. `follow` loads it later.
             with contextlib.suppress(ServerClosedError, ServerBusyError):
                 newest = await self._client.policy()
                 if newest.weights and not is_remote(newest.weights):
                     policy = newest
                     folder = newest.weights
         await self._load(policy, folder)
-        # This is in no `finally`: after a failure the run ends, and waiting groups must not continue.
+        # `_load` may fail. Then `_reloading` stays True, so that waiting groups do not continue while the run ends.
         self._reloading = False
         async with self._condition:
             self._condition.notify_all()
@@ -292,12 +300,12 @@ class PolicyFollower:
             try:
                 probe, names = await self._check_folder(policy, folder)
                 await self._engine.load_weights(folder, policy.version)
-                # This raises FileNotFoundError too: another generator that shares the engine may have loaded newer
+                # `_check` raises FileNotFoundError, too, if another generator that shares the engine has loaded newer
                 # weights.
                 await self._check(policy, probe)
                 self._names = names or self._names  # an adapter, and weights without a probe, have no names
                 break
-            except FileNotFoundError as error:
+            except FileNotFoundError as error:  # the trainer removes old weights after it has published newer ones
                 newest = await self._client.policy()
                 if _named(newest) == _named(policy):
                     raise WeightsNotFoundError(
@@ -305,14 +313,19 @@ class PolicyFollower:
                         "read them (a shared file system, the same path on both), and keep the newest"
                     ) from error
                 policy, folder = await self._fetched(newest)
-        beat()
+        beat()  # for health checks, new weights are progress
         self._loaded = _named(policy)
         self.version = policy.version
         self.newest_version = max(self.newest_version, policy.version)
         self._metrics.count_reload(policy.version, time.monotonic() - started)
 
     async def _check_folder(self, policy: Policy, folder: str) -> tuple[Probe | None, Set[str]]:
-        """The result of `check_folder`. Also raises WeightsMismatchError for a probe that the engine cannot read."""
+        """Checks the weights in a folder, before the engine loads them.
+
+        Returns their probe, or None, and the names of their tensors, as `check_folder` does. Raises the errors of
+        `check_folder`, and WeightsMismatchError for a probe that the engine cannot read or for other frequencies.
+        """
+        # The Fetcher has checked the address of fetched weights. Their folder lies in `weights_cache`.
         root = None if is_remote(policy.weights) else self._config.weights_root
         facts = await self.facts()
         check = partial(check_folder, folder, root, self._engine.model, self._names, facts)
@@ -322,7 +335,8 @@ class PolicyFollower:
             unknown = "" if probe is None else why_unknown(self._engine, probe.token_ids)
             if unknown:
                 raise WeightsMismatchError(f"the probe in {folder}/probe.json has {unknown}")
-            # A probe is short. With the frequencies of long sequences, its log-probabilities may be nearly the same.
+            # Some models have other rotary frequencies for long sequences. The probe is short, so it may not show that
+            # engine and trainer use different ones.
             served = getattr(self._engine, "served_length", self._engine.max_length)
             why = why_other_frequencies(folder_frequencies(folder), served)
             if why:
@@ -332,7 +346,10 @@ class PolicyFollower:
         return probe, names
 
     async def _check(self, policy: Policy, probe: Probe | None) -> None:
-        """Raises WeightsMismatchError if the engine computes other log-probabilities of the probe than the trainer."""
+        """Raises WeightsMismatchError if the engine computes other log-probabilities of the probe than the trainer.
+
+        `policy`: that of the weights in the engine. `probe` None: the weights have no probe, so nothing is compared.
+        """
         if probe is None:
             if not self._has_warned:
                 logger.warning(

@@ -77,13 +77,13 @@ def render(
             rendered = tokenizer.apply_chat_template(
                 form, tools=list(tools) or None, add_generation_prompt=True, tokenize=False, **arguments
             )
-            _check_arguments(str(rendered), form)
+            _check_arguments(str(rendered), form)  # raises ChatError if the template needs JSON for the arguments
         except Exception as error:  # a template may raise anything
             failure = failure or error  # the first failure is about the usual form of the messages
             continue
         whole = f"{rendered}{words}"
         _checked("the chat, as the template renders it,", whole)  # raises ChatError for half a surrogate
-        if ways:
+        if ways:  # not the usual form, which has failed with `failure`
             _log_ways(ways, failure)
         return whole
     raise ChatError(f"the chat template refuses the messages: {type(failure).__name__}: {failure}") from failure
@@ -119,11 +119,13 @@ def text_ids(tokenizer: Any, text: str) -> list[int]:
     if not special.intersection([*ids[:1], *ids[-1:]]):  # the tokenizer has added nothing
         return ids
     plain = rendered_ids(tokenizer, text)
-    first = _before(ids, plain)
+    first = _before(ids, plain)  # the tokens that the tokenizer adds at the start
     if first is None:  # with its first tokens before a text, this tokenizer splits the text in another way
         return ids
-    if plain[: len(first)] == first:
+    if plain[: len(first)] == first:  # the text begins with these tokens, or the tokenizer adds none at the start
         return plain
+    # The text does not begin with these tokens. So a template that writes BOS has not rendered the text. But a template
+    # that never writes BOS may have rendered it, and then the text must not get BOS.
     template_source = _template_of(tokenizer, {})
     bos = getattr(tokenizer, "bos_token", None)
     writes_first = "bos_token" in template_source or (bos is not None and bos in template_source)
@@ -143,7 +145,7 @@ def _before(ids: list[int], plain: list[int]) -> list[int] | None:
 
 
 def _special_ids(tokenizer: Any) -> set[int]:
-    """The ids of all special tokens, without the id that stands for unknown text."""
+    """The ids of all special tokens, without the id that stands for unknown text, which any text may contain."""
     ids = set(tokenizer.all_special_ids)
     added = getattr(tokenizer, "added_tokens_decoder", {})
     for token_id, token in added.items():
@@ -176,7 +178,7 @@ def clean(messages: Sequence[Message]) -> list[dict[str, Any]]:
     for number, message in enumerate(messages, start=1):
         try:
             cleaned.append(_clean(message))
-        except ChatError as error:
+        except ChatError as error:  # add the number of the message
             raise ChatError(f"message {number}: {error}") from error
     return cleaned
 
@@ -213,7 +215,7 @@ def text_of(content: Any) -> str:
         if isinstance(part, str):
             texts.append(part)
             continue
-        if not isinstance(part, Mapping) or part.get("type") not in _TEXTS:
+        if not isinstance(part, Mapping) or part.get("type") not in _TEXTS:  # for example an image
             kind = part.get("type") if isinstance(part, Mapping) else part
             raise ChatError(f"a part of its content is {kind!r:.80}, which no text model takes: leave out the row")
         text = part.get("text")
@@ -234,7 +236,7 @@ def _clean_calls(calls: Any) -> list[dict[str, Any]]:
 
     `calls`: a list, or its JSON.
     """
-    calls = _unpacked("tool_calls", calls) or []
+    calls = _unpacked("tool_calls", calls) or []  # parses a text; [] for a blank one
     if not isinstance(calls, list | tuple) or not all(isinstance(call, Mapping) for call in calls):
         raise ChatError(f"its tool_calls must be a list of objects, not {calls!r:.200}")
     cleaned_calls = []
@@ -335,10 +337,11 @@ def _arguments_as_objects(messages: _Messages) -> _Messages:
     """
 
     def as_object(function: Mapping[str, Any]) -> Any:
+        """The arguments of a call, for `_with_arguments`."""
         try:
             return arguments_of(function)
         except ChatError as error:
-            if isinstance(error.__cause__, HalfSurrogateError):
+            if isinstance(error.__cause__, HalfSurrogateError):  # no form of the messages can mend this fault
                 raise
             return function.get("arguments")
 
@@ -365,7 +368,7 @@ def _with_arguments(messages: _Messages, arguments: Callable[[Mapping[str, Any]]
             calls = []
             for call in message["tool_calls"]:
                 function = call.get("function")
-                if isinstance(function, Mapping):
+                if isinstance(function, Mapping):  # otherwise the arguments are in the call itself (`functions_of`)
                     changed_function = {**function, "arguments": arguments(function)}
                     calls.append({**call, "function": changed_function})
                 else:
@@ -393,8 +396,8 @@ def _one_system(messages: _Messages) -> _Messages:
     This message has the words of all messages of the system at the top. Later messages of the system become messages of
     the user, and are joined with the user's messages beside them: many of these templates need turns that alternate.
     """
-    top: list[str] = []
-    rest = list(messages)
+    top: list[str] = []  # the words of the messages of the system at the top
+    rest = list(messages)  # after the loop: the messages behind these
     while rest and rest[0]["role"] == "system":
         top.append(rest.pop(0)["content"])
     changed: _Messages = []
@@ -451,10 +454,10 @@ def tools_of(value: Any) -> list[Any]:
         raise ChatError(f"'tools' must be a list of objects, or its JSON, not {tools!r:.200}")
     checked_tools = []
     for packed_tool in tools:
-        tool = _unpacked("tools", packed_tool)
+        tool = _unpacked("tools", packed_tool)  # a tool in the list may be JSON by itself
         function = None
         if isinstance(tool, Mapping):
-            function = tool.get("function", tool)
+            function = tool.get("function", tool)  # some clients write the function itself in the place of the tool
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
             raise ChatError(
                 f"each of 'tools' is an object with the name of its function, not {tool!r:.200}: if the column is not "

@@ -125,7 +125,7 @@ def _opened(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
         try:
             unpacked = gzip.GzipFile(fileobj=file)
             stack.callback(unpacked.close)
-            yield cast("IO[bytes]", unpacked)
+            yield cast("IO[bytes]", unpacked)  # the code inside of the context reads the file, which raises the errors
         except (EOFError, gzip.BadGzipFile, zlib.error) as error:
             raise ValueError(f"{path}: a damaged gzip file: {error}") from error
 
@@ -173,7 +173,7 @@ def _object(text: str) -> dict[str, Any]:
         raise ValueError("it is nested too deeply") from None
     except json.JSONDecodeError as error:
         raise ValueError(f"{error}: it is no JSON, and each line must be an object") from error
-    if not isinstance(row, dict):
+    if not isinstance(row, dict):  # JSON of another type, such as a list
         raise ValueError(f"a {type(row).__name__} where an object belongs")
     return row
 
@@ -261,6 +261,7 @@ def _has_lines_of_one_object(start: bytes) -> bool:
 
 
 def _is_json(line: bytes) -> bool:
+    """True if the line is JSON of any type."""
     try:
         json.loads(line)
     except (ValueError, RecursionError):
@@ -280,6 +281,7 @@ class FileRows:
     in_memory = True
 
     def __post_init__(self) -> None:
+        """Computes the ends of the files, and the columns that any of them has."""
         self._ends = list(accumulate(len(part) for part in self.parts))
         """For each file, the number of rows in this file and all files before."""
         self.columns: Sequence[str] | None = None
@@ -362,6 +364,7 @@ class ArrowRows:
         return len(self.rows)
 
     def __getitem__(self, index: int) -> Any:
+        """The row, as objects of Python. Raises ValueError for values that are nested too deeply."""
         if not 0 <= index < len(self.rows):
             raise IndexError(index)
         if hasattr(self.rows, "to_pylist"):  # a table of pyarrow
@@ -374,6 +377,7 @@ class ArrowRows:
         return f"{self.name}, row {index + 1} (index {index})"
 
     def each(self) -> Iterator[Any]:
+        """Yields all rows in their order; see Rows. Arrow converts _AT_ONCE rows at once, which is faster."""
         for start in range(0, len(self.rows), _AT_ONCE):
             if hasattr(self.rows, "to_pylist"):  # a table of pyarrow
                 rows = self.rows.slice(start, _AT_ONCE).to_pylist()
@@ -420,7 +424,10 @@ def is_of_arrow(rows: Any) -> bool:
 
 
 def _rows_of_file(path: str | os.PathLike[str], template_columns: Sequence[str]) -> Rows:
-    """The rows of one file, as an object of the class for its form."""
+    """The rows of one file. Raises ValueError for a file of an unknown form, or a damaged file.
+
+    A row that cannot be read raises an error only when it is needed.
+    """
     name = str(path)
     with _opened(path) as file:
         _refuse_others(path, file)
@@ -471,7 +478,7 @@ def _folder_rows(folder: Path, split: str, template_columns: Sequence[str]) -> F
     if list(by_split) == [""]:  # no file is named after a split
         by_split = {"train": files}
     chosen = by_split.get(split)
-    if not chosen:  # the split may have a name that is not in _SPLITS
+    if not chosen:  # `split` may be no name in _SPLITS. Then files with this word in their names are chosen
         chosen = [path for path in by_split.get("", ()) if split in path.name]
     if not chosen:
         names = ", ".join(sorted(name or "others" for name in by_split))
@@ -578,11 +585,11 @@ def open_rows(source: str, *, split: str = "train", template_columns: Sequence[s
         raise ValueError("the prompts have no name: give a file, a folder, or a data set")
     if source != STDIN and not path.exists() and _is_path(source):
         raise FileNotFoundError(f"there is no file or folder {source}")
-    if source == STDIN or (path.exists() and not path.is_dir()):
+    if source == STDIN or (path.exists() and not path.is_dir()):  # a file or a pipe
         rows: Rows = file_rows(source, template_columns)
     elif path.is_dir() and not _is_saved_data_set(path):
         rows = _folder_rows(path, split, template_columns)
-    else:
+    else:  # a folder that `datasets` has saved, or the name of a data set on the hub
         rows = _data_set(source, split, template_columns)
     if not len(rows):
         raise ValueError(f"{source} has no prompts")

@@ -79,6 +79,7 @@ class Prompt:
         """The bytes for `unpacked`. Raises PromptError if the row has a value for which msgpack has no type."""
         fields = {**vars(self), "row": dict(self.row), "tags": dict(self.tags)}
         try:
+            # msgpack calls `_packed_number` for values for which it has no type. The call may raise TypeError.
             packed: bytes = msgpack.packb(fields, default=_packed_number)
         except (TypeError, ValueError, OverflowError) as error:
             raise PromptError(
@@ -184,7 +185,8 @@ def _parsed(
             "(prompt_field)"
         ) from None
     content = _content(prompt_field, value)
-    _named(row.get("prompt_id"))  # raises ValueError for a value that is no name
+    # Both calls only check the row: they raise ValueError.
+    _named(row.get("prompt_id"))
     _check_columns(content, row)
     return row, content, _tags(row.get("tags"))
 
@@ -233,7 +235,7 @@ def _content(name: str, value: Any) -> str | tuple[Message, ...]:
     if isinstance(value, list | tuple) and value:
         try:
             messages = chat.clean(value)
-            chat.check_words(messages)
+            chat.check_words(messages)  # raises ChatError for words of the assistant that cannot be continued
             for function in chat.functions_of(messages):
                 chat.arguments_of(function)  # raises ChatError for arguments that are no object
         except chat.ChatError as error:
@@ -278,7 +280,7 @@ def load_prompts(
     Raises ValueError if there are no prompts, OSError, and ImportError if a needed package is missing.
     """
     rows = open_rows(source, split=split, template_columns=_template_columns(prompt_field))
-    head = prompt_field.partition(".")[0]
+    head = prompt_field.partition(".")[0]  # if `prompt_field` is a path, the column in which the path begins
     if rows.columns is not None and prompt_field not in rows.columns and head not in rows.columns:
         raise ValueError(f"{source} has no column {prompt_field!r}, only {', '.join(rows.columns)}: see --prompt-field")
     loaded = LoadedPrompts(rows, prompt_field)
@@ -289,7 +291,7 @@ def load_prompts(
 
 def _template_columns(prompt_field: str) -> list[str]:
     """The columns from which a chat template gets values."""
-    head = prompt_field.partition(".")[0]
+    head = prompt_field.partition(".")[0]  # if `prompt_field` is a path, the column in which the path begins
     columns = [prompt_field, head, "tools", "chat_template_kwargs"]
     return list(dict.fromkeys(columns))  # without duplicates
 
@@ -338,7 +340,10 @@ def prompt_rows(rows: PromptRows, prompt_field: str = "prompt") -> PromptRows:
 
 
 def rows_in_turn(rows: Any) -> Iterable[Any]:
-    """The rows of any iterable, such as a data set or a streamed data set. Raises the errors of `prompt_rows`."""
+    """The rows of any iterable, such as a data set or a streamed data set. Raises the errors of `prompt_rows`.
+
+    A data set whose rows can be read by number becomes Prompts: their errors then name the row.
+    """
     template_columns = _template_columns("prompt")
     numbered = numbered_rows(rows, template_columns)
     if is_of_arrow(numbered):  # a streamed data set, whose rows cannot be read by number
@@ -420,7 +425,7 @@ class PreparedRows:
     def check(self) -> None:
         """Checks all rows. Raises PromptError or ValueError for the first row that is no prompt."""
         if isinstance(self._rows, LoadedPrompts) and not self._chat:
-            self._rows.check()
+            self._rows.check()  # reads the rows of files in their order, which takes less time than by number
             return
         for index in range(len(self)):
             self[index]  # raises PromptError for a row that is no prompt
@@ -438,7 +443,7 @@ def cycle_prompts(
         raise ValueError(f"there are no prompts to cycle through: rows is empty, {rows!r:.80}")
     numbered = prompt_rows(rows, prompt_field)
     numbers: Iterable[int] = itertools.count() if epochs is None else range(epochs)
-    orders = (epoch_order(len(rows), seed, epoch) for epoch in numbers)
+    orders = (epoch_order(len(rows), seed, epoch) for epoch in numbers)  # each is made when its epoch begins
 
     def prompt_of(index: int) -> Prompt:
         return prompt_at(numbered, index, prompt_field)

@@ -105,8 +105,10 @@ class IteratedPrompts(PromptQueue):
     def __init__(self, prompts: Iterable[PromptSource]) -> None:
         self._prompts = iter(prompts)
         self._count = 0
+        """The number of values that the iterable has yielded, for errors."""
 
     async def next(self) -> DrawnPrompt | None:
+        """The next prompt; None: the iterable has ended. Raises PromptError for a value that is no prompt."""
         # The iterable runs in a thread: the next prompt of a streamed data set may take long.
         source = await in_daemon_thread(lambda: next(self._prompts, _THE_END))
         if source is _THE_END:
@@ -153,6 +155,7 @@ class LeasedItems(Generic[T]):
     async def draw(self, timeout: float, exclude: Sequence[int] = ()) -> tuple[Sample, T]:
         """The next item and its value. `exclude`: keys of items to skip. Raises DeadlineExceededError if none comes."""
         while True:
+            # `sample` returns a list with one item. If none comes in time, `_answer` lets DeadlineExceededError pass.
             (sample,) = await self._answer(
                 self._client.sample, self._table, timeout=timeout, lease=self._lease, exclude=exclude
             )
@@ -160,6 +163,7 @@ class LeasedItems(Generic[T]):
                 item = self._decode(sample)
             except ValueError as error:
                 await self.reject(sample, error)
+                # Without a single group after so many items, this table cannot be the right one.
                 if self._stats["items_rejected"] >= _MOST_FOREIGN and not self._stats["groups"]:
                     wrong = f"table {self._table!r} holds other things than {self._what}: use another one"
                     raise ReplayError(wrong) from error
@@ -207,7 +211,7 @@ class LeasedItems(Generic[T]):
                 await self.end([sample for sample, _ in self.held.values()], requeue=True)
 
     def _lose(self, lost: list[SampleInfo]) -> None:
-        """Forgets the items whose leases have ended, and calls `on_lost` for each."""
+        """Forgets the items whose leases have ended, and calls `on_lost` for each. The renewer calls this method."""
         held = [self.held[info.lease_id] for info in lost if info.lease_id in self.held]
         for sample, item in held:
             self.forget([sample])

@@ -76,7 +76,8 @@ class PromptCursor:
 
 def names_of(rows: PromptRows) -> str:
     """A hash of the names of some prompts in `rows`. Rows with the same hash count as the same prompts."""
-    positions = {len(rows) * number // _PROBED for number in range(_PROBED)}  # evenly over all rows
+    # Up to _PROBED rows, evenly over all rows, and the last row. Rows that were appended change at least the last one.
+    positions = {len(rows) * number // _PROBED for number in range(_PROBED)}
     positions.add(len(rows) - 1)
     names = [_name_at(rows, position) for position in sorted(positions)]
     text = "\0".join(names).encode(errors="replace")

@@ -114,7 +114,7 @@ class PromptsTable(PromptQueue):
         self._stats = stats
         self._bad_in_a_row = 0
         self._names = ""
-        """The hash `names_of` the rows."""
+        """A hash of the names of some prompts (`names_of`). A cursor with another hash is of other prompts."""
         self._items = LeasedItems(
             client,
             answer,
@@ -127,14 +127,15 @@ class PromptsTable(PromptQueue):
         )
 
     async def begin(self) -> None:
-        """Checks the table, and loads the first prompts or the first cursor unless another generator has done so.
+        """Checks that the table can hold prompts. Raises ReplayError, with the remedy, if it cannot.
 
-        Raises ReplayError for a table that cannot hold prompts.
+        The subclasses then insert the first cursor, unless another generator has done so.
         """
         if not len(self._rows):
             raise ReplayError("there are no prompts to load: the file has no rows")
         self._names = await in_daemon_thread(lambda: names_of(self._rows))
         info = await self._info()
+        # Only the information from several servers has `shards`.
         if info.admission is not None and len(getattr(info, "shards", ())) > 1:
             raise ReplayError(
                 "a table of prompts over several servers does not go together with [admission]: use one server"
@@ -148,7 +149,10 @@ class PromptsTable(PromptQueue):
             raise ReplayError(f"table {self.table!r} cannot hold the prompts of {self._what}: {fault}")
 
     async def next(self) -> DrawnPrompt | None:
-        """The next prompt, under a lease; None: there is none now."""
+        """The next prompt, under a lease.
+
+        None: there is none now, or the cursor was drawn, and perhaps further prompts were loaded. Call `next` again.
+        """
         exclude: list[int] = []
         is_drawn_again = not self._times  # drawn prompts stay in the table, which could return one of them now
         if is_drawn_again:
@@ -206,7 +210,7 @@ class PromptsTable(PromptQueue):
         sampler = config["sampler"]["type"]
         times = config["max_times_sampled"]
         limiter = config["rate_limiter"]
-        # A curriculum needs room for all prompts and for two cursors.
+        # A curriculum, for which `_times` is 0, needs room for all prompts and for two cursors.
         room = LEAST_ROOM if self._times else len(self._rows) + 2
         if sampler != self._sampler:
             yield f'its sampler is {sampler!r}; write sampler = "{self._sampler}"'
@@ -271,7 +275,7 @@ class PromptsTable(PromptQueue):
         other.
         """
 
-        def encoded() -> list[tuple[bytes, dict[str, TagValue]] | PromptError]:
+        def encoded() -> list[tuple[bytes, dict[str, TagValue]] | PromptError]:  # is called in a thread
             return [self._stored(row, cursor, position) for position, row in enumerate(rows, cursor.position)]
 
         prompts = await in_daemon_thread(encoded)
@@ -281,7 +285,10 @@ class PromptsTable(PromptQueue):
             indices[key] = index
 
         async def attempt() -> dict[int, ReplayError]:
-            """Inserts all prompts. Returns the errors of the prompts that are too large, by their keys."""
+            """Inserts all prompts. Returns the errors of the prompts that are too large, by their keys.
+
+            `_answer` repeats this if the server goes away. The keys are the same then, so nothing is inserted twice.
+            """
             async with self._client.writer(max_in_flight=WINDOW) as writer:
                 for key, index in indices.items():
                     stored = prompts[index]
@@ -305,7 +312,7 @@ class PromptsTable(PromptQueue):
             self._count_bad(prompt)
 
     def _stored(self, row: int, cursor: PromptCursor, position: int) -> tuple[bytes, dict[str, TagValue]] | PromptError:
-        """The bytes and the tags of the prompt in a row, or the error if the row is no prompt."""
+        """The bytes and the tags of the prompt in a row, for its item. If the row is no prompt, returns the error."""
         try:
             stored = StoredPrompt(prompt_at(self._rows, row), cursor.epoch, position)
             return stored.encode(), stored.item_tags()
@@ -367,7 +374,11 @@ class EpochPrompts(PromptsTable):
     _times = 1
 
     async def begin(self) -> None:
-        """Also refuses a table of partial groups that may drop these groups, since they replace their prompts."""
+        """Also checks the table of partial groups, and inserts the first cursor.
+
+        A stored partial group replaces its prompt. Raises ReplayError if the table may drop such groups as too old: the
+        prompts would then be missing in their epoch.
+        """
         await super().begin()
         info = await self._info()
         name = self._config.partial_groups_table or ""
@@ -397,7 +408,7 @@ class EpochPrompts(PromptsTable):
             await self._answer(self._client.insert, prompt.encode(), table, key=key, tags=tags, closes=[partial])
 
     async def _table_is_idle(self) -> None:
-        await self._first_cursor(1.0)  # somebody may have emptied the table
+        await self._first_cursor(1.0)  # does nothing, unless somebody has emptied the table
 
     async def _cursor_drawn(self, sample: Sample, cursor: PromptCursor) -> None:
         """Loads the next WINDOW prompts of the epoch, and inserts the next cursor, which closes this one.
@@ -410,7 +421,7 @@ class EpochPrompts(PromptsTable):
             await self._wait_for_others()
             await self._items.end([sample], requeue=True)
             return
-        # In a thread, because the order of millions of rows would hold up the event loop.
+        # The order is computed in a thread: for millions of rows, this would hold up the event loop.
         order = await in_daemon_thread(lambda: epoch_order(cursor.rows, cursor.seed, cursor.epoch))
         rows = order[cursor.position : cursor.position + WINDOW].tolist()
         epoch = cursor.epoch
@@ -468,7 +479,7 @@ class CurriculumPrompts(PromptsTable):
         await self._first_cursor(0.0)  # an item of priority 0 is never drawn
         run = await self._run()
         loaded = key_of(run, "loaded")  # the key of the second cursor
-        if await self._answer(self._client.get, [loaded], payloads=False):
+        if await self._answer(self._client.get, [loaded], payloads=False):  # the server has the second cursor
             return
         cursor = PromptCursor(run=run, seed=self._seed, rows=len(self._rows), names=self._names)
         for start in range(0, cursor.rows, WINDOW):
@@ -488,9 +499,10 @@ class CurriculumPrompts(PromptsTable):
         await self._answer(self._client.update_priorities, self.table, {item.key: mean})
 
     async def _run(self) -> int:
-        """The number `run` of the first cursor. Raises ReplayError if there is none, or if it has other prompts."""
+        """The number `run` of the first cursor. Raises ReplayError if the table has no first cursor, or if it was
+        loaded from other prompts."""
         keys = [key_of("begin", self.table, beginning) for beginning in range(_MOST_BEGINNINGS)]
-        for item in await self._answer(self._client.get, keys):
+        for item in await self._answer(self._client.get, keys):  # returns only the items that the server has
             with contextlib.suppress(ValueError):  # a damaged item is no cursor
                 cursor = decode_item(item.payload)
                 if isinstance(cursor, PromptCursor) and self.table in item.tables:

@@ -52,7 +52,7 @@ def plain_row(row: Mapping[str, Any]) -> dict[str, Any]:
                 _rebuilt({name: value}, _plain)
             except ValueError as error:
                 raise ValueError(f"field {str(name)!r:.80} {error}") from error
-        raise
+        raise  # no field fails by itself
 
 
 def plain_value(value: Any) -> Any:
@@ -80,11 +80,11 @@ def _rebuilt(value: Any, change: Callable[[Any], Any], *, drop_nulls: bool = Fal
     while todo:
         holder, key, depth = todo.pop()
         inner = holder[key]
-        if isinstance(inner, np.ndarray):
+        if isinstance(inner, np.ndarray):  # `without_nulls` changes no array, but there may be nulls inside
             inner = inner.tolist()
         if depth > most and _holds_others(inner):
             raise ValueError(f"is nested more than {MOST_DEPTH} deep")
-        keys: list[Any] = []  # of the inner values that hold other values
+        keys: list[Any] = []  # the names or indices of those values in `inner` that hold other values in turn
         if isinstance(inner, Mapping):
             inner = {change(name): change(field) for name, field in inner.items()}
             if drop_nulls:
@@ -120,9 +120,9 @@ def _plain(value: Any) -> Any:
     if isinstance(value, np.datetime64 | np.timedelta64):
         return None if np.isnat(value) else str(value)
     if isinstance(value, np.ndarray) and value.dtype.kind in "mM":  # times: `tolist` would make numbers of some
-        return list(value)
+        return list(value)  # of datetime64 or timedelta64, each of which `_rebuilt` converts next
     if isinstance(value, np.ndarray | np.generic):
-        value = value.tolist()
+        value = value.tolist()  # a list, or a value of Python that is checked below
     if type(value).__name__ in _NULLS:
         return None
     if isinstance(value, float):
@@ -187,7 +187,7 @@ def json_of(value: Any) -> str:
     `value`: a result of `plain_row` or `plain_value`, or an object of such values. Values without a JSON type become
     null.
     """
-    # `value` may hold values of MOST_DEPTH, and is then deeper itself.
+    # A result of `plain_row` may be MOST_DEPTH deep already. `value` may hold such results, and is then deeper.
     rebuilt = _rebuilt(value, _json_value, drop_nulls=True, most=MOST_DEPTH + 2)
     try:
         return json.dumps(rebuilt, sort_keys=True, skipkeys=True)

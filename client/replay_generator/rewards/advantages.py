@@ -29,6 +29,7 @@ class Advantages:
     """Computes the advantages of groups, without blocking the event loop."""
 
     def __init__(self, config: GeneratorConfig | ScorerConfig) -> None:
+        """Raises ValueError if the user's function cannot be loaded."""
         self._scale = config.scale_rewards
         self._timeout = config.reward_timeout
         self.name = ""
@@ -64,7 +65,7 @@ class Advantages:
         result = await self._call(self._function, rewards_G, facts)
         try:
             return as_advantages(result, rewards_G, self.name)
-        except ValueError as error:
+        except ValueError as error:  # the result is no array of G finite numbers
             raise AdvantageError(f"{error}{user_code.where(self._function)}") from error
 
     async def _call(
@@ -81,7 +82,7 @@ class Advantages:
                 async with asyncio.timeout(self._timeout) as limit:
                     return await user_code.call(function, rewards_G.copy(), **facts_for(function, facts))
             except TimeoutError as error:
-                how = f"raised TimeoutError: {error}"
+                how = f"raised TimeoutError: {error}"  # by the function itself, unless `limit` has expired
                 if limit.expired():
                     how = f"took longer than {self._timeout:g} s (reward_timeout)"
                 raise AdvantageError(f"{failed} {how}{user_code.where(function, error)}") from error

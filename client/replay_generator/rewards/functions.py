@@ -83,6 +83,7 @@ class Reward:
     """The name in metrics and errors; "": the function's own name."""
 
     def __post_init__(self) -> None:
+        """Raises ValueError for a reward that cannot be used. Sets the `name` if there is none."""
         if not callable(self.function):
             raise ValueError(f"a reward must be a function, not {self.function!r}")
         if not math.isfinite(self.weight):
@@ -119,14 +120,14 @@ class Scorer:
         names = [reward.name for reward in self.rewards]
         if not names and rewards is not None:
             raise ValueError("rewards must name at least one function, or be None if rollouts bring their own")
-        all_names = [*names, OWN_REWARD]
+        all_names = [*names, OWN_REWARD]  # `score` lists the rewards of environments under OWN_REWARD
         if len(set(all_names)) < len(all_names):
             raise ValueError(f"reward functions need names of their own, not {', '.join(names)}: give Reward a name")
         self._timeout = timeout
         self._threads = asyncio.Semaphore(threads or 1)
-        """The threads for functions that are not `thread_safe`."""
+        """Limits how many calls of functions that are not `thread_safe` run in threads at the same time."""
         self._safe_threads = asyncio.Semaphore(threads or _SAFE_THREADS)
-        """The threads for functions that are `thread_safe`."""
+        """The same limit for functions that are `thread_safe`."""
         self._has_scored = False
         """True once any rollout has had a reward. Until then, None may also come from a function without `return`."""
 
@@ -159,10 +160,10 @@ class Scorer:
         if any(value is not None for value in own) or not self.rewards:
             weights[OWN_REWARD] = 1.0
             by_name[OWN_REWARD] = _own_rewards(own)
-        total = np.zeros(len(texts))
-        abstained = np.ones(len(texts), np.bool_)
+        total = np.zeros(len(texts))  # (G,)
+        abstained = np.ones(len(texts), np.bool_)  # (G,) True: no function so far has scored the rollout
         for name, rewards in by_name.items():
-            total += weights[name] * np.nan_to_num(rewards)
+            total += weights[name] * np.nan_to_num(rewards)  # a function that abstained adds 0
             abstained &= np.isnan(rewards)
         total[abstained] = math.nan
         largest = float(np.abs(total[~abstained]).max(initial=0.0))
@@ -205,7 +206,7 @@ class Scorer:
             numbers = np.array([number_of(value) for value in values if value is not None])
         except ValueError as error:
             raise _failed(reward, f"returned {error}") from error
-        if not (np.abs(numbers) <= LARGEST).all():
+        if not (np.abs(numbers) <= LARGEST).all():  # NaN is refused too
             raise _failed(reward, f"returned {numbers.tolist()}: rewards must be finite, in float32 too")
         is_number = [value is not None for value in values]
         rewards = np.full(len(values), math.nan)
@@ -222,7 +223,7 @@ class Scorer:
                 async with asyncio.timeout(self._timeout) as limit:
                     return await _results(reward.function, row, list(texts), list(rollouts or ()))
             except TimeoutError as error:
-                if not limit.expired():
+                if not limit.expired():  # the function itself has raised TimeoutError
                     raise _failed(reward, f"raised TimeoutError: {error}", error) from error
                 what = counted(len(texts), "completion")
                 raise _failed(reward, f"took longer than {self._timeout:g} s for {what}") from error
@@ -250,7 +251,7 @@ def _own_rewards(rewards: Sequence[float | None]) -> npt.NDArray[np.float64]:
             f"or the generator gets a reward function"
         )
     own = np.array(rewards, np.float64)
-    if not (np.abs(own) <= LARGEST).all():
+    if not (np.abs(own) <= LARGEST).all():  # NaN is refused too
         raise RewardError(f"the hook gave the rewards {own.tolist()}: they must be finite, in float32 too")
     return own
 
@@ -350,6 +351,7 @@ def load_reward(name: str) -> Reward:
         check_installed()
     function = BUILT_IN_REWARDS[built_in]
     if answer_field:
+        # The name is given, since a partial has none.
         return Reward(partial(function, answer_field=answer_field), weight, built_in)
     return Reward(function, weight)
 

@@ -61,7 +61,7 @@ def marked_answer(text: str) -> str | None:
         with_unit = _WITH_UNIT.fullmatch(answer)
         if with_unit is None:
             return answer
-        return with_unit[1]
+        return with_unit[1]  # the answer without its unit
     return None
 
 
@@ -73,7 +73,7 @@ def _in_braces(text: str) -> str | None:
         return None
     if not text.startswith("{"):
         word = text.split(maxsplit=1)[0]
-        return word.strip("$.")
+        return word.strip("$.")  # without the dollar sign and the full stop of "$\boxed 72$."
     depth = 0
     for index, character in enumerate(text):
         if character == "{":
@@ -111,7 +111,7 @@ def same_answer(expected: Sequence[str], text: str) -> bool:
             marked = solution
         right_answers.append(marked.strip())
     if answer is not None:
-        if not answer or len(answer) > _MOST_ANSWER:
+        if not answer or len(answer) > _MOST_ANSWER:  # the mark is empty, or holds too much for an answer
             return False
         if answer in right_answers:
             return True
@@ -119,7 +119,7 @@ def same_answer(expected: Sequence[str], text: str) -> bool:
         right_numbers = [_number(right) for right in right_answers]
         if number is not None and None not in right_numbers:  # all are plain numbers, so math-verify is not needed
             return number in right_numbers
-    if not reply.strip():
+    if not reply.strip():  # the policy wrote nothing behind its thoughts
         return False
     if answer is None:
         compared = reply[-_LAST_CHARACTERS:]
@@ -148,7 +148,11 @@ _idle: deque[subprocess.Popen[str]] = deque()
 
 
 def _compare(expected: Sequence[str], got: str) -> bool:
-    """The result of one comparison by math-verify. False if it takes too long, or too much memory."""
+    """True if math-verify finds that `got` has the answer of one of the formulas `expected`.
+
+    False, with a warning, if the comparison takes too long or too much memory, which ends the worker process.
+    """
+    # No other thread uses this worker until it is in `_idle` again.
     worker = _idle.pop() if _idle else _start()
     assert worker.stdin is not None
     assert worker.stdout is not None
@@ -160,7 +164,7 @@ def _compare(expected: Sequence[str], got: str) -> bool:
         verdict = worker.stdout.readline().strip()
     except OSError:
         pass  # the worker has ended: a comparison took too long or too much memory
-    if verdict not in ("0", "1"):
+    if verdict not in ("0", "1"):  # "" if the worker has ended
         worker.kill()
         worker.wait()
         logger.warning("an answer took too long to compare, and counts as wrong: %.200r", got)

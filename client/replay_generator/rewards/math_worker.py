@@ -24,6 +24,7 @@ def main() -> None:
     logging.disable(logging.WARNING)  # math-verify warns that its own time limits are off
     from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
 
+    # The kinds of answers to look for: formulas in LaTeX, first those in \boxed{}, and plain expressions.
     kinds = [LatexExtractionConfig(boxed_match_priority=0), ExprExtractionConfig()]
 
     def parsed(text: str) -> list[object]:

@@ -31,9 +31,11 @@ class RewardWatch(Watch):
     """Counts the groups in a row whose rollouts all have one and the same reward."""
 
     def __init__(self, rewards: Sequence[Reward] = ()) -> None:
+        """`rewards`: the reward functions of the run. Some of them name the field with the expected answer."""
         self._fields: list[str] = []
         """The fields in which a row may have the expected answer. The first one that the row has counts."""
         for reward in rewards:
+            # `load_reward` makes a partial of a built-in function for which the user has named the field.
             if isinstance(reward.function, partial):
                 answer_field = reward.function.keywords.get("answer_field")
                 if answer_field:
@@ -54,15 +56,17 @@ class RewardWatch(Watch):
         return self._description
 
     def record(self, rewards: npt.NDArray[np.float32], row: Mapping[str, Any], text: str) -> None:
-        """Counts a group. `rewards`: (G,). `row`: the row of its prompt. `text`: the last text of the policy in one of
-        its rollouts."""
+        """Counts a group, and makes the report if it is due.
+
+        `rewards`: (G,). `row`: the row of its prompt. `text`: the last text of the policy in one of its rollouts.
+        """
         value = float(rewards[0])
         are_equal = bool((rewards == rewards[0]).all())
         if not are_equal:
             self._start_again(None)
         elif value != self._value:
             self._start_again(value)
-        self._groups += 1
+        self._groups += 1  # without effect if the rewards differ: the next group with one reward counts from 0
         if self._value is None or self._groups < self._reports_at:
             return
         self._reports_at = 2 * self._groups
@@ -73,7 +77,8 @@ class RewardWatch(Watch):
         self._description = {"one_reward": json.dumps(facts)}
 
     def _start_again(self, value: float | None) -> None:
-        """Counts from 0. `value`: the reward of all rollouts of the next group to count; None: its rewards differ."""
+        """Begins to count anew, and drops the report. `value`: the one reward of all rollouts of the group that is
+        counted next; None: the rewards of that group differ."""
         self._value = value
         self._groups = 0
         self._reports_at = LEAST_GROUPS

@@ -21,8 +21,8 @@ TOKENS = {"token_ids": np.int32, "sampled_mask": np.bool_, "logprobs": np.float3
 """The attributes of a sequence with one value per token, and their dtypes. RolloutSequence and PlayedSequence both have
 these attributes."""
 DrawnExtras = Sequence[tuple[int, Mapping[str, npt.NDArray[Any]], Mapping[str, str]]]
-"""The extra arrays of a sequence. An entry for each completion that has extras: the index of its first token in the
-sequence, the extras by name, and the axis of each extra by name (`Completion.axes`)."""
+"""The extra arrays of a sequence: one entry for each completion that has extras. An entry has the index in the sequence
+of the completion's first token, the extras by name, and the axis of each extra by name (`Completion.axes`)."""
 Columns = dict[str, tuple[str, list[Any]]]
 """The columns of several sequences, by name. A column consists of its axis, and of a list with one entry for each
 sequence: an array, or with the axis "ragged:token" a pair of values and offsets. `group_from_rows` takes this form."""
@@ -50,7 +50,8 @@ class PlayedSequence:
     @classmethod
     def of(cls, head: int, drawn: DrawnExtras, turns: Sequence[Any], **parts: Sequence[Any]) -> PlayedSequence:
         """A sequence made of lists. `parts`: a list for each name of TOKENS, with one value for each token. Raises an
-        error for values that are no numbers."""
+        error for values that are no numbers. `check` finds lists of different lengths."""
+        # A hook may have replaced a list by an array of any shape: `reshape(-1)` takes its values in order.
         token_ids = np.asarray(parts["token_ids"]).reshape(-1)
         return cls(
             head=head,
@@ -63,7 +64,8 @@ class PlayedSequence:
         )
 
     def check(self) -> None:
-        """Raises ValueError for tokens, or for log-probabilities, that no group can hold."""
+        """Raises ValueError for tokens, or for log-probabilities, that no group can hold. Raises ValueError if the
+        attributes in TOKENS have different lengths."""
         lengths = [getattr(self, name).size for name in TOKENS]
         if len(set(lengths)) > 1:
             raise ValueError(
@@ -71,6 +73,7 @@ class PlayedSequence:
                 f"{lengths[3]} policy_versions"
             )
         prompt_ids = self.token_ids[: self.head]
+        # `check_tokens` takes the lengths of all prompts of a group. Here there is one prompt.
         check_tokens(np.array([prompt_ids.size]), prompt_ids, self.token_ids[self.head :])
         check_logprobs(self.logprobs[self.head :])
 
@@ -85,7 +88,7 @@ class PlayedSequence:
             for name in extras:
                 # An array of offsets is part of the column whose values it cuts, and no column of its own.
                 is_offsets = name not in completion_axes and completion_axes.get(name.removesuffix(OFFSETS)) == RAGGED
-                if not is_offsets:
+                if not is_offsets:  # the first completion that has the extra decides its axis
                     axes.setdefault(name, completion_axes.get(name, "token"))
         return {name: (axis, self._values(name, axis)) for name, axis in axes.items()}
 
@@ -96,13 +99,14 @@ class PlayedSequence:
         """
         # The completions that have the extra. `start`: the row of the first token of a completion in the column.
         parts = [(start - self.head, extras) for start, extras, _ in self.drawn if name in extras]
-        size = self.token_ids.size - self.head
+        size = self.token_ids.size - self.head  # the number of rows of the column: one for each token after the prompt
         if axis == RAGGED:
-            counts = np.zeros(size, np.int64)  # the number of values of each token
+            counts = np.zeros(size, np.int64)  # the number of values of each token; 0: an empty set
             for start, extras in parts:
                 part_counts = np.diff(extras[name + OFFSETS])
                 counts[start : start + len(part_counts)] = part_counts
             offsets = np.concatenate(([0], np.cumsum(counts))).astype(np.int32)
+            # `parts` has the completions in the order of their tokens, so the values get this order too.
             values = np.concatenate([extras[name] for _, extras in parts])
             return values, offsets
         if axis == "whole":
@@ -114,7 +118,7 @@ class PlayedSequence:
         first = np.asarray(first_extras[name])
         if len(parts) == 1 and first_start == 0 and len(first) == size:
             return first  # needs no copy, because a single completion has all values
-        values = np.zeros((size, *first.shape[1:]), first.dtype)
+        values = np.zeros((size, *first.shape[1:]), first.dtype)  # a token for which no completion has a value keeps 0
         for start, extras in parts:
             values[start : start + len(extras[name])] = extras[name]
         return values
@@ -136,7 +140,7 @@ def columns_of(sequences: Sequence[PlayedSequence]) -> Columns:
     for name, (axis, first) in firsts.items():
         values_S = []
         for sequence, columns in zip(sequences, columns_S, strict=True):
-            own_axis, values = columns.get(name, (axis, None))
+            own_axis, values = columns.get(name, (axis, None))  # None: this sequence lacks the column
             if own_axis != axis:
                 raise ValueError(f"{name!r} has the axis {axis!r} in one sequence, and {own_axis!r} in another")
             values_S.append(_as_first(sequence, axis, values, first))
@@ -149,7 +153,7 @@ def _as_first(sequence: PlayedSequence, axis: str, values: Any, first: Any) -> A
 
     `first`: the values of the first sequence that has the column. They decide dtype and row shape, but the values of
     ragged sets may keep a wider dtype. `values` None: this sequence lacks the column, and gets 0, or empty sets. Raises
-    ValueError for rows of another shape.
+    ValueError for rows of another shape, unless NumPy can broadcast them.
     """
     size = sequence.token_ids.size
     if axis != "whole":
@@ -160,18 +164,22 @@ def _as_first(sequence: PlayedSequence, axis: str, values: Any, first: Any) -> A
         if values is None:
             return no_values, np.zeros(size + 1, np.int32)
         ragged_values, offsets = values
+        # `no_values` adds no rows, but makes `concatenate` check the row shape, and widen the dtype if necessary.
         return np.concatenate([no_values, ragged_values]), offsets
     if values is not None and values.dtype == first.dtype and values.shape[1:] == first.shape[1:]:
         return values
     filled = np.zeros((size, *first.shape[1:]), first.dtype)
     if values is not None:
-        filled[:] = values
+        filled[:] = values  # converts the dtype
     return filled
 
 
 def check_sequences(sequences: Sequence[PlayedSequence]) -> None:
     """Raises an error if one of the sequences fits no group, or if they do not fit together. Usually this is a
-    ValueError; values of a wrong type may raise any error."""
+    ValueError; values of a wrong type may raise any error.
+
+    Checks first the tokens of each sequence, then the axes of the columns, then the columns of each sequence.
+    """
     for sequence in sequences:
         sequence.check()
     columns = columns_of(sequences)
@@ -179,6 +187,7 @@ def check_sequences(sequences: Sequence[PlayedSequence]) -> None:
     for name, axis in axes.items():
         check_row_axis(name, axis)
     for number, sequence in enumerate(sequences):
+        # The columns of this sequence by name, with offsets as arrays of their own: `check_axes` takes this form.
         extras: dict[str, npt.NDArray[Any]] = {}
         for name, (axis, values_S) in columns.items():
             if axis == RAGGED:
@@ -187,5 +196,6 @@ def check_sequences(sequences: Sequence[PlayedSequence]) -> None:
                 extras[name + OFFSETS] = offsets
             else:
                 extras[name] = values_S[number]
+        # The number of rows that a column of each axis must have.
         sizes = {"token": sequence.token_ids.size - sequence.head, "whole": sequence.token_ids.size}
         check_axes(checked_columns(extras), axes, sizes)

@@ -116,8 +116,8 @@ class RolloutSequence:
         """The policy version that drew each token. A token that the policy did not write has the version of the token
         before it. -1: no drawn token stands before it."""
         self.drawn: list[tuple[int, Mapping[str, npt.NDArray[Any]], Mapping[str, str]]] = []
-        """An entry for each completion that has extras: the index of its first token in the sequence, the extras by
-        name, and the axis of each extra by name."""
+        """One entry for each completion that has extras. An entry has the index in the sequence of the completion's
+        first token, the extras by name, and the axis of each extra by name."""
         self.turns: list[Turn] = []
         self.finish_reason = ""
         """The reason why the last completion ended; "": there was no completion."""
@@ -130,7 +130,7 @@ class RolloutSequence:
             start = len(self.token_ids)
             self.drawn.append((start, completion.extras, completion.axes))
         mask = completion.loss_mask
-        if mask is None:
+        if mask is None:  # the policy wrote all tokens of the completion
             mask = [True] * length
         self._add(completion.token_ids, mask, completion.logprobs, completion.policy_versions)
         self.finish_reason = completion.finish_reason
@@ -139,9 +139,10 @@ class RolloutSequence:
         return turn
 
     def append_observation(self, token_ids: Sequence[int], *, role: str = "tool", text: str = "") -> None:
-        """Adds tokens that the policy did not write, such as the output of a tool."""
+        """Adds tokens that the policy did not write, such as the output of a tool. `role`: the role of the new turn.
+        `text`: the tokens as text; "": unknown."""
         length = len(token_ids)
-        version = -1
+        version = -1  # no drawn token stands before these tokens
         if self.policy_versions:
             version = self.policy_versions[-1]
         self._add(token_ids, [False] * length, [float("nan")] * length, [version] * length)
@@ -182,6 +183,7 @@ class RolloutSequence:
 def _integers(token_ids: Sequence[int]) -> list[int]:
     """The tokens as integers of Python. Raises RolloutError for tokens that are no integers."""
     try:
+        # `operator.index` takes the integers of Python, NumPy and torch, and raises TypeError for a float.
         return [index(token) for token in token_ids]
     except TypeError:
         raise RolloutError(
@@ -292,6 +294,9 @@ class RolloutPolicy:
     async def generate(self, token_ids: Sequence[int], sampling: SamplingConfig | None = None) -> Completion:
         """Draws one completion of `token_ids`. `sampling` None: the sampling of the generator's settings.
 
+        The first rollout that asks for these tokens schedules one request to the engine. Rollouts that ask for the same
+        tokens before the request is sent only add their futures to `_waiting`.
+
         Raises RolloutError if the tokens leave no room for another token, or if the model lacks one of them. Raises
         CompletionError if no policy can have drawn what the engine returned, and any other error of the engine.
         """
@@ -311,12 +316,12 @@ class RolloutPolicy:
 
     def _send(self, request: tuple[tuple[int, ...], SamplingConfig]) -> None:
         """Sends a request to the engine, for all rollouts that wait for it. Rollouts that were given up meanwhile do
-        not count."""
+        not count: their futures are cancelled, and thus done. `generate` has the event loop call this method."""
         waiting = [reply for reply in self._waiting.pop(request) if not reply.done()]
         if waiting:
             token_ids, sampling = request
             task = asyncio.create_task(self._ask(token_ids, sampling, waiting))
-            self._requests.add(task)
+            self._requests.add(task)  # until the task ends, so that `close` can cancel it
             task.add_done_callback(self._requests.discard)
 
     async def _ask(
@@ -335,14 +340,15 @@ class RolloutPolicy:
         n = len(waiting)
 
         def finished(number: int, completion: Completion | None) -> None:
-            """Sets one future. With `early`, the engine calls this as soon as a completion has ended."""
+            """Sets one future. With `early`, the engine calls this as soon as a completion has ended. Later, `_ask`
+            itself calls this for every completion."""
             reply = waiting[number]
-            if reply.done():  # the rollout was given up meanwhile, or the engine has called this already
+            if reply.done():  # the rollout was given up meanwhile, or the engine has called `finished` for it already
                 return
             fault = fault_of(completion, sampling, vocabulary)
             if fault:
                 reply.set_exception(CompletionError(f"completion {number} of {engine_name} {fault}"))
-            elif completion is not None:
+            elif completion is not None:  # always true: `fault_of` has a fault for None
                 reply.set_result(completion)
 
         entry = (asyncio.get_running_loop().time(), f"{counted(n, 'completion')} of {engine_name}")
@@ -353,11 +359,12 @@ class RolloutPolicy:
             else:
                 completions = await self._engine.generate(list(token_ids), sampling, n)
             for number in range(n):
-                completion = None  # an engine may return too few
+                completion = None  # an engine may return too few: `finished` then sets an error
                 if number < len(completions):
                     completion = completions[number]
                 finished(number, completion)
         except Exception as error:
+            # A CompletionError fails only the rollouts of this request. Any other error ends the whole group.
             if not isinstance(error, CompletionError) and self.failure is None:
                 self.failure = error
             for reply in waiting:
@@ -396,7 +403,7 @@ _limit: ContextVar[asyncio.Timeout | None] = ContextVar("_limit", default=None)
 def uncounted() -> Iterator[None]:
     """Surrounds the time in which a hook waits because nobody plays the rollout yet. `rollout_timeout` does not count
     this time."""
-    limit = _limit.get()
+    limit = _limit.get()  # set by `_attempt`
     if limit is None:  # the hook is called without `play`, so nobody limits its time
         yield
         return
@@ -410,7 +417,7 @@ def uncounted() -> Iterator[None]:
     try:
         yield
     finally:
-        limit.reschedule(loop.time() + seconds_left)
+        limit.reschedule(loop.time() + seconds_left)  # the clock goes on
 
 
 async def single_turn(task: Task, policy: RolloutPolicy) -> Rollout:
@@ -442,7 +449,7 @@ async def play(
     Returns the errors of the rollouts that failed, but none for a rollout that was given up. Raises any error of
     `finished`, and any error of the engine except CompletionError, which fails only its own rollout.
     """
-    policy = RolloutPolicy(engine, tasks[0].sampling, unanswered, early=early)
+    policy = RolloutPolicy(engine, tasks[0].sampling, unanswered, early=early)  # all tasks have the same sampling
 
     async def play_one(task: Task) -> Exception | None:
         """Plays one rollout. Returns the error with which the rollout failed; None: it did not fail."""
@@ -468,7 +475,7 @@ async def play(
         await policy.close()
     failures = []
     for attempt in attempts:
-        if attempt in running:  # the rollout was given up
+        if attempt in running:  # the rollout was given up when `patience` ended
             continue
         failure = attempt.result()
         if failure is not None:
@@ -484,7 +491,7 @@ async def _attempt(
     returned: Any = None
     try:
         async with asyncio.timeout(timeout) as limit:
-            _limit.set(limit)  # only this task sees the value
+            _limit.set(limit)  # for `uncounted`; only this task sees the value
             playing = user_code.call_here(hook, task, policy)
             if not inspect.isawaitable(playing):
                 shown = user_code.shown(playing, 80)
@@ -492,7 +499,7 @@ async def _attempt(
             returned = await user_code.awaited(hook, playing)
             return read(returned, engine)
     except Exception as error:
-        if isinstance(returned, Rollout):
+        if isinstance(returned, Rollout):  # the hook has returned a rollout, and `read` has refused it
             returned.settle(f"no group can have the rollout: {error}")
         if policy.failure is not None:  # then the error of the hook is only a consequence
             raise policy.failure from None
@@ -524,8 +531,8 @@ def read(returned: Any, engine: Engine) -> PlayedRollout:
 
 
 def checked(rollout: Any) -> Rollout:
-    """The rollout that a hook returned, with its reward and its metrics as floats. Raises RolloutError if no group can
-    be made of the rollout. The tokens of the sequences are not checked here: see `read`."""
+    """The same rollout, after its reward and its metrics were replaced by floats. Raises RolloutError if the hook
+    returned anything else, or a rollout of which no group can be made. `read` checks the tokens of the sequences."""
     if not isinstance(rollout, Rollout):
         returned = user_code.shown(rollout, 80)
         raise RolloutError(f"the hook returned {returned}, not a Rollout: return Rollout([sequence])")
@@ -573,7 +580,10 @@ def why_unreadable(engine: Engine, rollout: Rollout) -> str:
 
 def where(failure: Exception) -> str:
     """The line of the hook's own file from which an error of `play` came, as file and line in brackets; "" if the error
-    did not come from the user's code."""
+    did not come from the user's code.
+
+    The frames of this package come first in the traceback, so the first frame outside of the package is the hook's.
+    """
     frames = traceback.extract_tb(failure.__traceback__)
     users_frames = [frame for frame in frames if user_code.PACKAGE not in Path(frame.filename).parents]
     if not users_frames:

@@ -85,26 +85,28 @@ def tool_loop(
             raise RolloutError("a tool loop needs prompts of messages (--chat), and a chat template that knows tools")
         row_tools = tools_of(task.row.get("tools"))
         callable_tools = _chosen(by_name, row_tools)
+        # `prompt_ids`: the tokens of the messages and tools, as the chat template renders them.
         conversation, prompt_ids = Conversation.begin(task, task.messages, row_tools or tools)
         sequence = RolloutSequence(prompt_ids)
         calls: list[ToolCall] = []
         for turn_number in range(1, max_turns + 1):
             completion = await policy.generate(sequence.token_ids)
             turn = sequence.append_completion(completion)
-            is_cut_off = sequence.finish_reason != "stop"
+            is_cut_off = sequence.finish_reason != "stop"  # the finish reason of the completion that was just added
             if is_cut_off:  # its calls may be incomplete, and there may be no room for another turn
                 break
             try:
                 turn_calls = list(user_code.call_plain(parse, turn.text))
                 answers = [await _answer(callable_tools, call) for call in turn_calls]
                 calls += turn_calls
-                if not turn_calls:  # this turn is the policy's final answer
+                if not turn_calls:  # without a call, this turn is the policy's final answer
                     break
             except ValueError as error:  # of `parse`: `_answer` raises none
                 answers = [f"error: {error}"]
-            if turn_number == max_turns:
+            if turn_number == max_turns:  # the tools have run, but the policy has no turn left to read their answers
                 return Rollout([sequence], finish_reason="turns", info={"calls": calls})
             messages = [{"role": "tool", "content": answer} for answer in answers]
+            # `observation_ids`: the tokens of the answers, and those with which the template begins the next turn.
             conversation, observation_ids = conversation.go_on(turn.text, sequence.token_ids[-1], messages)
             sequence.append_observation(observation_ids, text="\n".join(answers))
             if len(sequence.token_ids) >= task.max_length:  # no room for a token of the next turn
@@ -155,7 +157,7 @@ async def _answer(tools: Mapping[str, Callable[..., Any]], call: ToolCall) -> st
 
 
 def _as_json(value: Any) -> Any:
-    """A value that JSON can hold, in the place of a value that it cannot hold.
+    """A value that JSON can hold, in the place of a value that it cannot hold. `json.dumps` calls this function.
 
     Arrays and numbers of NumPy, and tensors, become lists and numbers of Python. Any other value becomes its `str`.
     """

@@ -67,13 +67,14 @@ class GroupScorer(Stage):
         return self._rollouts < 2 * (self.config.concurrency or CONCURRENCY)
 
     async def _score(self, sample: Sample) -> Handoff:
-        """Scores one group. Stage hands on the result."""
+        """Scores one group. Returns its Handoff, which the base class Stage inserts in the place of the item."""
         work = decoded(sample)
         size = len(work.rollouts)
         self._rollouts += size
         try:
+            # Nobody reads the times of a stage. The generator has stored its errors of rollouts as `failures`.
             group, _ = await self._scoring.score(work, sample.info.policy_version, GroupTimes(), work.spec.failures)
-            group.meta |= tracing.carrier()
+            group.meta |= tracing.carrier()  # the trace context, for the trainer's spans
             return self._server.hand_on(group, sample.info.tags, work.spec.key)
         finally:
             self._rollouts -= size
@@ -84,6 +85,7 @@ def _carries_gradient_and(group_filter: Callable[[RolloutGroup], bool] | None) -
     passes it."""
 
     def passes(group: RolloutGroup) -> bool:
+        """The filter. Scoring calls it with each scored group, and leaves out the group if the result is False."""
         if not carries_gradient(group):
             return False
         if group_filter is None:
@@ -100,11 +102,17 @@ class RolloutScoring(Scoring):
         """`others`: the further arguments of Scoring."""
         super().__init__(scorer, config, *others)
         self._slots = asyncio.Semaphore(config.concurrency or CONCURRENCY)
+        """Limits how many rollouts, or whole groups, are scored at the same time."""
         self._attempts = config.attempts
 
     async def _rewards(
         self, scorer: Scorer, prompt: Prompt, played: list[PlayedRollout]
     ) -> tuple[list[PlayedRollout], npt.NDArray[np.float32], ByFunction, list[str]]:
+        """The rollouts that have rewards, their rewards (G,), the rewards (G,) of each function by its name, and the
+        texts of the errors of the other rollouts.
+
+        Scoring calls this method. Raises PromptError if too few rollouts have rewards.
+        """
         # Each batch is scored by itself. If a function compares rollouts, the whole group is one batch. Otherwise each
         # rollout is a batch.
         batches = [played] if scorer.scores_groups else [[rollout] for rollout in played]
@@ -124,8 +132,11 @@ class RolloutScoring(Scoring):
                 scored += [rollout for rollout, has in zip(batch, has_reward, strict=True) if has]
                 rewards_of_batches.append(rewards[has_reward])
                 functions_of_batches.append({name: values[has_reward] for name, values in by_name.items()})
-        failures = self.see_failures(prompt, errors, len(scored), len(played))  # raises if no rollout was scored
+        # This raises PromptError if too few rollouts were scored. So after it, `functions_of_batches` is not empty.
+        failures = self.see_failures(prompt, errors, len(scored), len(played))
         names = functions_of_batches[0].keys()
+        # All batches have the same reward functions. But Scorer lists the rewards of environments as one more function,
+        # and does so only for batches whose rollouts have such rewards.
         if any(by_name.keys() != names for by_name in functions_of_batches):
             raise PromptError(f"prompt {prompt.prompt_id!r}: some rollouts have a reward of their own, and some none")
         by_function = {name: np.concatenate([by_name[name] for by_name in functions_of_batches]) for name in names}
@@ -134,13 +145,16 @@ class RolloutScoring(Scoring):
     async def _tried(
         self, scorer: Scorer, prompt: Prompt, played: list[PlayedRollout]
     ) -> tuple[npt.NDArray[np.float32], ByFunction] | RewardError:
-        """The rewards of these rollouts, or the error of the last attempt."""
+        """The rewards (G,) of these rollouts, and those of each function by its name; or the error of the last attempt.
+
+        In the rewards, NaN means that all functions abstained.
+        """
         rollouts = [finished.rollout for finished in played]
         texts = [rollout.text for rollout in rollouts]
         async with self._slots:
             for attempt in range(self._attempts):
                 if attempt:
-                    await asyncio.sleep(_PAUSE * 2 ** (attempt - 1))
+                    await asyncio.sleep(_PAUSE * 2 ** (attempt - 1))  # the pause doubles after each attempt
                 try:
                     return await scorer.score(prompt.row, texts, rollouts)
                 except RewardError as error:
@@ -153,6 +167,7 @@ def run_scorer(
 ) -> GeneratorStats:
     """Runs a GroupScorer to its end, for callers without an event loop. Returns the last statistics.
 
-    `connect`: see `run_stage`. `options`: further arguments of GroupScorer, by name.
+    `connect` makes the client, on the event loop that uses the client. `options`: further arguments of GroupScorer, by
+    name.
     """
     return run_worker(connect, lambda client: GroupScorer(client, reward, config, **options))

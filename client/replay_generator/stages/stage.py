@@ -110,6 +110,7 @@ class Stage:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
             await self._items.close()
+        # Tells the server that this process ends on purpose. After an error, this line is not reached.
         await self._client.leave(timeout=LAST_WORD)
 
     def stop(self) -> None:
@@ -125,7 +126,7 @@ class Stage:
         drawn = 0
         try:
             async with asyncio.TaskGroup() as tasks:
-                while drawn != self.config.max_items:
+                while drawn != self.config.max_items:  # None: draws items for ever
                     while not self._has_room:
                         self._has_ended_one.clear()
                         await self._has_ended_one.wait()
@@ -136,7 +137,9 @@ class Stage:
                         self._tasks[sample.info.lease_id] = task
                         task.add_done_callback(partial(self._end, sample))
                         drawn += 1
-                        await asyncio.sleep(0)  # the task begins here, so that `_has_room` counts its rollouts
+                        # The task begins here. A GroupScorer counts the rollouts of the item at that moment, for its
+                        # `_has_room`.
+                        await asyncio.sleep(0)
         except ExceptionGroup as failed:  # a TaskGroup wraps every error
             raise failed.exceptions[0]  # noqa: B904  the cause of the error tells more than this group of errors
 
@@ -148,17 +151,17 @@ class Stage:
                 await self._items.end([sample])
             else:
                 await self._hand_on(sample, result)
-        except LeaseEndedError:
+        except LeaseEndedError:  # another process may work at the item now
             self._items.forget([sample])
             self.stats["leases_lost"] += 1
         except (LeftOut, PromptError, ValueError) as error:
             await self._items.end([sample])
             if not isinstance(error, LeftOut):
-                self._metrics.count_skipped(error, _MOST_SKIPPED)
-            elif error.counts_as is not None:
+                self._metrics.count_skipped(error, _MOST_SKIPPED)  # raises after so many in a row
+            elif error.counts_as is not None:  # a LeftOut that nobody has counted yet
                 self.stats[error.counts_as] += 1
         self.stats["threads_left"] = user_code.threads_left()
-        beat()
+        beat()  # for health checks, the end of an item is progress
         if self._on_item is not None:
             user_code.call_plain(self._on_item, self.stats)
 
@@ -171,6 +174,7 @@ class Stage:
         if not isinstance(handoff, Handoff):
             how = f"returned {user_code.shown(handoff)}: return a RolloutGroup, a Handoff, or None"
             raise user_code.UserCodeError(user_code.name_of(self._work), how, user_code.where(self._work))
+        # The tags of the item are used only if the Handoff has none. The new item keeps the item's policy version.
         await self._server.insert_into(
             f"item {info.key}",
             handoff,
@@ -180,6 +184,8 @@ class Stage:
         )
         self._items.forget([sample])
         if isinstance(handoff.group, RolloutGroup):  # and not bytes, which cannot be counted
+            # Only an empty dict would mean that the group was not scored. Nobody reads the name: a stage writes no file
+            # of metrics.
             by_function = {"": handoff.group.rewards}
             self._metrics.count_inserted(handoff.group, by_function, info.staleness, GroupTimes())
 

@@ -119,8 +119,8 @@ class _Exercise:
         """The prompts of all checks, as tokens."""
         longest_prompt = max(len(prompt) for prompt in self._prompts)
         self._longest = min(60, engine.max_length - 1 - longest_prompt)
-        """The number of tokens of a long completion. Behind each prompt such a completion leaves room for one more
-        token, which vLLM needs to score the completion."""
+        """The number of tokens of a long completion: at most 60, so that the checks stay short. Behind each prompt such
+        a completion leaves room for one more token, which vLLM needs to score the completion."""
 
     def _fail(self, sentence: str) -> NoReturn:
         """Raises AssertionError with this sentence, which has the engine as its subject."""
@@ -178,9 +178,9 @@ class _Exercise:
         finished: OnFinished | None = None,
         versions: Sequence[int] | None = None,
     ) -> list[Completion]:
-        """Draws `n` completions, and checks each. `versions`: the policy versions that their tokens may have; None:
-        only the version that is loaded."""
-        if finished is None:  # the argument may be left out, too
+        """Draws `n` completions, and checks each. `finished`: see Engine.generate; None: the argument is left out.
+        `versions`: the policy versions that their tokens may have; None: only the version that is loaded."""
+        if finished is None:  # so the checks without `finished` also check that the engine does not need the argument
             work = self._engine.generate([*prompt_ids], sampling, n)
         else:
             work = self._engine.generate([*prompt_ids], sampling, n, finished)
@@ -201,7 +201,7 @@ class _Exercise:
     ) -> None:
         """Raises AssertionError for a completion that no policy can have drawn. The message has no subject: `_draw`
         puts the number of the completion before it."""
-        fault = fault_of(completion, sampling, self._vocabulary)
+        fault = fault_of(completion, sampling, self._vocabulary)  # the same check as in a run; "": no fault
         assert not fault, fault
         length = len(completion.token_ids)
         limit = min(sampling.max_tokens, self._engine.max_length - len(prompt_ids))
@@ -211,7 +211,7 @@ class _Exercise:
         )
         self._check_end(completion, limit)
         self._check_text(completion)
-        drawn_by = completion.policy_versions
+        drawn_by = completion.policy_versions  # the version of each token
         assert all(version in versions for version in drawn_by), (
             f"has the policy_versions {sorted({*drawn_by})}, and the weights in the engine have the version "
             f"{' or '.join(map(str, versions))}: each token needs the version that drew it, and the first weights are 0"
@@ -239,12 +239,12 @@ class _Exercise:
             "that it has reached max_tokens or max_length"
         )
         tokenizer = self._engine.tokenizer
-        end = getattr(tokenizer, "eos_token_id", None)
+        end = getattr(tokenizer, "eos_token_id", None)  # None: unknown, so the next two checks pass
         assert end not in ids[:-1], f"goes on after the end-of-sequence token {end}: it must end with that token"
         assert reason == "stop" or ids[-1] != end, (
             f"ends with the end-of-sequence token {end}, and has the finish_reason 'length': it must be 'stop'"
         )
-        special = getattr(tokenizer, "all_special_ids", None)
+        special = getattr(tokenizer, "all_special_ids", None)  # None or empty: unknown, so this check passes
         assert reason != "stop" or not special or ids[-1] in special, (
             f"has the finish_reason 'stop' and ends with {ids[-1]}, which is no special token of its tokenizer: the "
             "end-of-sequence token belongs to token_ids"
@@ -274,9 +274,10 @@ class _Exercise:
             raise AssertionError(f"fits no group: {error}") from error
         if SAMPLING_MASK not in completion.extras:
             return
+        # `largest_mask` is the most tokens of a mask; 0: the sampling wants no masks.
         assert sampling.largest_mask, "has sampling masks, and its sampling wants none: leave the column out"
         assert completion.axes.get(SAMPLING_MASK) == RAGGED, f"has sampling masks without the axis {RAGGED!r}"
-        for step, mask in enumerate(_masks(completion)):
+        for step, mask in enumerate(_masks(completion)):  # an empty mask is unknown, and passes
             token = completion.token_ids[step]
             assert len(mask) <= sampling.largest_mask, (
                 f"has a sampling mask of {len(mask)} tokens, and the largest that is wanted has "
@@ -330,7 +331,8 @@ class _Exercise:
     # ------------------------------------------------------------------------------------------------ the checks
 
     async def check_requests(self) -> None:
-        """Checks that requests of any size get all completions, and that a policy can have drawn each of them."""
+        """Checks that requests of any size get all completions, and that a policy can have drawn each of them. `_draw`
+        makes these checks, also for the requests of all other checks."""
         for prompt_ids in self._prompts:
             for max_tokens, n in ((1, 1), (8, 3), (self._longest, 2)):
                 sampling = SamplingConfig(max_tokens=max_tokens)
@@ -343,8 +345,9 @@ class _Exercise:
         await self._check_finished(prompt_ids)
 
     async def _check_finished(self, prompt_ids: Sequence[int]) -> None:
-        """Checks the calls of `finished`. An engine may leave out these calls. If it makes them, it calls `finished` on
-        the event loop, once for each completion, with the completion that `generate` returns later."""
+        """Checks the calls of `finished`, with which an engine reports that one completion of a request has ended. An
+        engine may leave out these calls. If it makes them, it calls `finished` on the event loop, once for each
+        completion, with the completion that `generate` returns later."""
         finished_early: dict[int, Completion] = {}  # by the number of the completion
         faults: list[str] = []
         thread = threading.get_ident()
@@ -378,7 +381,7 @@ class _Exercise:
         for token, count in counts.items():
             probability = math.exp(scores[token])
             if probability <= 0.02:
-                continue  # a rare token may be drawn twice by chance
+                continue  # the bound below would be too narrow: a rare token may be drawn several times by chance
             # The standard deviation of the frequency of a token in n draws. Rounding may give a probability above 1.
             deviation = math.sqrt(probability * (1 - min(probability, 1.0)) / n)
             largest_difference = DEVIATIONS * deviation + self._tolerance
@@ -418,10 +421,11 @@ class _Exercise:
         """Checks that top_k, top_p and min_p keep a token that was drawn. `scores`: the log-probabilities, at
         temperature 1, of some tokens. Only these tokens can show a fault, because the scores of others are unknown."""
         how = _described(sampling)
+        # The scores of the tokens that are likelier than this token by more than the rounding.
         likelier = [score for score in scores.values() if score > scores[token] + self._tolerance]
         if sampling.top_k and len(likelier) >= sampling.top_k:
             self._fail(f"with {how} it drew the token {token}, and at least {len(likelier)} others are likelier")
-        share = sum(math.exp(score) for score in likelier)
+        share = sum(math.exp(score) for score in likelier)  # top_p keeps a token only if this share is below top_p
         if sampling.top_p < 1 and share > sampling.top_p + self._tolerance:
             self._fail(f"with {how} it drew the token {token}, and likelier ones have the probability {share:.2f}")
         # min_p times the highest probability, as a logarithm. 1e-300 stands for 0, which has no logarithm.
@@ -439,7 +443,7 @@ class _Exercise:
         # temperature * logprob - score is -temperature * c, the same number for every token.
         shifts = [sampling.temperature * logprob - scores[token] for token, logprob in known.items()]
         spread = max(shifts, default=0.0) - min(shifts, default=0.0)
-        is_wrong = spread > 3 * self._tolerance
+        is_wrong = spread > 3 * self._tolerance  # the rounding errors of two log-probabilities and two scores add up
         if sampling.top_k == 1:  # only one token is kept, so its probability is 1
             is_wrong = is_wrong or any(abs(logprob) > self._tolerance for logprob in known.values())
         if is_wrong:
@@ -462,7 +466,7 @@ class _Exercise:
             return
         kept_probability = sum(math.exp(scores[token]) for token in mask)
         expected = scores[completion.token_ids[0]] - math.log(kept_probability)
-        if abs(completion.logprobs[0] - expected) > 2 * self._tolerance:
+        if abs(completion.logprobs[0] - expected) > 2 * self._tolerance:  # the rounding errors of several scores add up
             self._fail(
                 f"a token has the log-probability {completion.logprobs[0]:.4f}, and {expected:.4f} among the tokens of "
                 "its sampling mask: a mask has all tokens that were kept, and no others"
@@ -475,7 +479,7 @@ class _Exercise:
         free = SamplingConfig(max_tokens=self._longest)
         first = await self._draw(prompt_ids, free, MANY)
         second = await self._draw(prompt_ids, free, MANY)
-        if _is_impossible(first, second):
+        if _is_impossible(first, second):  # equal, and too improbable for chance
             self._fail("two requests without a seed got the same completions: each must be drawn anew")
         seeded = SamplingConfig(max_tokens=self._longest, seed=7)
         alone = await self._draw(prompt_ids, seeded, MANY)
@@ -504,12 +508,12 @@ class _Exercise:
                 await self._check_logprobs(prompt_ids, completion)
 
         requests = []
-        for number in range(12):
+        for number in range(12):  # requests of different prompts, lengths and numbers of completions
             sampling = SamplingConfig(max_tokens=1 + number * self._longest // 12)
             requests.append(answer(self._prompts[number % 3], sampling, 1 + number % 4))
         await asyncio.gather(*requests)
         for _ in range(TRIES):
-            if not await self._long_before_short():
+            if not await self._long_before_short():  # the attempt shows no fault, and one such attempt is enough
                 return
         self._fail(
             "a request for one token waited until a long request that came before it had ended: each must return when "
@@ -528,6 +532,7 @@ class _Exercise:
             return max(len(completion.token_ids) for completion in completions)
 
         longest, _ = await asyncio.gather(ask(self._longest, 16), ask(1, 1))
+        # If the longest completion has at most 8 tokens, the long request may well end first in a correct engine.
         return ended[0] != 1 and longest > 8
 
     async def check_cancellation(self) -> None:
@@ -541,7 +546,8 @@ class _Exercise:
         # This gives the engine time to begin. On a busy machine the engine may not have begun, or may have ended the
         # requests already. The checks below hold in these cases too.
         await asyncio.sleep(0.01)
-        cancelled = [task for task in given_up if task.cancel()]  # `cancel` returns False if the task has ended
+        # The requests that had not ended yet: `cancel` returns False if the task has ended.
+        cancelled = [task for task in given_up if task.cancel()]
         await self._within("generate, once it was cancelled,", asyncio.wait(given_up))
         for task in cancelled:
             if not task.cancelled():
@@ -608,8 +614,8 @@ class _Exercise:
         tasks = []
         for prompt_ids in self._prompts:
             tasks.append(asyncio.create_task(self._draw(prompt_ids, sampling, 4, versions=versions)))
-        # The requests of `tasks` came before the second of these short requests. When the second one ends, the engine
-        # has begun the requests of `tasks`.
+        # The tasks begin only when this method waits for the first time, in the first of these short requests. So the
+        # requests of `tasks` come before the second short request. When it ends, the engine has begun them.
         for _ in range(2):
             await self._draw(self._prompts[0], SamplingConfig(max_tokens=2), 1)
         await self._load(second)
@@ -617,7 +623,7 @@ class _Exercise:
         for prompt_ids, completions in zip(self._prompts, await asyncio.gather(*tasks), strict=True):
             drawn += [(prompt_ids, completion) for completion in completions]
         new_scores = [await self._score([*prompt_ids, *completion.token_ids]) for prompt_ids, completion in drawn]
-        await self._load(first)  # for the scores by the old weights
+        await self._load(first)  # the engine has only one set of weights, and the scores by the old ones are needed too
         for (prompt_ids, completion), new in zip(drawn, new_scores, strict=True):
             old = await self._score([*prompt_ids, *completion.token_ids])
             start = len(prompt_ids) - 1  # the index of the score of the completion's first token
@@ -630,8 +636,8 @@ class _Exercise:
         return any(len({*completion.policy_versions}) == 2 for _, completion in drawn)
 
     async def _check_damaged(self, first: str, second: str) -> None:
-        """Checks that the engine draws no token after it was given damaged weights, until it has loaded whole weights.
-        `first` and `second`: folders with different weights."""
+        """Checks that the engine draws no token with damaged weights: it must wait for whole weights, or go on with the
+        old ones. `first` and `second`: folders with different weights."""
         await self._load(first)
         old = self._version
         sampling = SamplingConfig(max_tokens=self._longest)
@@ -650,13 +656,13 @@ class _Exercise:
         # may have noticed the damage before it gave up the old weights, and then goes on drawing with them.
         task = asyncio.create_task(self._draw(self._prompts[0], sampling, 4, versions=[old, old + 2]))
         await asyncio.wait([task], timeout=0.1)  # time in which a wrong engine would draw tokens
-        self._version = old + 1
+        self._version = old + 1  # so that `_load` gives the whole weights the version old + 2
         await self._load(second)
         completions = await task
         # The log-probability of each token must be that by the weights of its version.
         for completion in completions:
             await self._check_logprobs(self._prompts[0], completion, self._version)
-        await self._load(first)
+        await self._load(first)  # again the weights that had the version `old`
         for completion in completions:
             await self._check_logprobs(self._prompts[0], completion, old)
 

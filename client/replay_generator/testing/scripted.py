@@ -100,6 +100,7 @@ class ScriptedEngine:
                 await self.hold.wait()
         finally:
             self.generating -= 1
+        # Begins again with the first completion of the script after the last one.
         drawn = [self.completions[index % len(self.completions)] for index in range(n)]
         return [replace(completion, policy_versions=[version] * len(completion.token_ids)) for completion in drawn]
 

@@ -149,11 +149,11 @@ def decision_of(function: Function, *args: Any) -> bool:
 
 async def awaited(function: Function, result: Awaitable[T]) -> T:
     """Awaits `result`, which a call of `function` has returned, and returns its value. Tasks that `function` starts are
-    guarded too."""
+    guarded too, unless the event loop has a task factory of the user."""
     loop = asyncio.get_running_loop()
     if loop.get_task_factory() is None:  # from now on, `_make_task` makes all tasks of this loop
         loop.set_task_factory(_make_task)
-    token = _calling.set(function)
+    token = _calling.set(function)  # tasks that `function` starts inherit this value, and `_make_task` reads it there
     try:
         with _Guard(function):
             return await result
@@ -163,14 +163,15 @@ async def awaited(function: Function, result: Awaitable[T]) -> T:
 
 @asynccontextmanager
 async def entered(hook: AbstractAsyncContextManager[T]) -> AsyncIterator[T]:
-    """Enters and leaves an async context manager of the user, as `async with` does, with a guard around both steps."""
+    """Enters and leaves an async context manager of the user, as `async with` does, with a guard around both steps.
+    Yields the value of `__aenter__`."""
     kind = type(hook)  # `async with` finds both methods in the class, too
     inside = await awaited(kind.__aenter__, kind.__aenter__(hook))
     try:
         yield inside
     except BaseException as error:
         leaving = kind.__aexit__(hook, type(error), error, error.__traceback__)
-        is_suppressed = await awaited(kind.__aexit__, leaving)
+        is_suppressed = await awaited(kind.__aexit__, leaving)  # as in `async with`, a true value ends the error
         if not is_suppressed:
             raise
     else:
@@ -188,11 +189,12 @@ def run(main: Coroutine[Any, Any, T]) -> T:
     try:
         return event_loop.run(main)
     except (SystemExit, KeyboardInterrupt) as error:
+        # A guard turns these errors of users' code into UserCodeError. So this one is Ctrl-C, or a callback raised it.
         is_ctrl_c = isinstance(error, KeyboardInterrupt) and not _is_raised_by_a_line(error)
         if is_ctrl_c:
             raise
         frames = traceback.extract_tb(error.__traceback__)
-        users_frames = []
+        users_frames = []  # the frames of the callback
         for frame in frames:
             if not _is_pythons(frame.filename) and not _is_ours(frame.filename):
                 users_frames.append(frame)
@@ -245,8 +247,8 @@ def where(function: Function, error: BaseException | None = None) -> str:
 
 
 def _users_frames(error: BaseException) -> list[traceback.FrameSummary]:
-    """The frames of users' code in the traceback of an error, after the last frame of this file. Empty: no function of
-    this file is in the traceback."""
+    """The frames of users' code in the traceback of an error, after the last frame of this file. Empty: the traceback
+    has no such frame."""
     frames = list(traceback.extract_tb(error.__traceback__))
     own_indices = [index for index, frame in enumerate(frames) if frame.filename == __file__]
     if not own_indices:
@@ -331,10 +333,11 @@ class _Guard:
 def _passes(error: BaseException) -> bool:
     """True if Python or this program raised the error while users' code ran. False: users' code raised it."""
     if isinstance(error, asyncio.CancelledError):
-        return _is_cancelled()
+        return _is_cancelled()  # otherwise nobody cancelled the call, so users' code raised the error
     if isinstance(error, KeyboardInterrupt | GeneratorExit) and threading.current_thread() is threading.main_thread():
-        # Python raises KeyboardInterrupt for Ctrl-C, and GeneratorExit when a coroutine is closed. Then the traceback
-        # does not end at a `raise` statement. Users' code can raise these errors only by a `raise` statement.
+        # In the main thread, Python raises KeyboardInterrupt for Ctrl-C, and GeneratorExit when a coroutine is closed.
+        # Then the traceback does not end at a `raise` statement. Users' code can raise these errors only by such a
+        # statement.
         return not _is_raised_by_a_line(error)
     return False
 
@@ -439,8 +442,8 @@ class _Thread:
         """Notes that the thread ends, and is no abandoned thread any more."""
         key = id(self._function)
         with _left_lock:
-            self._has_ended = True
-            others = _left.get(key, set())
+            self._has_ended = True  # from now on, `leave` does nothing
+            others = _left.get(key, set())  # the abandoned threads of the function; this thread may be one of them
             others.discard(self)
             if not others:
                 _left.pop(key, None)
@@ -481,7 +484,7 @@ async def _in_thread(function: Function, calls: Sequence[Call]) -> tuple[list[An
     try:
         result: tuple[list[Any], SignalRequests] = await in_daemon_thread(thread.run)
         return result
-    except asyncio.CancelledError:  # a thread cannot be ended from outside
+    except asyncio.CancelledError:  # a thread cannot be ended from outside, so it goes on without a caller
         thread.leave()
         raise
 
@@ -506,10 +509,11 @@ def _move(function: Function, requests: SignalRequests) -> SignalProcess:
     """The process that calls this function from now on. `requests`: the calls with which the function asked for
     signals."""
     with _processes_lock:
-        if id(function) in _processes:  # several calls of the function ran at the same time
+        # Calls of the function that run at the same time all come here. The first one makes the process.
+        if id(function) in _processes:
             _, process = _processes[id(function)]
             return process
-        process = SignalProcess(function, ", ".join(dict.fromkeys(requests)))
+        process = SignalProcess(function, ", ".join(dict.fromkeys(requests)))  # names each request once
         _processes[id(function)] = function, process
     logger.warning(
         "function %r asks for a signal (%s), which Python gives to the main thread of a process alone: it runs in a "
@@ -540,6 +544,7 @@ class LoopWatch:
         """Starts the thread that watches the running event loop of this thread."""
         self._loop = asyncio.get_running_loop()
         self._thread = threading.get_ident()
+        """The id of the thread in which the event loop runs."""
         threading.Thread(target=self._watch, name="replay-loop-watch", daemon=True).start()
         return self
 
@@ -549,7 +554,7 @@ class LoopWatch:
     def _watch(self) -> None:
         """Watches the loop, in a thread of its own, until the context is left."""
         while not self._ended.wait(self._look):
-            turned = threading.Event()
+            turned = threading.Event()  # set when the loop has run its callbacks once
             try:
                 self._loop.call_soon_threadsafe(turned.set)  # a loop that is not blocked sets the event soon
             except RuntimeError:  # the loop is closed
@@ -559,7 +564,7 @@ class LoopWatch:
             for look in range(1, sys.maxsize):
                 if turned.wait(self._look) or self._ended.is_set():
                     break
-                if look == _LOOKS:
+                if look == _LOOKS:  # the loop was blocked for all of these looks
                     self._say()
 
     def _say(self) -> None:
@@ -568,13 +573,14 @@ class LoopWatch:
         frames: list[traceback.FrameSummary] = []
         if frame is not None:
             frames = list(traceback.extract_stack(frame))
-        start = 0  # the first frame after the last call that this file made
+        # The index of the frame that this file called last: a user's function. 0: this file has called no function.
+        start = 0
         for index, summary in enumerate(frames):
             if summary.filename == __file__:
                 start = index + 1
         if 0 < start < len(frames):
             place = f"in function {frames[start].name!r}{own_line(frames[start:])}"
-        elif frames:  # this file has called no function, so the innermost frame is named
+        elif frames:  # no user's function runs, so the innermost frame is named
             place = f"in {frames[-1].name!r} ({frames[-1].filename}, line {frames[-1].lineno})"
         else:
             place = "in a thread that has ended"

@@ -33,7 +33,8 @@ def number_of(value: Any) -> float:
 
     The message begins with the value: the caller puts the words before it, such as "returned".
     """
-    # The kinds of NumPy's numbers: bool, int, unsigned int, float and complex. A value without a kind may be a number.
+    # "biufc" are the kinds of NumPy's numbers: bool, int, unsigned int, float and complex. A number of Python and a
+    # tensor have no kind: "f" lets them pass this check.
     kind = getattr(getattr(value, "dtype", None), "kind", "f")
     # Arrays and tensors of one element have a method `item`.
     may_be_number = isinstance(value, numbers.Number) or hasattr(value, "item")
@@ -70,7 +71,7 @@ def check_name(name: Any, what: str) -> None:
     the message."""
     if not isinstance(name, str):
         raise ValueError(f"{what} must be a text, not {user_code.shown(name, 80)}")
-    if not name.isprintable():  # half of a surrogate pair is not printable either
+    if not name.isprintable():  # half of a surrogate pair is not printable either, so `encode` below cannot fail
         raise ValueError(f"{what} must have printable characters only, not {name!a:.80}")
     size = len(name.encode())
     if not 0 < size <= MOST_NAME:
@@ -87,7 +88,7 @@ def numbers_of(reward: Any, metrics: Any) -> tuple[float | None, dict[str, float
     """
     if reward is not None:
         try:
-            reward = bounded(reward, MAX_VALUE)
+            reward = bounded(reward, MAX_VALUE)  # the largest reward that a group can hold
         except ValueError as error:
             raise ValueError(f"the reward {error}") from None
     if not isinstance(metrics, Mapping):

@@ -176,6 +176,7 @@ def _imported(module: str, name: str) -> Any:
 
 def _place_of(function: Callable[..., Any]) -> tuple[str, str] | None:
     """The module that has the function as an attribute, and the name of this attribute; None: no module has it."""
+    # The lists are copies: other threads may import modules, or change them, during the search.
     for module_name, module in list(sys.modules.items()):
         for name, value in list(getattr(module, "__dict__", {}).items()):
             if value is function:
@@ -249,7 +250,9 @@ class SignalProcess:
             results: list[Any] = await in_daemon_thread(functools.partial(self._ask, calls, caller_is_done))
         finally:
             caller_is_done.set()
-            if self._caller is caller_is_done:  # the caller was cancelled: with results, `_ask` has set None
+            # After results or an error, `_ask` has set `_caller` to None, or the process serves another caller already.
+            # Otherwise this caller was cancelled while the process makes its calls.
+            if self._caller is caller_is_done:
                 self.end()
         return results
 
@@ -294,14 +297,15 @@ class SignalProcess:
         return self._answer_to(self._connected(), calls)
 
     def _connected(self) -> Connection:
-        """The connection to the process, which is started if it does not run. Raises NotImportableError if the process
-        cannot load the function."""
+        """The connection to the process, which is started if it does not run. Raises NotImportableError if the function
+        cannot be sent to a process, or if the process cannot load it. Raises FunctionFailedError if the process ends
+        meanwhile."""
         if self._connection is not None and self._process is not None and self._process.poll() is None:  # it runs
             return self._connection
         function = portable(self._function)
         prepared = _preparation(function)
         parent_socket, child_socket = socket.socketpair()
-        with child_socket:
+        with child_socket:  # closed here once the child has its copy, so that the end of the child ends the connection
             number = child_socket.fileno()
             command = [sys.executable, "-c", _PROGRAM, str(number)]
             self._process = subprocess.Popen(
@@ -310,7 +314,7 @@ class SignalProcess:
                 stdin=subprocess.DEVNULL,
                 start_new_session=True,  # Ctrl-C must not end the child, because the parent still waits for answers
             )
-        connection = Connection(parent_socket.detach())
+        connection = Connection(parent_socket.detach())  # from here on the connection owns, and closes, the socket
         connection.send(prepared)
         failure = self._answer_to(connection, function)  # `serve` answers None if it could load the function
         if failure is not None:
@@ -338,7 +342,7 @@ class SignalProcess:
             code = None
             if self._process is not None:
                 code = self._process.wait()
-            self._connection = None
+            self._connection = None  # `_connected` then starts another process
             raise FunctionFailedError(f"ended the process that called it, with exit code {code}") from None
         except Exception as error:
             raise FunctionFailedError(
@@ -376,7 +380,7 @@ def _read(connection: Connection, questions: queue.SimpleQueue[bytes]) -> None:
     while True:
         try:
             questions.put(connection.recv_bytes())
-        except (EOFError, OSError):
+        except (EOFError, OSError):  # the parent has ended
             os._exit(0)
 
 

@@ -67,7 +67,7 @@ class Ratios:
                 mean = weights_BU[self.units(self.mask_BT)].mean()
             else:
                 mean = weights_BU.new_tensor(mean_weight)
-            # As in verl: if all weights of a batch are about 0, they stay as they are.
+            # As in verl: if the mean is about 0, the weights stay as they are.
             weights_BU = torch.where(mean > _LEAST_MEAN, weights_BU / mean, weights_BU)
         return torch.where(self.mask_BT, weights_BU, 0.0)
 
@@ -131,7 +131,10 @@ class RejectionMasks:
         assert self.kept_BT.dtype == torch.bool, self.kept_BT.dtype
 
     def _judge_by_advantage(self, ratios: Ratios, advantages: Tensor | None, current: Tensor) -> None:
-        """Sets the off-policy mask and the DPPO mask. The docstring of the package has their formulas."""
+        """Sets the off-policy mask and the DPPO mask. The docstring of the package has their formulas.
+
+        `current`: (B, T) log θ. A token whose log b is unknown counts as one that θ and b give the same probability.
+        """
         config = ratios.config
         mask_BT = ratios.mask_BT
         known_BT = ratios.known_BT
@@ -150,7 +153,7 @@ class RejectionMasks:
             divergence_B1 = aggregate(rollout_BT - current_BT, mask_BT, "mean")
             negative_B1 = (mask_BT & (advantages_BT < 0)).any(dim=1, keepdim=True)
             self.off_policy_B1 = negative_B1 & (divergence_B1 > config.off_policy_mask_threshold)
-        rise_BT = current_BT.exp() - rollout_BT.exp()
+        rise_BT = current_BT.exp() - rollout_BT.exp()  # p_θ - p_b
         if config.dppo_mask_high is not None:
             self.dppo_BT = self.dppo_BT | ((advantages_BT > 0) & (rise_BT > config.dppo_mask_high))
         if config.dppo_mask_low is not None:
@@ -215,6 +218,7 @@ class Moments:
         unit_BU = ratios.units(known_BT)
         none_BU = torch.zeros_like(unit_BU)
         outside_BU = ratios.below_BU | ratios.above_BU
+        # The tokens whose weight the action "mask" sets to 0. A unit of a whole sequence masks all its tokens.
         masked_BT = torch.zeros_like(known_BT)
         if config.action == "mask":
             masked_BT = outside_BU & known_BT
@@ -283,11 +287,14 @@ class Moments:
         total = self.sums
 
         def mean(name: str, count: str) -> float:
+            """The sum `name` divided by the count `count`; NaN if nothing was counted."""
             return total[name] / total[count] if total[count] else math.nan
 
         metrics = {metric: mean(name, count) for metric, (name, count) in _MEANS.items()}
         for metric, value in self.extremes.items():
+            # Without tokens, the extremes are infinite.
             metrics[metric] = value if total["tokens"] else math.nan
+        # 1 / mean((w / mean w)²) = (sum w)² / (number of units * sum w²)
         squares = total["units"] * total["weight_squares"]
         metrics["ess"] = total["weight"] ** 2 / squares if squares else math.nan
         metrics["kl"] = -mean("difference", "tokens")

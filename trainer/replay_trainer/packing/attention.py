@@ -41,6 +41,7 @@ def enable_packing(model: Any) -> bool:
     A model cannot take it if it does not call its attention through transformers' interface, or if it has layers that
     mix tokens in another way. The caller must still check the results, because some models ignore the interface.
     """
+    # transformers' own test: whether the model calls its attention through the interface.
     settable = getattr(model, "_can_set_attn_implementation", None)
     if settable is None or not settable():
         return False
@@ -74,7 +75,7 @@ def packed_mask(*args: Any, **kwargs: Any) -> Tensor | None:
     if not _packing.get():
         mask: Tensor | None = sdpa_mask(*args, **kwargs)
         return mask
-    window = kwargs.get("local_size")
+    window = kwargs.get("local_size")  # transformers' name for the window of the layers
     if window is None:
         return None
     if window != getattr(kwargs["config"], "sliding_window", None):
@@ -122,10 +123,13 @@ def packed_attention(
     # Under autocast, rotated queries and keys are in float32, and values are not.
     query = query.to(value.dtype)
     key = key.to(value.dtype)
-    repeats = query.shape[1] // key.shape[1]
+    repeats = query.shape[1] // key.shape[1]  # heads of queries that share one head of keys and values
 
     def attend(query_HLD: Tensor, key_HSD: Tensor, value_HSD: Tensor) -> Tensor:
-        """Attention of the last L of S positions to all positions up to their own."""
+        """Attention of the last L of S positions to all positions up to their own.
+
+        The tensors have an axis of size 1 before those in their names: (1, H, L, D) and (1, H, S, D).
+        """
         L = query_HLD.shape[2]
         S = key_HSD.shape[2]
         assert L <= S == value_HSD.shape[2], (query_HLD.shape, key_HSD.shape, value_HSD.shape)
@@ -149,6 +153,7 @@ def packed_attention(
     queries = torch.split(query, lengths, dim=2)
     keys = torch.split(key, lengths, dim=2)
     values = torch.split(value, lengths, dim=2)
+    # By (run, number of its first tokens): their queries, keys and values.
     begins: dict[tuple[int, int], tuple[Tensor, Tensor, Tensor]] = {}
 
     def begin_of(run: int, tokens: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -171,7 +176,9 @@ def packed_attention(
         if query.is_cuda or num_before > run.length:
             outputs.append(attend(queries[index], key_S, value_S))
         else:
-            # On a CPU a mask costs all of L x S. Causal attention from the first token costs half of S x S.
+            # On a CPU, attention with a mask costs all of L x S, for the L tokens of the run and S tokens in all.
+            # Causal attention of all S tokens costs half of S x S, which is less if at most L tokens precede the run.
+            # The outputs of the tokens before the run are cut off.
             query_S = torch.cat([*(begin[0] for begin in before), queries[index]], dim=2)
             outputs.append(attend(query_S, key_S, value_S)[:, :, num_before:])
     return torch.cat(outputs, dim=2).transpose(1, 2).contiguous(), None

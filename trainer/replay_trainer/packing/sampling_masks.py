@@ -57,6 +57,7 @@ class SamplingMasks:
             # A group that was sampled with a mask but has none stored keeps counts of 0, by which `unknown` finds its
             # tokens.
             if is_truncated and SAMPLING_MASK in group.extras:
+                # One column has the ids of all masks of the group. The other says where the mask of each token begins.
                 ids.append(group.extras[SAMPLING_MASK].astype(np.int32, copy=False))
                 counts_T = np.diff(group.extras[SAMPLING_MASK + OFFSETS])
             for span in group.sequence_spans():
@@ -89,7 +90,7 @@ class SamplingMasks:
         counts_N = self.counts_BT[host_BT]
         if not counts_N.any():
             return None
-        # The index in ids_M after the mask of each token.
+        # The index in ids_M after the mask of each token, because ids_M has the masks row after row.
         ends_BT = np.cumsum(self.counts_BT).reshape(self.counts_BT.shape)
         starts_N = (ends_BT - self.counts_BT)[host_BT]
         return TokenMasks(
@@ -126,7 +127,8 @@ class TokenMasks:
         K = max(int(host_counts_C.max(initial=0)), 1)
         columns_K = torch.arange(K, device=self.ids_M.device)
         inside_CK = columns_K < counts_C1
-        # The index of the padding of the last mask would be beyond the end of ids_M.
+        # The padding of a mask gets ids of the next mask here, which become 0 below. Without `clamp`, the padding of
+        # the last mask would get an index beyond the end of ids_M.
         index_CK = (starts_C1 + columns_K).clamp(max=len(self.ids_M) - 1)
         return ChunkMasks(
             ids_CK=self.ids_M[index_CK].long().masked_fill(~inside_CK, 0),

@@ -73,7 +73,9 @@ class SharedPrefixes:
         assert (np.diff(ranks_B) > 0).all(), "a sequence is chosen twice"
         shared_B = np.zeros_like(order_B)
         if rows.size > 1:
-            # The smallest number after one chosen sequence, up to and including the number of the next one.
+            # A chosen sequence and the chosen sequence before it share as many tokens as the smallest entry of
+            # `self.shared_B` after the entry of the latter, up to the entry of the former. `reduceat` takes the minimum
+            # of the entries from each index on, until before the next index.
             shared_B[1:] = np.minimum.reduceat(self.shared_B[: ranks_B[-1] + 1], ranks_B[:-1] + 1)
         return SharedPrefixes(order_B, shared_B)
 
@@ -83,10 +85,12 @@ class SharedPrefixes:
         A sequence that shares all of its tokens adds no run.
         """
         runs: list[Run] = []
-        # The runs before the next token of the sequence: (run, position of its first token in the sequence, tokens).
+        # The runs before the next token of the sequence, each as (index of the run in `runs`, position of its first
+        # token in the sequence, number of its first tokens that are in the sequence).
         path: list[tuple[int, int, int]] = []
         for row, shared in zip(self.order_B.tolist(), self.shared_B.tolist(), strict=True):
-            # The path of the sequence before, cut off after the first `shared` tokens.
+            # `path` still has the runs of the sequence before. Cut it off after `shared` tokens: remove the runs that
+            # begin later, and shorten the last run that is left.
             while path and path[-1][1] >= shared:
                 path.pop()
             if path:

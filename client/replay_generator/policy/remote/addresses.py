@@ -47,9 +47,10 @@ class WeightsAddress:
         for folder in folders:
             if folder in ("", ".", ".."):
                 raise ValueError(f"{text!r:.200} is no address of weights: each of its folders needs a name")
-        port = parts.port
+        port = parts.port  # raises ValueError for a port that is no number, or too large
         if not parts.hostname:
             raise ValueError(f"{text!r:.200} is no address of weights: it names no host")
+        # A dot at the end of a host makes no difference, and neither does the port that the scheme has by default.
         return cls(parts.scheme, parts.hostname.rstrip("."), port or _PORTS[parts.scheme], folders)
 
     def is_inside(self, root: WeightsAddress) -> bool:

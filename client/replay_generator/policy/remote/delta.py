@@ -108,11 +108,13 @@ def _record(before: Words, after: Words) -> bytes:
     gaps = np.diff(positions, prepend=-1) - 1  # (N,) unchanged numbers before each
     skips = gaps // 255  # (N,) bytes 255 before the last byte of each gap
     coded_gaps = np.full(gaps.size + skips.sum(), 255, np.uint8)
+    # The last byte of gap i stands behind the last bytes of i gaps, and behind the bytes 255 of the gaps 0 to i.
     coded_gaps[np.arange(gaps.size) + skips.cumsum()] = gaps % 255
     changes = after[positions] - before[positions]  # (N,) modulo 2^16
-    # The sign moves from the highest bit to the lowest. All other bits of a negative change are inverted.
+    # The sign moves from the highest bit to the lowest. All other bits of a negative change are inverted, by an XOR
+    # with -1, which in uint16 has all bits set.
     zigzag = changes << 1 ^ -(changes >> 15)
-    low = zigzag.astype(np.uint8)
+    low = zigzag.astype(np.uint8)  # modulo 2^8
     high = (zigzag >> 8).astype(np.uint8)
     parts: list[Any] = [coded_gaps, low, high]
     packed = [zlib.compress(part, _FASTEST) for part in parts]
@@ -126,7 +128,8 @@ def _change(words: Words, delta: IO[bytes]) -> None:
     packed = [delta.read(length) for length in lengths]
     coded_gaps, low, high = (np.frombuffer(zlib.decompress(part), np.uint8) for part in packed)
     ends_gap = coded_gaps != 255  # True for the last byte of each gap, which a changed number follows
-    # The sum of all gaps so far, and 1 for each changed number so far, is the position after the last changed number.
+    # (N,) The sum of the gaps 0 to i, plus 1 for each of the changed numbers 0 to i, counts all numbers up to the
+    # changed number i, which is included. Its position is one less.
     positions = np.cumsum(coded_gaps + ends_gap, dtype=np.int64)[ends_gap] - 1
     zigzag = low | high.astype(np.uint16) << 8
     words[positions] += zigzag >> 1 ^ -(zigzag & 1)  # the change, modulo 2^16

@@ -98,6 +98,8 @@ class Fetcher:
         try:
             cache = self._own_folder(Path(self._config.weights_cache) / "replay-weights")
             return str(self._fetch(location, cache))
+        # ValueError and the errors after it mean that the manifest has an unexpected content, or that a file is
+        # damaged.
         except (OSError, HTTPException, ValueError, LookupError, TypeError, AttributeError) as error:
             host = urlsplit(location).hostname or ""
             scheme = location.partition(":")[0]
@@ -125,6 +127,7 @@ class Fetcher:
             address = WeightsAddress.of(location)
             is_inside = is_remote(str(root)) and address.is_inside(WeightsAddress.of(str(root)))
             if config.weights_token_file is not None:
+                # Raises ValueError if the token would go unencrypted to another machine, and this is not allowed.
                 check_token_way(
                     f"{address.host}:{address.port}",
                     is_encrypted=address.scheme == "https",
@@ -162,7 +165,10 @@ class Fetcher:
         return self._own
 
     def _fetch(self, location: str, cache: Path) -> Path:
-        """Fetches a version into `cache`, and removes older versions. Returns the folder of the version."""
+        """Fetches a version into `cache`. Returns the folder of the version.
+
+        Removes all other versions but the one that was fetched before.
+        """
         manifest = b"".join(self._read(f"{location}/{MANIFEST}"))
         wanted = json.loads(manifest)["checksums"]
         folder = cache / location.rpartition("/")[2]
@@ -174,8 +180,8 @@ class Fetcher:
         try:
             base, steps = self._way(location, wanted, held)
             self._get_files(part, location, wanted, base, steps)
-        except (FileNotFoundError, ValueError, LookupError) as error:
-            if held and not self._has_warned:
+        except (FileNotFoundError, ValueError, LookupError) as error:  # a delta is missing or damaged
+            if held and not self._has_warned:  # without a version here, deltas cannot be used, which is usual
                 why = "is fetched whole, because no delta makes it of what is here"
                 logger.warning("%s %s: %s (said once)", location, why, error)
                 self._has_warned = True
@@ -196,6 +202,7 @@ class Fetcher:
         versions on this machine, by `weights_of`. Raises FileNotFoundError if no deltas lead from any of them to the
         wanted version, and ValueError if the deltas lead in a circle.
         """
+        # Goes back from the wanted version, delta by delta, until it comes to a version that is on this machine.
         steps: list[str] = []
         weights = weights_of(wanted)
         while weights not in held:
@@ -223,7 +230,8 @@ class Fetcher:
         folder.mkdir(parents=True)
         delta = folder / ".delta"
         for name in wanted:
-            if "/" in name or name in ("trainer.pt", ".", ".."):  # deltas, and the file that only a resume needs
+            # Leaves out deltas, the file that only a resume needs, and names that would lead out of the folder.
+            if "/" in name or name in ("trainer.pt", ".", ".."):
                 continue
             file = folder / name
             if base is not None and is_weights(name):
@@ -245,7 +253,7 @@ class Fetcher:
             out.writelines(self._read(url))
 
     def _read(self, url: str) -> Iterator[bytes]:
-        """Yields the bytes at an address, in pieces.
+        """Yields the bytes at an address, in pieces. The request is sent when the first piece is asked for.
 
         Raises FileNotFoundError if there is no such file, WeightsNotAllowedError if the server refuses the token or
         redirects, and OSError or HTTPException for other failures.
@@ -285,5 +293,5 @@ def _opener(url: str, tls: ssl.SSLContext) -> OpenerDirector:
     """An opener as `urlopen` uses it, but without redirects, and without a proxy for addresses of a private network."""
     handlers: list[BaseHandler] = [HTTPSHandler(context=tls), _NoRedirects()]
     if is_near(urlsplit(url).hostname or ""):
-        handlers.append(ProxyHandler({}))
+        handlers.append(ProxyHandler({}))  # no proxies, in the place of those that the environment names
     return build_opener(*handlers)

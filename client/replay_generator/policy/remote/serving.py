@@ -72,9 +72,11 @@ class WeightsServer(ThreadingTCPServer):
         self._folder = folder.resolve()
         self.listen = listen
         self._lock = threading.Lock()
+        """Held while `_open` is read or changed, since each connection has a thread of its own."""
         self._open: dict[socket.socket, _Progress] = {}
         """The open connections with their progress, the oldest first."""
         self._most = connection_bounds.most_connections()
+        """The most connections that may be open at the same time."""
         self.address_family = socket.AF_INET6 if ":" in listen.socket_address[0] else socket.AF_INET
         super().__init__(listen.socket_address, partial(_VersionsHandler, directory=str(self._folder)))
 
@@ -88,18 +90,19 @@ class WeightsServer(ThreadingTCPServer):
         return name in names
 
     def get_request(self) -> tuple[Any, Any]:
+        """Accepts a connection. Returns its socket, with TLS if there is a certificate, and the client's address."""
         connection, where = super().get_request()
-        tls = self.listen.tls()
+        tls = self.listen.tls()  # None: there is no certificate
         if tls is not None:
             # The handshake happens at the first read, in the thread of the connection. Here it would delay all others.
             connection = tls.wrap_socket(connection, server_side=True, do_handshake_on_connect=False)
         return connection, where
 
     def verify_request(self, request: Any, client_address: Any) -> bool:
-        """Accepts a new connection once there is room, or a connection that it may replace. False: it is closed.
+        """Returns True once there is room for a new connection, which may be that of a connection that it replaces.
 
-        `ThreadingTCPServer` calls this before it starts the thread of the connection. Meanwhile no other connection is
-        accepted.
+        Returns False if the new connection can replace none: `ThreadingTCPServer` then closes the new one. It calls
+        this method before it starts the thread of the connection, and accepts no other connection in the meantime.
         """
         while True:
             with self._lock:
@@ -111,17 +114,21 @@ class WeightsServer(ThreadingTCPServer):
                     return False
                 if seconds <= 0:
                     self._end(replaced)
-            # Wait until the connection may be replaced; or, if it was, look again at once for the room that it left.
+            # If a connection was replaced, the loop looks at once for the room that it has left. Otherwise the loop
+            # looks again when a connection may be replaced, or after _LOOK seconds: one may have ended by itself.
             time.sleep(min(max(seconds, 0.0), _LOOK))
 
     def _replaceable(self) -> tuple[socket.socket | None, float]:
         """The connection that a new one may replace, and the seconds until the new one may do so.
 
-        None: no connection may be replaced.
+        The first choice is the oldest connection whose request is incomplete, after its safe seconds. The second choice
+        is the slow client that has been late for the longest time. Otherwise the result is the oldest incomplete
+        connection, with its remaining safe seconds. None: no connection may be replaced.
         """
         incomplete = self._oldest_incomplete()
         seconds = 0.0
         if incomplete is not None:
+            # A connection is safe at first: its request may be on the way.
             seconds = self._open[incomplete].since + connection_bounds.SECONDS_SAFE - time.monotonic()
             if seconds <= 0:
                 return incomplete, 0.0

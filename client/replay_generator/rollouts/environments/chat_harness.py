@@ -49,7 +49,7 @@ class ChatHarness(vf.Harness[ChatHarnessConfig]):  # type: ignore[misc]
         `endpoint` and `secret`: the base URL of the policy, and its API key. `data`: the data of the task. Returns the
         result in the form of a program that has ended, with exit code 1 if the request was refused.
         """
-        system, prompt = self.resolve_prompt(data)
+        system, prompt = self.resolve_prompt(data)  # each may be missing; a prompt is a text or a list of messages
         messages = []
         if system:
             messages.append({"role": "system", "content": system})

@@ -113,7 +113,7 @@ class VerifiersEnvironment(SessionServer):
         Raises ValueError if the tasks cannot be loaded, or if there are none.
         """
         taskset = self._env.taskset
-        if not taskset.bounded:
+        if not taskset.bounded:  # endless, so it cannot be listed or shuffled
             return map(_prompt, taskset)
         try:
             prompts = [_prompt(task) for task in taskset]
@@ -132,9 +132,9 @@ class VerifiersEnvironment(SessionServer):
         renderers.client._max_prompt_len_lock = asyncio.Lock()
         async with AsyncExitStack() as held:  # ends the server if the environment cannot be entered
             await super().__aenter__()
-            held.push_async_exit(super().__aexit__)
+            held.push_async_exit(super().__aexit__)  # the first exit that is pushed is called last
             await held.enter_async_context(self._env.serving())
-            self._held = held.pop_all()
+            self._held = held.pop_all()  # all went well: the exits move, and the end of this block ends nothing
         return self
 
     async def __aexit__(self, *error: object) -> None:
@@ -146,7 +146,7 @@ class VerifiersEnvironment(SessionServer):
         async with self.playing(session) as address:
             (slot,) = self._env.slots(task.row["task"])  # a slot is the plan of one episode
             episode = await self._env.run_slot(slot, self._context(task, f"{address}/v1"))
-            if not self._env.complete(episode):
+            if not self._env.complete(episode):  # the environment decides whether the episode failed
                 raise RolloutError(_why(episode))
         return _rollout(episode, session)
 
@@ -166,6 +166,7 @@ class VerifiersEnvironment(SessionServer):
             # The day without the time: `verifiers` caches a renderer for each set of arguments, so a time would add a
             # renderer for each rollout.
             template_kwargs[DAY] = task.began.date().isoformat()
+        # For settings that are not sent, such as top_k, the session takes the values of the generator.
         sampling: dict[str, Any] = {
             "temperature": task.sampling.temperature,
             "top_p": task.sampling.top_p,
@@ -176,7 +177,8 @@ class VerifiersEnvironment(SessionServer):
         return vf.ModelContext(model=MODEL, client=client, sampling=vf.SamplingConfig(**sampling))
 
     def _asks_for_date(self, tokenizer: Any, model: str) -> bool:
-        """True if the chat template asks for today's date, and TemplateRenderer is the renderer."""
+        """True if the chat template asks for today's date, and TemplateRenderer is the renderer. No other renderer
+        knows the argument DAY."""
         renderer = self._renderer_of(model) or {}
         if renderer.get("import_path") != _TEMPLATE_RENDERER:
             return False
@@ -189,6 +191,7 @@ class VerifiersEnvironment(SessionServer):
             return dict(self._renderer)
         if model in MODEL_RENDERER_MAP and not self._renderer:
             return None
+        # TemplateRenderer, with the fields that the user gave.
         return {"name": "custom", "import_path": _TEMPLATE_RENDERER, **self._renderer}
 
 
@@ -196,6 +199,7 @@ async def _generate(dialect: Dialect, session: Session, request: web.Request, ra
     """Answers a request of vLLM's `/inference/v1/generate`. `raw`: its body."""
     assert isinstance(session, EpisodeSession)
     size = len(raw)
+    # `parsed` checks the body, and then calls `_ask_of` with it.
     parse = partial(parsed, _PATH, raw, session.task.max_length, partial(_ask_of, size))
     ask = await worked(size, parse)
     session.trace_ids.add(request.headers.get(_TRACE, ""))
@@ -241,6 +245,7 @@ def _prompt(task: Any) -> Prompt:
     """A task as a prompt. The text of the prompt is for people and reward functions only: the episode decides what the
     policy reads."""
     text = task.data.prompt_text or task.data.name or "(the user of the environment begins)"
+    # `__call__` takes the task itself from the row.
     row = {**task.data.model_dump(mode="json"), "prompt": text, "task": task}
     return Prompt(prompt_id=task.key, content=text, row=row)
 
@@ -248,10 +253,12 @@ def _prompt(task: Any) -> Prompt:
 def _rollout(episode: Any, session: EpisodeSession) -> Rollout:
     """The rollout of an episode, with its reward. Raises RolloutError if there is nothing to train on, or if the agents
     have different rewards."""
+    # The traces of agents that are trained, if they have asked this session for a completion.
     traces = [trace for trace in episode.traces if trace.agent.trainable and trace.id in session.trace_ids]
     ends: list[Exchange] = []  # the last exchange of each branch
     for trace in traces:
         for tokens in _branches(trace):
+            # `besides`: branches with equal tokens get different exchanges.
             ends.append(session.exchanges.that_drew(tokens, besides=ends))
     sequences = session.exchanges.sequences(session.task.sampling, ends)
     if not sequences:
@@ -278,7 +285,7 @@ def _reward_of(traces: Sequence[Any]) -> float | None:
             f"a rollout has one reward, and the agents of the environment got different ones ({listed}): make all but "
             "one not trainable, or give them the same"
         )
-    if not any(trace.rewards for trace in traces):
+    if not any(trace.rewards for trace in traces):  # no trace has any part of a reward
         return None
     reward: float = rewards[0]
     return reward
@@ -312,7 +319,7 @@ def _branches(trace: Any) -> Iterator[list[int]]:
             is_of_policy = any(node.mask)  # the mask is True for tokens that the policy drew
             if is_of_policy:
                 end = len(tokens)
-        if branch.trainable and end:
+        if branch.trainable and end:  # `end` 0: the policy wrote nothing
             yield tokens[:end]
 
 

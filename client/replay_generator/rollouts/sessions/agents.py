@@ -101,7 +101,7 @@ def result_of(end: Any, *, needs_reward: bool) -> Result:
     fields: Mapping[str, Any] = {"reward": end}
     if isinstance(end, Mapping):
         fields = end
-    result: Result = user_code.call_here(Result, **fields)
+    result: Result = user_code.call_here(Result, **fields)  # raises ValueError for values of wrong types
     numbers_of(result.reward, result.metrics)  # only for its checks: raises ValueError for numbers that no group holds
     if result.reward is None and needs_reward:
         raise ValueError('the agent gave no {"reward": NUMBER}, and no --reward names a function that gives one')
@@ -150,6 +150,7 @@ class SessionHook(SessionServer):
         )
         async with self.playing(session) as url:
             try:
+                # The id of the session is also the API key, so that RemoteHook finds the session of an address.
                 playing = user_code.call_here(self._agent, task, Address(url, session.id))
                 end = await user_code.awaited(self._agent, playing)
             except asyncio.CancelledError as error:
@@ -172,7 +173,7 @@ def load_agent(name: str) -> Agent:
     is_function = re.fullmatch(r"[\w.]+:\w+", name) is not None
     if not is_function:
         return Command(name)
-    function = load_function("agent", name, {})
+    function = load_function("agent", name, {})  # {}: no agent is built in
     if not user_code.is_async(function):
         raise ValueError(f"agent {name!r} must be async: the server that answers it has the same event loop")
     return function
@@ -201,7 +202,7 @@ class Command:
         """
         stdout = bytearray()
         stderr = bytearray()
-        words = supervisor.supervised(self._words)
+        words = supervisor.supervised(self._words)  # a program that runs the command, and later ends all its processes
         variables = _variables(address, os.environ)
         with TemporaryFile() as row:  # a file needs nobody who writes into it while the process reads
             line = json.dumps(dict(task.row), default=str)
@@ -217,8 +218,9 @@ class Command:
             error.add_note(f"the agent's output ends with: {_shown(stdout, stderr)}")
             raise
         finally:
-            code = await in_daemon_thread(partial(_end, process))  # in a thread, because it waits for the processes
-        if code:
+            # After a normal end, `_end` only returns the exit code. It runs in a thread because it may have to wait.
+            code = await in_daemon_thread(partial(_end, process))
+        if code:  # after a cancellation, the error above is raised instead
             raise RolloutError(f"the agent ended with exit code {code}, its output with: {_shown(stdout, stderr)}")
         result = _last_object(bytes(stdout))
         result["info"] = {"output": _shown(stdout, stderr)}
@@ -284,6 +286,7 @@ async def _keep_end(pipe: Any, end: bytearray) -> None:
     """Reads a pipe to its end, and puts the last _KEPT bytes into `end`. `end` always has the last bytes so far."""
     stream = asyncio.StreamReader()
     protocol = asyncio.StreamReaderProtocol(stream)
+    # From now on, the event loop passes the bytes of the pipe through `protocol` to `stream`.
     transport, _ = await asyncio.get_running_loop().connect_read_pipe(lambda: protocol, pipe)
     try:
         while piece := await stream.read(_KEPT):

@@ -62,7 +62,7 @@ class _Connection(asyncio.Protocol):
         """True while the client has the answer to its last request and has sent no byte since."""
         self._has_next = False
         """True if the client sent more bytes, while its request was being answered."""
-        self.wait(connection_bounds.SECONDS_PER_REQUEST)
+        self.wait(connection_bounds.SECONDS_PER_REQUEST)  # for the TLS handshake and the first request together
 
     def wait(self, seconds: float | None) -> None:
         """Starts the time limit of the client anew: the connection ends after `seconds`, unless `wait` is called again
@@ -75,7 +75,7 @@ class _Connection(asyncio.Protocol):
 
     def begin(self) -> None:
         """Notes that bytes of a request have come. Only the first byte after an idle time starts a time limit."""
-        if self.is_idle:
+        if self.is_idle:  # otherwise the time limit of the request, or of a new connection, has begun already
             self.is_idle = False
             self.since = self._loop.time()
             self.wait(connection_bounds.SECONDS_PER_REQUEST)
@@ -89,7 +89,8 @@ class _Connection(asyncio.Protocol):
 
     def answered(self) -> None:
         """Notes that the request is answered. From now on the client has a limited time for its next request."""
-        if not self.is_answered:  # the answer came before the whole request, whose end calls this method again
+        # The answer came before the whole request. When the rest has come, `on_whole_request` calls this method again.
+        if not self.is_answered:
             return
         self.is_answered = False
         if self._has_next:  # the next request has begun already
@@ -184,7 +185,7 @@ class Connections:
         return self._listeners[0].getsockname()[:2]  # type: ignore[no-any-return]
 
     async def close(self) -> None:
-        """Accepts no more connections. Open connections stay open."""
+        """Accepts no more connections, and ends those that are still being set up. Other connections stay open."""
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -201,12 +202,12 @@ class Connections:
             yield
             return
         connection.begin()
-        is_answer_made = False
+        is_answer_made = False  # `on_whole_request` reads the newest value
 
         def on_whole_request() -> None:
             """aiohttp calls this when the last byte of the request has come, or at once if it has come already."""
             connection.answer()
-            if is_answer_made:  # the answer was made without the whole body, and the call of `answered` did nothing
+            if is_answer_made:  # the answer was made without the whole body, so `answered` below did nothing
                 connection.answered()
 
         request.content.on_eof(on_whole_request)
@@ -232,12 +233,13 @@ class Connections:
                 await asyncio.sleep(_PAUSE)
                 continue
             try:
-                await self._make_room()
+                await self._make_room()  # the accepted connection is not in `self._open` yet
                 connection = _Connection(self._make(), self._begun, self._lost)
             except BaseException:
                 accepted.close()
                 raise
             self._open[connection] = None
+            # An empty context, as in `listen`.
             opening = loop.create_task(self._serve(connection, accepted), context=contextvars.Context())
             connection.opening = opening
             self._tasks.add(opening)
@@ -307,7 +309,7 @@ class Connections:
                 oldest.abort()
                 return None
         if idle:
-            idle[0].abort()
+            idle[0].abort()  # the one that was opened first; `_lost` then wakes `_make_room`
         return seconds_safe
 
 

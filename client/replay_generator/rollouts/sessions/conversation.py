@@ -97,7 +97,8 @@ class Conversation:
         """
         if not getattr(task.tokenizer, "chat_template", None):
             raise RolloutError("a conversation needs a model whose tokenizer has a chat template")
-        whole = _render(task, messages, tools, ended=ended)  # with the text of a last message that is continued
+        # With the text of a last message that is continued. `rendered` below is the same without this text.
+        whole = _render(task, messages, tools, ended=ended)
         opening = tuple(messages)
         is_continued = opening[-1]["role"] == "assistant" and not ended
         if is_continued:
@@ -122,7 +123,7 @@ class Conversation:
         `text`: the turn as text. `last_token`: the last token of the turn. If `following` is empty, the policy takes
         one more turn. Raises RolloutError if the template changes or leaves out what the policy wrote.
         """
-        text = f"{self.words}{text}"  # the message that the turn has continued
+        text = f"{self.words}{text}"  # `words` is the beginning of the message that the turn has continued
         earlier = self.messages
         earlier_marked = self.marked
         mark = self._mark_of(text)
@@ -130,7 +131,7 @@ class Conversation:
         if following and following[0]["role"] == "tool" and self.before is None:
             # To save time, only an answer to the first turn is checked: the template is the same for all turns.
             self._check_tool_answer([*earlier_marked, turn], following[0])
-        # The first check: with marks in the place of the policy's turns.
+        # The first check: with marks in the place of the policy's turns. `ended`: the policy takes a new turn next.
         rendered = _render(self.task, (*earlier_marked, turn, *following), self.tools, ended=True)
         rendered_earlier = self.rendered
         expected_start = rendered_earlier + mark
@@ -152,6 +153,7 @@ class Conversation:
             )
         # The template writes the token that ends the turn, and the policy may have drawn this token already.
         ending = text_of(self.task.tokenizer, [last_token])
+        # The text behind the mark, without the end of the turn if the turn has this token already.
         between = self._tokens(rendered.removeprefix(expected_start).removeprefix(ending))
         conversation = Conversation(
             task=self.task,

@@ -126,7 +126,7 @@ class _Line:
         """Surrounds the answering of a request of `size` bytes. Before the block begins, the request waits in line.
         Raises Refusal if the line is full."""
         is_full = self._waiting >= MOST_WAITING or self._waiting_bytes + size > MOST_WAITING_BYTES
-        if self._turns.locked() and is_full:
+        if self._turns.locked() and is_full:  # not locked: the request need not wait, whatever its size
             why = f"the session has {_MOST} requests under way, and {self._waiting} wait: wait for an answer"
             raise Refusal(why, status=429)
         self.under_way += 1
@@ -184,10 +184,13 @@ class SessionServer(Watch):
         self._connections: Connections | None = None
         """The listening address; None: the server is not entered yet."""
         self._runner = web.AppRunner(self.app, access_log=None, shutdown_timeout=1.0, logger=_AtDebug(logger, {}))
+        """Makes aiohttp's protocol for each connection. Connections does the listening. At the end of the server,
+        requests under way have one more second."""
 
     async def __aenter__(self) -> SessionServer:
         """Starts the server. Raises OSError if its address is not available."""
-        # These routes come last: they fit every path, and a subclass has added its own routes before.
+        # These routes come last: they fit every path, and a subclass has added its own routes before. The second one
+        # fits paths without a session, which `_serve` refuses.
         self.app.router.add_route("*", "/sessions/{id}{rest:/.*|}", self._serve)
         self.app.router.add_route("*", "/{rest:.*}", self._serve)
         await self._runner.setup()
@@ -261,7 +264,7 @@ class SessionServer(Watch):
 
     @asynccontextmanager
     async def playing(self, session: Session) -> AsyncIterator[str]:
-        """Serves a session until the block ends, and yields the address of the session.
+        """Serves a session until the block ends, and yields the address of the session. The block plays the rollout.
 
         If the session has a fault (`Session.fault`), raises this fault, even if the block ends without an error. If the
         block raises a RolloutError, the last refusal of the session is added to the message of this error.
@@ -275,6 +278,7 @@ class SessionServer(Watch):
                 # An agent whose request fails because of the fault may raise any error.
                 raise session.fault from error
             refusal = session.last_refusal
+            # An agent whose request was refused often ends without a result: then the refusal is the real reason.
             may_add = isinstance(error, RolloutError) and refusal is not None and refusal not in str(error)
             if not may_add:
                 raise
@@ -293,7 +297,7 @@ class SessionServer(Watch):
                 raise Refusal("no session is open at this address: it has ended, or never began", status=404)
             raw = await read_body(request)
             async with line.turn(len(raw)):
-                if request.transport is None or request.transport.is_closing():
+                if request.transport is None or request.transport.is_closing():  # nobody would read the turn
                     raise Refusal("the client has hung up while its request waited", status=410)
                 return await work(dialect, session, request, raw)
         except Exception as error:
@@ -320,6 +324,8 @@ async def _answer(dialect: Dialect, session: Session, request: web.Request, raw:
     # Requests with equal digests are the same request: they have the same path, key and body.
     head = b"\n".join([dialect.path.encode(), key.encode(errors="surrogatepass"), b""])
     digest = await worked(size, partial(_digest_of, head, raw))
+    # `asyncio.wait` below waits for this task without cancelling it. Between two waits, comments are written. If the
+    # client hangs up, only this handler is cancelled.
     drawing = asyncio.ensure_future(session.ask(ask, digest, may_be_repeated))
     streams = bool(body.get("stream"))
     content_type = "text/event-stream" if streams else "application/json"
@@ -333,7 +339,7 @@ async def _answer(dialect: Dialect, session: Session, request: web.Request, raw:
         answer = await drawing
         data = await worked(size, lambda: _answered(dialect, answer, body))
     except Exception as error:
-        has_begun = response.prepared
+        has_begun = response.prepared  # True: the client has the status 200 and the beginning of the stream already
         if not has_begun:  # `_serve` answers with a status and a body
             raise
         refusal = _refusal(request, error, session)
@@ -475,14 +481,14 @@ _STRING = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"', re.DOTALL)
 
 
 def _values(raw: bytes) -> int:
-    """An upper bound for the number of values in a JSON text: the number of its lists, objects and commas. If the bound
-    is small, brackets and commas in strings count too.
+    """The number of lists, objects and commas in a JSON text. With N of them, the text has at most N + 1 values. If the
+    number is small, it may include brackets and commas in strings.
 
     The JSON parser lets no other thread run until it has read the last value. Therefore the values are counted before:
     here other threads can run after each string of the text.
     """
     count = _structure(raw)
-    if count <= _MOST_VALUES:  # the exact number does not matter
+    if count <= _MOST_VALUES:  # few enough even with the brackets and commas in strings
         return count
     for string in _STRING.finditer(raw):  # brackets and commas inside of strings do not count
         count -= _structure(string[0])
@@ -538,7 +544,7 @@ def _event(data: dict[str, Any] | str) -> bytes:
 def _refusal(request: web.Request, error: Exception, session: Session | None) -> Refusal:
     """The refusal that a client gets after an error. Counts the refusal. `session`: the session that remembers this
     refusal; None: no session remembers it."""
-    if not isinstance(error, Refusal):
+    if not isinstance(error, Refusal):  # an error of the engine, or of this server
         logger.error("a request of an agent failed with %s: %s", type(error).__name__, error)
         error = Refusal(f"the policy failed with {type(error).__name__}: {error}", status=500)
         session = None  # the session remembers only refusals for which the agent is responsible

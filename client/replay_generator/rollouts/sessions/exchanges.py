@@ -147,7 +147,7 @@ class Exchanges:
         """By the id of a call, the exchange whose completion has this call."""
 
     def add(self, exchange: Exchange, completion: Completion, sampling: SamplingConfig) -> None:
-        """Adds an exchange, once its completion is drawn."""
+        """Adds an exchange, once its completion is drawn. From now on `after_tokens` and `after_text` find it."""
         exchange.completion = completion
         exchange.sampling = sampling
         exchange.size += len(completion.token_ids)
@@ -158,8 +158,9 @@ class Exchanges:
 
         `beginning`: the result of `after_messages` for the messages of the request.
         """
-        digest = beginning.digests[-1]
+        digest = beginning.digests[-1]  # of all messages of the request
         exchange.answer = answer
+        # The id stands for the answer, so that two exchanges with equal answers have different digests.
         exchange.digest = followed_by(digest, {"answer": answer.id})
         self._by_conversation.setdefault(digest, []).append(exchange)
         self._beginnings.update(beginning.digests)
@@ -169,16 +170,20 @@ class Exchanges:
     def after_messages(self, tools: Sequence[Any], messages: Sequence[Message]) -> Beginning:
         """The known exchanges with which these messages begin. `tools`: the tools of the request.
 
-        If several exchanges have equal answers, `_rank` decides among them, and then their age: the oldest wins.
+        Goes through the messages one by one, and stops at the first message that continues no known conversation. The
+        digest of a conversation does not depend on how a client writes the answers of the policy: the id of an answer
+        stands for the answer. If several exchanges have equal answers, `_rank` decides among them, and then their age:
+        the oldest wins.
         """
-        messages = in_order(messages, self._call_ids)
-        start = begun(tools)
+        messages = in_order(messages, self._call_ids)  # puts the results of parallel calls into the order of the calls
+        start = begun(tools)  # the digest before the first message
         # The digests of the known conversations that the messages up to here stand for. There may be several, because a
         # message of the assistant may match the answers of several exchanges.
         reached: set[bytes] = {start}
         best: Exchange | None = None  # the exchange that the messages up to here continue
         count = 0  # the number of messages up to and with the answer of `best`
         for number, message in enumerate(messages, start=1):
+            # The digests in `reached`, continued by this message as it is, if a known conversation goes on like this.
             following = {followed_by(digest, message) for digest in reached} & self._beginnings
             differs = ""  # the part in which the message differs from the answer that was compared last
             if message["role"] == "assistant":
@@ -187,7 +192,7 @@ class Exchanges:
                     differs = difference(exchange.answer, message)
                     if differs:
                         continue
-                    following.add(exchange.digest)
+                    following.add(exchange.digest)  # the message is the answer of this exchange
                     is_first = count < number  # no other exchange has matched this message yet
                     if is_first or _rank(exchange, message) < _rank(best, message):
                         best = exchange
@@ -196,7 +201,7 @@ class Exchanges:
                 self._say_what_differs(messages, number, differs)
                 break
             reached = following
-        digests = [start if best is None else best.digest]
+        digests = [start if best is None else best.digest]  # then one for each new message, as in Beginning
         for message in messages[count:]:
             digests.append(followed_by(digests[-1], message))
         return Beginning(messages, best, count, digests)
@@ -217,22 +222,23 @@ class Exchanges:
         if not self._by_conversation:  # nothing was answered yet, so every conversation is new
             return
         unknown = messages[number - 1 :]
+        # A conversation that only goes on is no news: its new messages have no turn of the policy.
         if all(message["role"] != "assistant" for message in unknown):
-            return  # all turns of the policy were found: the conversation only goes on
+            return
         role = unknown[0]["role"]
         what = ""
         if differs:
             what = f" in {differs}"
         say_once(
             f"a conversation begins a new sequence: message {number}, of the {role}, is another one than before{what}",
-            f"differs {role} {differs}",
+            f"differs {role} {differs}",  # one notice for each role and part that differs
         )
 
     def after_tokens(self, token_ids: Sequence[int]) -> Exchange | None:
         """The longest exchange whose tokens stand at the beginning of `token_ids`; None: there is no such exchange."""
         longest: Exchange | None = None
         for exchange in self._drawn:
-            if exchange.size > len(token_ids) or not exchange.begins(token_ids):
+            if exchange.size > len(token_ids) or not exchange.begins(token_ids):  # the size first: `begins` is slow
                 continue
             if longest is None or exchange.size > longest.size:
                 longest = exchange
@@ -242,6 +248,7 @@ class Exchanges:
         """The longest exchange whose text stands at the beginning of `text`; None: there is no such exchange."""
         longest: Exchange | None = None
         for exchange in self._drawn:
+            # An exchange without a text answers messages or tokens.
             if not exchange.text or not text.startswith(exchange.text):
                 continue
             if longest is None or len(exchange.text) > len(longest.text):
@@ -290,7 +297,7 @@ class Exchanges:
         on_path: set[Exchange] = set()  # the exchanges of all branches
         for exchange in self._drawn:
             if exchange.read and exchange.is_trained:
-                on_path.update(exchange.path)
+                on_path.update(exchange.path)  # also those that nobody has read: they are its context
         inner = {exchange.before for exchange in on_path}  # the exchanges that another one of a branch continues
         return [exchange for exchange in self._drawn if exchange in on_path and exchange not in inner]
 
@@ -306,12 +313,13 @@ def _sequence(path: Sequence[Exchange], trained: set[Exchange], assumed: Mapping
     for exchange in path:
         assert exchange.completion is not None
         assert exchange.sampling is not None
-        if exchange is not path[0]:
+        if exchange is not path[0]:  # the sequence began with the `new_ids` of the first exchange
             sequence.append_observation(exchange.new_ids, role=exchange.role, text=exchange.words)
         if exchange in trained or not exchange.is_trained:
             role = _EARLIER if exchange.is_trained else _UNTRAINED
             sequence.append_observation(exchange.completion.token_ids, role=role, text=exchange.completion.text)
             continue
+        # The first setting with another value than the trainer assumes, and both values; None: there is none.
         other = other_sampling(vars(exchange.sampling), assumed)
         if other:
             name, drew, wanted = other

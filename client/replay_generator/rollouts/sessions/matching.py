@@ -77,7 +77,7 @@ def in_order(messages: Sequence[Message], known: Mapping[str, Any]) -> list[Mess
         start = index + 1
         end = start + len(ids)
         results = messages[start:end]
-        if any(result["role"] != "tool" for result in results):
+        if any(result["role"] != "tool" for result in results):  # a result is missing, or stands elsewhere
             continue
         by_id = {result.get("tool_call_id"): result for result in results}
         is_one_for_each = len(results) == len(ids) == len(set(ids)) and set(by_id) == set(ids)

@@ -46,6 +46,7 @@ class Parsers:
         _check_parser("reasoning_parser", reasoning_parser, ReasoningParserManager.list_registered())
         self._request = ChatCompletionRequest
         """The class of the requests that vLLM's parser takes."""
+        # True (`enable_auto_tools`): the policy decides whether it calls tools.
         self._kind = ParserManager.get_parser(tool_parser, reasoning_parser, True)
 
     def ready(
@@ -57,6 +58,7 @@ class Parsers:
         if self._kind is None:
             return TurnParser(tokenizer)
         try:
+            # Only the tools and the template arguments of this request matter.
             request = self._request(
                 model="", messages=[], tools=list(tools) or None, chat_template_kwargs=dict(template) or None
             )
@@ -66,6 +68,7 @@ class Parsers:
         try:
             parser = self._kind(tokenizer, request.tools, chat_template_kwargs=dict(template))
             parser.set_prompt_token_ids(list(prompt_ids))  # the prompt may have begun the thoughts
+            # `skip_special_tokens` of the result is False if the parser needs special tokens in the text.
             adjusted = parser.adjust_request(request)
         except Exception as error:  # each parser raises errors of its own if the tokenizer lacks something
             raise Refusal(
@@ -108,8 +111,8 @@ class TurnParser:
         """The thoughts, the text and the calls of a turn, in this order.
 
         `stopped_by`: the text of `Ask.stop` that ended the turn; this text, and all that stands behind it, is left out.
-        None: there is no such text. `objects_only`: see Ask. The policy may write anything: if the parser fails, the
-        result is the whole turn as text.
+        None: there is no such text. `objects_only` True: if the arguments of any call are no object, all calls stay
+        part of the text. The policy may write anything: if the parser fails, the result is the whole turn as text.
         """
         if self.parser is None:
             return "", _up_to(stopped_by, completion.text), []
@@ -120,7 +123,7 @@ class TurnParser:
                 thoughts, content, calls = _parsed(self.parser, text, self.request, ids, with_calls=True)
             except Exception as error:  # each parser raises errors of its own
                 logger.debug("a turn of the policy is a text: its parser fails: %s: %s", type(error).__name__, error)
-            else:
+            else:  # the parser has not failed
                 if not objects_only or all(call.object is not None for call in calls):
                     return thoughts, content, calls
         # The request has no tools, or the calls cannot be used. Calls stay part of the text, and thoughts are parsed.
@@ -151,6 +154,7 @@ def _parsed(
     calls = []
     for call in parsed_calls or ():
         id = call.id or f"call_{secrets.token_hex(12)}"  # most models write no ids of calls
+        # `whole_text` replaces halves of surrogate pairs, which no answer can hold.
         calls.append(WrittenCall(whole_text(id), whole_text(call.name), whole_text(call.arguments)))
     return whole_text(thoughts or ""), whole_text(content or ""), calls
 

@@ -63,6 +63,7 @@ class _OfferedRollout:
 
     task: Task
     address: Address
+    """The address of the session. Its `key` is the id of the session."""
     taken: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when an agent takes the rollout."""
     ended: asyncio.Future[Any] = field(default_factory=_new_future)
@@ -92,7 +93,7 @@ class RemoteHook(SessionHook):
             config.sessions_token_file,
             config.sessions_tls_cert,
             config.sessions_tls_key,
-            "sessions_token_file",
+            "sessions_token_file",  # the setting that errors name
         )
         host, port = self._listen.socket_address
         super().__init__(
@@ -129,13 +130,17 @@ class RemoteHook(SessionHook):
             logger.warning("prompt %r: an agent elsewhere did not end rollout %d in time", task.prompt_id, task.index)
 
     async def _played(self, task: Task, policy: RolloutPolicy) -> Rollout:
-        """Plays one attempt. The request with which the agent ends the rollout is answered by `settle` of its
-        _OfferedRollout: at once if the attempt fails, and otherwise when the rollout is safe."""
+        """Plays one attempt: SessionHook plays a session with `_play` as its agent. Raises TimeoutError if the agent
+        did not end the rollout in time, and RolloutError if the rollout has failed.
+
+        The agent waits for the answer to the request with which it ended the rollout. `settle` of its _OfferedRollout
+        gives this answer: here if the attempt fails, and otherwise when the rollout is safe (`Rollout.on_settled`).
+        """
         try:
             rollout = await super().__call__(task, policy)
         except BaseException as error:
             offered = self._settling.pop(id(task), None)
-            if offered is not None:
+            if offered is not None:  # an agent has ended the rollout, and waits for the answer
                 why_lost = "the generator has given up the rollout"
                 if isinstance(error, RolloutError):
                     why_lost = ""  # the rollout has failed: the generator has noted this, and the agent need do nothing
@@ -175,12 +180,13 @@ class RemoteHook(SessionHook):
         loop = asyncio.get_running_loop()
         began = loop.time()
         while not offered.taken.is_set():
-            with suppress(TimeoutError):
+            with suppress(TimeoutError):  # after NOBODY seconds without an agent, the lines below run
                 async with asyncio.timeout(NOBODY):
                     await offered.taken.wait()
                     return
             beat()  # shows that the generator works, although nothing happens
             away = loop.time() - max(began, self._seen_at)  # the seconds since an agent came last
+            # Agents that play other rollouts now are not missing.
             if not self._is_missed_said and not self._taken and away >= NOBODY:
                 self._is_missed_said = True
                 logger.warning(
@@ -209,6 +215,7 @@ class RemoteHook(SessionHook):
         self._taken[offered.address.key] = offered  # `_end` looks here for the rollout
         self.take(offered.address.key)  # from now on, `description` counts the session as taken
         offered.taken.set()  # `_play` goes on, and the time limit of the rollout begins
+        # This client may have reached the server by another name than that in `base_url`.
         path = offered.address.url.removeprefix(self.base_url)
         url = f"{origin}{path}"
         offer = {
@@ -218,7 +225,7 @@ class RemoteHook(SessionHook):
             "address": url,
             "openai_base_url": f"{url}/v1",
             "anthropic_base_url": url,
-            "deadline": self._config.session_timeout,
+            "deadline": self._config.session_timeout,  # seconds from now
         }
         return web.json_response(offer, dumps=partial(json.dumps, default=str))
 
@@ -228,13 +235,13 @@ class RemoteHook(SessionHook):
         session_id = request.match_info["id"]
         body = await read_body(request)
         digest = hash((session_id, body))
-        is_repeated = digest in self._ended
+        is_repeated = digest in self._ended  # True: the client sends the same end once more, and gets the same answer
         if not is_repeated:
             if session_id not in self._taken:
                 raise web.HTTPNotFound(text="no such session: it has ended or expired, or its generator has ended")
             end = self._parsed_end(body)
             offered = self._taken.pop(session_id)
-            offered.ended.set_result(end)
+            offered.ended.set_result(end)  # `_play` goes on
             self._ended[digest] = offered.settled
             if len(self._ended) > _MOST_ENDED:
                 oldest = next(iter(self._ended))
@@ -260,8 +267,8 @@ class RemoteHook(SessionHook):
         return end
 
     def _check(self, request: web.Request) -> None:
-        """Raises HTTPUnauthorized unless the request has the token that the token file has at this moment. Notes the
-        time of the request."""
+        """Raises HTTPUnauthorized unless the request has the token that the token file has at this moment, or no token
+        file is set. Notes the time of the request."""
         if not self._listen.authorized(request.headers.get("Authorization", "")):
             raise web.HTTPUnauthorized(text="the request needs the token of sessions_token_file, as a Bearer")
         self._seen_at = asyncio.get_running_loop().time()

@@ -82,7 +82,8 @@ class Session:
         self._turns = 0
         """The number of turns that were drawn, or are being drawn."""
         self._bytes = 0
-        """The bytes of the texts and tokens of these turns."""
+        """The bytes of the texts and tokens of these turns. Each token counts as _TOKEN bytes, and turns that are being
+        drawn count with the most tokens that they may draw."""
         self._turns_by_request: dict[bytes, asyncio.Task[Answer]] = {}
         """The newest turn of each request, by the digest of the request. Turns that failed are removed."""
         self._answered: dict[str, Exchange] = {}
@@ -102,7 +103,7 @@ class Session:
         client gets the answer to the earlier request. If the caller is cancelled, the turn is still drawn. Raises
         Refusal, and any error of the engine.
         """
-        turn = None
+        turn = None  # the task that draws the turn
         if repeated:
             turn = self._turns_by_request.get(digest)
         if turn is None:
@@ -127,7 +128,7 @@ class Session:
             return
         # Only the text is stored: the traceback of the refusal would keep the whole request in memory.
         self.last_refusal = str(refusal)
-        if refusal.code != "context_length_exceeded":
+        if refusal.code != "context_length_exceeded":  # after this refusal, clients compact the conversation
             self.refusals += 1
             say_once(f"a request of an agent is refused: {refusal}", f"refused {refusal.kind}")
 
@@ -137,7 +138,7 @@ class Session:
         Nothing is parsed, and no answer is noted. Raises Refusal, and any error of the engine.
         """
         exchange, _ = await self._exchange(ask)
-        limit = ask.max_tokens or self.task.sampling.max_tokens
+        limit = ask.max_tokens or self.task.sampling.max_tokens  # unlike in `_turn`, the request may ask for more
         drawing = self._begin(self._drawn_within_bounds(ask, exchange, limit, ask.sampling))
         return await _result(drawing)
 
@@ -212,7 +213,7 @@ class Session:
         self._check_servable(ask)
         exchange, beginning = await self._exchange(ask)
         exchange.is_trained = ask.model not in self._untrained_models
-        prompt_size = exchange.size
+        prompt_size = exchange.size  # all tokens that the policy reads: the completion is not drawn yet
         if prompt_size >= self.task.max_length:
             raise self._full(counted(prompt_size, "token"))
         task = self.task
@@ -248,13 +249,14 @@ class Session:
         )
         self._answered[answer.id] = exchange
         self.answers.append(answer)
-        if beginning is not None:
+        if beginning is not None:  # the request has messages, so a later request may send the answer back as a message
             self.exchanges.answered(exchange, beginning, answer)
         return answer
 
     def _check_servable(self, ask: Ask) -> None:
         """Raises Refusal for a sampling that the trainer does not assume, and for tools if no tool parser is named."""
         own = vars(self.task.sampling)
+        # The name of the first setting that differs, the value that the client wants, and the generator's own value.
         difference = other_sampling({**own, **ask.sampling}, own)
         if difference:
             name, wanted, assumed = difference
@@ -272,7 +274,7 @@ class Session:
     ) -> Completion:
         """Draws a turn, if the bounds of the session allow it. `limit`: the most tokens of the turn. `sampling`: values
         that replace those of the generator, by name. Raises Refusal, and any error of the engine."""
-        text_bytes = len(exchange.words)
+        text_bytes = len(exchange.words)  # counts a character as one byte
         if exchange.before is None:  # the whole request is new; its tools, for example, are not in `words`
             text_bytes = max(ask.size, text_bytes)
         # Room for all tokens that the turn may draw is reserved here, because other turns may begin while this turn is
@@ -319,9 +321,10 @@ class Session:
         """The new exchange for a request, without its completion, and the known beginning of its messages; None in the
         place of the beginning: the request has no messages. Raises Refusal."""
         prompt = ask.prompt
+        # The length of a prompt of tokens is known, so a prompt that is too long is refused before any work.
         if prompt is not None and not isinstance(prompt, str) and len(prompt) >= self.task.max_length:
             raise self._full(counted(len(prompt), "token"))
-        size = ask.size or characters_of(ask)
+        size = ask.size or characters_of(ask)  # `ask.size` is 0 if the request did not come through a network
         return await worked(size, lambda: self._exchange_of(ask))
 
     def _exchange_of(self, ask: Ask) -> tuple[Exchange, Beginning | None]:
@@ -334,7 +337,7 @@ class Session:
                 return self._of_tokens(list(ask.prompt)), None
             beginning = self.exchanges.after_messages(ask.tools, ask.messages)
             return self._of_messages(ask.tools, beginning), beginning
-        except RolloutError as error:
+        except RolloutError as error:  # the policy cannot answer these messages: only this request fails
             raise Refusal(str(error)) from error
 
     def _check_characters(self, ask: Ask) -> None:
@@ -353,7 +356,7 @@ class Session:
         """The new exchange for a prompt that is a text. The prompt continues the exchange whose text it begins with."""
         tokenizer = self.task.tokenizer
         before = self.exchanges.after_text(text)
-        if before is None:
+        if before is None:  # unlike `rendered_ids`, `text_ids` adds tokens such as BOS at the beginning
             return Exchange(None, text_ids(tokenizer, text), words=text)
         # The client may have written the end-of-sequence token of the policy's turn as text.
         ending = text_of(tokenizer, before.token_ids[-1:])
@@ -374,17 +377,19 @@ class Session:
         before = beginning.before
         messages = [self._without_malformed(message) for message in beginning.messages]
         new = messages[beginning.count :]
+        # An exchange that `after_messages` has found always has a conversation and a completion.
         if before and before.conversation and before.completion:
             turn_ids = before.completion.token_ids or before.new_ids  # the engine may have drawn no token
-            before.followed = True
+            before.followed = True  # for later requests: among exchanges with equal answers, others are now preferred
             try:
                 conversation, new_ids = before.conversation.go_on(before.completion.text, turn_ids[-1], new)
-            except RolloutError as error:
+            except RolloutError as error:  # the template changes earlier turns: the messages begin a new tree below
                 say_once(f"a conversation goes on in a sequence of its own: {error}")
             else:
                 role = new[-1]["role"] if new else "user"
                 return Exchange(before, new_ids, role=role, words=_words(new), conversation=conversation)
         # Without new messages, the conversation ends with a turn of the policy, and the policy takes another turn.
+        # Otherwise `begin` would let the policy continue a last message of the assistant, which sessions do not serve.
         ended = before is not None and not new
         if messages[-1]["role"] == "assistant" and not ended:
             raise RolloutError("the conversation ends with words of the assistant: end it with a message of the user")
@@ -399,7 +404,7 @@ class Session:
         """
         for call in message.get("tool_calls") or ():
             function = call["function"]
-            if not isinstance(function["arguments"], str):
+            if not isinstance(function["arguments"], str):  # the arguments are an object
                 continue
             written = WrittenCall(call["id"], function["name"], function["arguments"])
             text = self._malformed.get(written)
@@ -413,7 +418,7 @@ class Session:
         The completion is cut off behind the first text of `stop`. `sampling`: values that replace those of the
         generator, by name. Raises Refusal, and any error of the engine.
         """
-        if self.fault is not None:
+        if self.fault is not None:  # the rollout has failed, so no turn is drawn any more
             raise _faulty(self.fault)
         config = replace(self.task.sampling, **sampling)
         try:
@@ -439,6 +444,7 @@ class Session:
 
         # Bisection finds the first token up to which the completion contains `text`: every longer beginning of the
         # completion contains `text`, too.
+        # `last`: the index of this token. `bisect_left` calls the lambda at once.
         last = bisect_left(range(len(ids)), True, key=lambda index: text in read(index))
         return completion.cut(last + 1, read(last))
 

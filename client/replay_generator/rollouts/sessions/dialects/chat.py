@@ -45,7 +45,7 @@ class Chat:
         stream_options = body.get("stream_options") or {}
         if stream_options.get("include_usage"):
             yield about | {"choices": [], "usage": _usage(answer)}
-        yield "[DONE]"
+        yield "[DONE]"  # with this text, OpenAI ends every stream
 
     def error(self, refusal: Refusal) -> dict[str, Any]:
         """The body of a refusal."""
@@ -88,7 +88,7 @@ class Chat:
             else:
                 deltas.append({name: value})
         choices = [{"index": 0, "delta": delta, "finish_reason": None} for delta in deltas]
-        choices.append({**choice, "delta": {}})
+        choices.append({**choice, "delta": {}})  # the other fields, such as the finish reason
         return choices
 
 
@@ -102,7 +102,7 @@ class Completions(Chat):
 
     def ask(self, body: dict[str, Any]) -> Ask:
         """The request with this body. Raises Refusal for a request that is not served."""
-        # The field has no neutral value: even a client that sends 0 expects log-probabilities.
+        # `()`: the field has no neutral value here, because even a client that sends 0 expects log-probabilities.
         fields.check(body, "logprobs", fields.LOGPROBS_STORED, ())
         prompt = body["prompt"]
         if isinstance(prompt, list) and len(prompt) == 1 and not isinstance(prompt[0], int):

@@ -91,7 +91,7 @@ def ask_of(body: Mapping[str, Any], **conversation: Any) -> Ask:
     Raises Refusal for a field that asks for something that the server does not do.
     """
     _check_all(body)
-    few("messages", conversation.get("messages"))
+    few("messages", conversation.get("messages"))  # once more: some dialects make several messages of one
     has_empty_list = "messages" in conversation and not conversation["messages"]  # a prompt needs no messages
     if has_empty_list:
         raise Refusal("the request has no message: send one that the policy is to answer", field="messages")
@@ -113,7 +113,7 @@ def _check_all(body: Mapping[str, Any]) -> None:
     for remedy, names in REFUSED.items():
         for name in names.split():
             neutral = _NEUTRAL
-            if name in _ONE:
+            if name in _ONE:  # 1 is the value that asks for nothing
                 neutral = (1,)
             elif name in _EVEN_ZERO:
                 neutral = ()
@@ -142,6 +142,7 @@ def _max_tokens_of(body: Mapping[str, Any]) -> int | None:
 
 def _stop_of(body: Mapping[str, Any]) -> tuple[str, ...]:
     """The texts that end a turn. Raises Refusal for a value that is no text, and for an empty text."""
+    # `stop` is OpenAI's name of the field, and `stop_sequences` Anthropic's.
     stop = few("texts of stop", body.get("stop") or body.get("stop_sequences") or ())
     texts = (stop,) if isinstance(stop, str) else tuple(stop)
     if not all(isinstance(text, str) and text for text in texts):
@@ -216,7 +217,7 @@ def call_of(id: Any, function: Mapping[str, Any]) -> dict[str, Any]:
     name = function["name"]
     if not isinstance(name, str):
         raise refused("the name of a call", name, "send the text that the call was answered with")
-    value = function.get("arguments", function.get("input"))
+    value = function.get("arguments", function.get("input"))  # OpenAI's name of the field, and Anthropic's
     if value is None or value == "":
         value = {}
     if not isinstance(value, dict | str):
@@ -245,7 +246,7 @@ def tools_of(body: Mapping[str, Any], *kinds: str | None) -> list[dict[str, Any]
     check({"tool_choice": choice}, "tool_choice", FREE, ("auto", {"type": "auto"}, *_NO_TOOL))
     tools = []
     for tool in few("tools", body.get("tools") or ()):
-        if tool.get("type") not in kinds:
+        if tool.get("type") not in kinds:  # a tool without a type then raises KeyError, and the request is refused
             _left_out(f"a tool of the kind {tool['type']!r:.80}")
             continue
         sent = tool.get("function", tool)  # Chat has the fields in `function`, the other protocols in the tool itself
@@ -256,7 +257,7 @@ def tools_of(body: Mapping[str, Any], *kinds: str | None) -> list[dict[str, Any]
             "description": sent.get("description"),
             "parameters": sent.get("parameters", sent.get("input_schema")),
         }
-        for name in ("strict", "defer_loading"):
+        for name in ("strict", "defer_loading"):  # a client sends these beside the name, or beside `function`
             value = sent.get(name, tool.get(name))
             if value is not None:
                 function[name] = value
@@ -272,7 +273,10 @@ def _left_out(what: str) -> None:
 
 
 def error_of(refusal: Refusal) -> dict[str, Any]:
-    """The error of a refusal in OpenAI's form. In this form Anthropic's clients find its type and its message, too."""
+    """The error of a refusal in OpenAI's form. In this form Anthropic's clients find its type and its message, too.
+
+    `type` names the kind of error that clients expect with the HTTP status.
+    """
     kinds = {404: "not_found_error", 413: "request_too_large", 422: "api_error", 429: "rate_limit_error"}
     if refusal.status in kinds:
         kind = kinds[refusal.status]

@@ -22,7 +22,7 @@ class Messages:
 
     def ask(self, body: dict[str, Any]) -> Ask:
         """The request with this body. Raises Refusal for a request that is not served."""
-        fields.check(body.get("output_config") or {}, "format", fields.FREE)
+        fields.check(body.get("output_config") or {}, "format", fields.FREE)  # refuses a forced form of the answer
         system = _without_billing(body.get("system") or "")
         received = [*fields.few("messages", body["messages"])]
         if system:  # Anthropic has the system prompt in a field of the body, and OpenAI in a message
@@ -30,7 +30,8 @@ class Messages:
         messages: list[dict[str, Any]] = []
         for message in received:
             messages += _messages(message)
-        tools = fields.tools_of(body, "custom", None)
+        tools = fields.tools_of(body, "custom", None)  # Anthropic's tools have the type "custom", or none
+        # `objects_only`: the `input` of a `tool_use` block can hold only an object.
         return fields.ask_of(body, messages=messages, tools=tools, objects_only=True)
 
     def answer(self, answer: Answer, body: dict[str, Any]) -> dict[str, Any]:
@@ -50,7 +51,7 @@ class Messages:
         """Yields the events of an answer that is sent as a stream: a start, each block, and an end. `body`: the body of
         the request."""
         message = self.answer(answer, body)
-        start = {
+        start = {  # the message before the policy has written anything
             **message,
             "stop_reason": None,
             "stop_sequence": None,
@@ -93,8 +94,9 @@ def _without_billing(system: Any) -> Any:
     earlier one.
     """
     blocks = _as_blocks(system)
+    # For a block without text, `str` gives "None", so this block stays.
     kept = [block for block in blocks if not str(block.get("text")).startswith("x-anthropic-billing-header:")]
-    if len(kept) == len(blocks):
+    if len(kept) == len(blocks):  # there is no billing block, and a text stays a text
         return system
     return kept
 

@@ -33,10 +33,10 @@ class Responses:
         `answers`: the earlier answers of the session. The client may send references to the items of these answers
         instead of the items.
         """
-        fields.check(body, "prompt", fields.WHOLE)
-        fields.check(body.get("text") or {}, "format", fields.FREE)
+        fields.check(body, "prompt", fields.WHOLE)  # refuses the id of a stored prompt
+        fields.check(body.get("text") or {}, "format", fields.FREE)  # refuses a forced form of the answer
         included = [name for name in body.get("include") or () if "logprobs" in name]
-        fields.check({"include": included}, "include", fields.LOGPROBS_STORED)
+        fields.check({"include": included}, "include", fields.LOGPROBS_STORED)  # an empty list passes
         inputs = fields.few("messages", body.get("input") or ())
         items: list[dict[str, Any]]
         if isinstance(inputs, str):  # the text of one message
@@ -47,7 +47,7 @@ class Responses:
             items.insert(0, {"role": "system", "content": body["instructions"]})
         items = _resolved(items, answers)
         sent_tools = [*(body.get("tools") or ())]
-        for item in items:
+        for item in items:  # Codex sends tools in items
             if item.get("type") == _TOOLS:
                 sent_tools += item["tools"]
         tools = fields.tools_of({**body, "tools": sent_tools}, "function")
@@ -158,7 +158,7 @@ def _items(answer: Answer) -> list[dict[str, Any]]:
     if answer.reasoning:
         content = [{"type": "reasoning_text", "text": answer.reasoning}]
         items.append({"type": "reasoning", "id": f"rs_{answer.id}", "summary": [], "content": content})
-    if answer.text or not answer.calls:
+    if answer.text or not answer.calls:  # an answer has at least one item besides its thoughts
         text = {"type": "output_text", "text": answer.text, "annotations": []}
         items.append({"type": "message", "id": f"msg_{answer.id}", "role": "assistant", "content": [text]})
     for number, call in enumerate(answer.calls):
@@ -199,7 +199,7 @@ def _item_events(index: int, item: dict[str, Any]) -> Iterator[dict[str, Any]]:
         name = "response.function_call_arguments"
         yield {"type": f"{name}.delta", **place, "delta": item["arguments"]}
         yield {"type": f"{name}.done", **place, "name": item["name"], "arguments": item["arguments"]}
-    for part in item.get("content", ()):
+    for part in item.get("content", ()):  # messages and thoughts have one part, whose index is 0; calls have none
         name = f"response.{part['type']}"
         place["content_index"] = 0
         yield {"type": "response.content_part.added", **place, "part": {**part, "text": ""}}
