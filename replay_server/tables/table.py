@@ -154,6 +154,8 @@ class SampleBatch:
     """Items that were drawn together. The arrays (n,) have the facts of the rows at the time of the draw."""
 
     keys: KeyArray
+    orders: IntArray
+    """The `order` of each row in the table. It tells the row from a later row with the same key."""
     priorities: FloatArray
     probabilities: FloatArray
     """The probability of each row to be drawn first."""
@@ -583,6 +585,7 @@ class Table:
             consumed_rows = np.zeros(n, dtype=np.bool_)
         batch = SampleBatch(
             keys=columns.key[slots],
+            orders=columns.order[slots],
             priorities=columns.priority[slots],
             probabilities=probabilities,
             policy_versions=columns.policy_version[slots],
@@ -689,7 +692,10 @@ class Table:
         # A row of the batch that another batch reserves is found, too. The slot of a row that is gone is -1. A row may
         # be in the batch several times: then `subtract.at` counts each time.
         slots = columns.find_with_reserved(batch.keys)
-        np.subtract.at(columns.times_sampled, slots[slots >= 0], 1)
+        is_here = slots >= 0
+        # An item that was deleted may have joined again, from another table: this row was not drawn.
+        is_here[is_here] = columns.order[slots[is_here]] == batch.orders[is_here]
+        np.subtract.at(columns.times_sampled, slots[is_here], 1)
         assert self.limiter.size == self.size, (self.limiter, self.size)
         return returned
 

@@ -278,6 +278,20 @@ def test_an_item_has_a_bounded_number_of_columns():
 # ------------------------------------------------------------------------------ what random sequences seldom meet
 
 
+def test_a_batch_that_returns_undoes_no_draw_of_an_item_that_has_joined_again_meanwhile():
+    bench = Bench(queue("a", forward_to="pool"), queue("b", forward_to="pool"), table("pool"))
+    key = bench.insert(a=1.0, b=1.0)
+    bench.consume(table="a")
+    batch_id, _ = bench.sample(table="pool").result()
+    assert bench.buffer.delete("pool", [key]) == []
+    bench.consume(table="b")
+    assert bench.keys("pool") == [key]
+    bench.buffer.requeue(batch_id)
+    _, batch = bench.sample(table="pool").result()
+    assert batch.times_sampled.tolist() == [1]
+    bench.table("pool").check()
+
+
 def test_a_forwarded_item_may_be_the_worst_of_its_pool_and_leave_at_once():
     bench = Bench(queue(forward_to="pool"), table("pool", remover="min_heap", max_size=2))
     best = [bench.insert(priority=priority) for priority in (3.0, 2.0)]
