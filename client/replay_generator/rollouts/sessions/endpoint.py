@@ -462,7 +462,8 @@ def parsed(path: str, raw: bytes, max_length: int, read: Callable[[dict[str, Any
                 status=413,
                 field="body",
             )
-        body = json.loads(raw)
+        # JSON is UTF-8. From bytes, `json.loads` would also read half of a surrogate pair, which no text can hold.
+        body = json.loads(raw.decode("utf-8-sig"))
         if is_deep(body, _MOST_NESTED):
             raise Refusal(f"the request has more than {_MOST_NESTED} lists and objects in each other", field="body")
         if rb"\u" in raw:
