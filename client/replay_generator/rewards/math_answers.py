@@ -153,7 +153,10 @@ def _compare(expected: Sequence[str], got: str) -> bool:
     False, with a warning, if the comparison takes too long or too much memory, which ends the worker process.
     """
     # No other thread uses this worker until it is in `_idle` again.
-    worker = _idle.pop() if _idle else _start()
+    try:
+        worker = _idle.pop()
+    except IndexError:  # all workers are in use
+        worker = _start()
     assert worker.stdin is not None
     assert worker.stdout is not None
     request = json.dumps({"expected": list(expected), "got": got})
