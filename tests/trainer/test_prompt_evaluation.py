@@ -44,6 +44,11 @@ def run_with(model: Any, tokenizer: Any = None, **config: Any) -> Any:
     return SimpleNamespace(model=model, tokenizer=tokenizer, config=settings, ranks=Ranks("cpu"))
 
 
+def test_an_evaluation_without_prompts_says_so():
+    with pytest.raises(ValueError, match="has no prompts: give it at least one"):
+        PromptEvaluation([], exact_match)(run_with(make_model(0), make_tokenizer()))
+
+
 def test_each_prompt_gets_the_completion_that_it_would_get_alone():
     """Prompts of unequal lengths, in batches: padding must change nothing."""
     model, tokenizer = make_model(0), make_tokenizer()

@@ -88,11 +88,14 @@ class PromptEvaluation:
         """reward_mean, completion_length_mean (tokens), truncated_fraction and prompts, over all ranks.
 
         A completion for which every reward function abstains has no part in reward_mean.
-        Raises ValueError without a tokenizer or with partitioned weights, RewardError if a reward function fails.
+        Raises ValueError without prompts, without a tokenizer or with partitioned weights, and RewardError if a reward
+        function fails.
         """
         ranks = trainer.ranks
         if trainer.tokenizer is None:
             raise ValueError("an evaluation of prompts needs a tokenizer: pass one to GRPOTrainer")
+        if not self.prompts:
+            raise ValueError("an evaluation of prompts has no prompts: give it at least one")
         if trainer.config.fsdp and ranks.size > 1:
             raise ValueError("an evaluation of prompts needs whole weights: leave out fsdp, or use a table")
         own_prompts = self.prompts[ranks.index :: ranks.size]
