@@ -332,12 +332,14 @@ def test_trl_reads_the_sequences_of_a_rollout_with_one_advantage_and_counts_its_
 def test_a_group_that_trl_has_no_place_for_is_put_aside_and_named(model, server, caplog, fields, words):
     group = make_group(rewards=[1.0, 0.0], **fields)
     with ReplayClient(server.address) as client:
-        key = client.insert(group, {"rollouts": 1.0})
+        keys = [client.insert(group, {"rollouts": 1.0}) for _ in range(2)]
     insert(server.address, 1)
     trainer = begun(server.address, model)
     assert len(rows_of(trainer, 4)) == 4  # of the next group
-    assert f"key {key} in table 'rollouts' has {words}" in caplog.text
-    assert trainer.rollout_worker.metrics_queue.get_nowait() == {"replay/groups_unusable_total": 1.0}
+    for key in keys:
+        assert f"key {key} in table 'rollouts' has {words}" in caplog.text
+        # TRL adds up the values of a `_total`: one for each group.
+        assert trainer.rollout_worker.metrics_queue.get_nowait() == {"replay/groups_unusable_total": 1.0}
     trainer.rollout_worker.stop()
 
 

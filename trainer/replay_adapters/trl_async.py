@@ -229,8 +229,6 @@ class ServerRollouts(TrainerCallback):  # type: ignore[misc]  # transformers has
         """The time since which TRL has waited for a group, by the monotonic clock; None: it does not wait."""
         self._ended = False
         """True if the run has ended as planned."""
-        self._unusable = 0
-        """The number of rejected groups so far."""
 
     # ------------------------------------------------------------------------------------------------- the callback
 
@@ -427,8 +425,7 @@ class ServerRollouts(TrainerCallback):  # type: ignore[misc]  # transformers has
         [sample] = drawn  # each batch of the sampler has one group
         if self._pool.puts_aside(sample, self._table):
             # Nothing else to do: the lease of a rejected group ends with the leases of the groups of this step.
-            self._unusable += 1
-            self.metrics_queue.put({"replay/groups_unusable_total": float(self._unusable)})
+            self.metrics_queue.put({"replay/groups_unusable_total": 1.0})  # TRL adds up the values of a `_total`
             return []
         self._check_model_and_sampling(sample.group)
         zero_variance = not carries_gradient(sample.group)
