@@ -470,7 +470,7 @@ class RolloutGenerator:
         else:
             await self._prompts.requeued(work.drawn, work.sample)
             if is_old and spec.again:
-                logger.warning("prompt %r: left out, because its group was too old twice", spec.prompt.prompt_id)
+                logger.warning("prompt %r: its group was left out, because it was too old twice", spec.prompt.prompt_id)
 
     def _is_to_blame(self, error: Exception) -> bool:
         """True if a group was left out because of its prompt. `error`: the reason why it was left out."""

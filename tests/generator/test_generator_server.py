@@ -197,7 +197,7 @@ async def test_a_group_that_is_too_old_twice_is_left_out(stack, tmp_path, caplog
     await generator.task
     assert generator.stats["groups"] == 0
     assert generator.stats["groups_aborted"] == 2
-    assert "prompt 'p0': left out, because its group was too old twice" in caplog.messages
+    assert "prompt 'p0': its group was left out, because it was too old twice" in caplog.messages
 
 
 async def test_the_bound_of_a_table_counts_as_it_is_now(stack, monkeypatch):
