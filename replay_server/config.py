@@ -32,7 +32,7 @@ MAX_METADATA_BYTES = 16 << 10
 MAX_ROWS = 1 << 16
 """Items in one insert, samples in one batch, keys in one Get, batches in one acknowledgement, permits in one grant."""
 MAX_KEYS = 1 << 20
-"""Keys in one Delete or UpdatePriorities."""
+"""Keys in one Delete, ConsumeItems or UpdatePriorities."""
 MAX_EXCLUDE = 1 << 14
 """Keys that one sample request may exclude. While the request waits, each change of the table looks up all of them."""
 MAX_SCOPE = 256

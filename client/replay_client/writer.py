@@ -213,7 +213,8 @@ class AsyncWriter(AbstractAsyncContextManager["AsyncWriter"]):
     async def decided(self, line: InsertLine, items: Sequence[Item], response: pb.InsertResponse) -> None:
         """Notes that the server has decided about these items of the line: it has inserted or refused each.
 
-        Inserts the items that a draining server has refused into other servers.
+        Items that a draining server has refused are inserted into other servers, if there are any. Permits of items
+        that were inserted on another shard than the one that granted the permit are settled.
         """
         errors = {error.key: error_of(error.code, error.message, error.reason) for error in response.errors}
         for item in items:
@@ -223,7 +224,7 @@ class AsyncWriter(AbstractAsyncContextManager["AsyncWriter"]):
         with self.lock:
             for item in items:
                 is_draining = isinstance(errors.get(item.key), ShardDrainingError)
-                # `forget` returns True if another server may have the item. The item then stays in flight.
+                # `forget` returns True if another server may get the item. The item then stays in flight.
                 if is_draining and self._placement.forget(item.key, line.shard):
                     del errors[item.key]
                     other_line = self._line_for(item)

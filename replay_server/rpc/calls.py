@@ -49,10 +49,14 @@ class Call:
         self.client = context.peer()
         """The client's connection, by gRPC's name for it."""
         self.carrier = Carrier(method.rings, self.client) if method.rings is not None else None
-        """Moves payloads into and out of rings; None: payloads of this method never lie in rings."""
+        """Moves payloads into and out of rings, the memory that the server shares with a client on the same machine.
+
+        None: payloads of this method never lie in rings."""
         self._method = method
         self._requested_at: float | None = None
-        """The time when the last request of a stream came; None if that request has a response already."""
+        """The time when the last request of a stream came.
+
+        None: that request has a response already, no request has come, or the latency of the method is not measured."""
 
     async def read(self) -> Any:
         """The next request of a stream; None: the client has ended it. Raises Refused if its bytes are no message."""

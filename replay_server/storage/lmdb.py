@@ -206,13 +206,16 @@ class LmdbFile:
         return State(pieces, items, skipped)
 
     def totals(self) -> tuple[int, int, int]:
-        """The number of items, the bytes of their payloads, and the policy version."""
+        """The number of items, the bytes of their payloads, and the policy version. For the list of checkpoints.
+
+        The records of the items are not verified. Raises Damaged if the record of the policy is damaged or missing.
+        """
         with self._env.begin() as txn:
             items: int = txn.stat(self._items)["entries"]
             records = txn.cursor(self._items).iternext(keys=False)
             nbytes = sum(NBYTES.unpack_from(record, NBYTES_AT)[0] for record in records)
             policy = unpack(txn.get(POLICY, b"", db=self._pieces))
-            return items, nbytes, policy[0]
+            return items, nbytes, policy[0]  # the record begins with the version
 
     def sizes(self, keys: Sequence[int]) -> dict[int, int]:
         """The bytes of the payloads of `keys`, by key. Keys that the file does not have are left out."""

@@ -56,7 +56,7 @@ class Balanced(Selector):
         self._weight_of = weights
         self._build = build
         self._parts: dict[int, _Part] = {}
-        """By code: a part for each value that has an item here."""
+        """The part of each tag value that has an item here. The keys are codes: indices into `self.tag.values`."""
         self._position = np.zeros(0, dtype=np.int64)
         """By slot: the position of its item in the part of its value."""
         self._left = np.zeros(16, dtype=np.int64)

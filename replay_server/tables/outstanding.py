@@ -178,15 +178,18 @@ class OutstandingBatches:
     def requeue(self, batch_id: int, *, by_reader: bool = False) -> Table:
         """The batch returns to its table, as if it was never drawn. Returns the table.
 
+        Rows that have become too old meanwhile, or whose version was undone, are dropped.
         `by_reader`: the reader has asked for it, and may ask again.
         """
         table, batch = self._end(batch_id)
         if by_reader:
             self.requeued.remember([batch_id])
-        # The table becomes a holder of the used-up rows again, before the batch releases all its rows.
-        self._items.hold(table.requeue(batch))
+        # An item exists as long as a table or a batch holds it. The table holds the rows that the batch had used up
+        # again, before the batch releases all of its rows.
+        returned = table.requeue(batch)
+        self._items.hold(returned)
         self._items.release(batch.keys.tolist())
-        # Reserved rows count as gone, so earlier calls of these methods could not drop them.
+        # While a batch has used up a row, the row counts as gone. So earlier calls of these methods did not drop it.
         table.drop_stale()
         table.drop_undone()
         return table

@@ -573,7 +573,8 @@ class Table:
         return self.draw_slots(slots, probabilities, request.scope)
 
     def draw_slots(self, slots: IntArray, probabilities: FloatArray, scope: str = "") -> SampleBatch:
-        """Draws exactly these rows (n,). Reserves the rows whose last draw this is."""
+        """Draws exactly these rows (n,). Reserves the rows whose last draw this is: no other draw gets them, and they
+        stay until the batch ends. A table with `max_times_sampled` draws distinct rows only."""
         columns = self.columns
         n = slots.size
         np.add.at(columns.times_sampled, slots, 1)  # counts a row twice if it was drawn twice
@@ -606,7 +607,7 @@ class Table:
             columns.reserve(used_up)
         self._count_drawn(n, consumed)
         self.sampled.add(n, self.clock())
-        if limit == 1:  # each item is drawn once
+        if limit == 1:  # each item is drawn once, so that draws are items
             self.flow.draw(columns.current_version - batch.policy_versions)
         self.outstanding += n
         assert self.limiter.size == self.size, (self.limiter, self.size)

@@ -233,7 +233,7 @@ class ReplayGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         return output
 
     def _generate(self, prompts: list[Any]) -> tuple[Any, ...]:
-        """TRL's method, whose rows are then replaced by rows of stored groups."""
+        """TRL's method. Some of its rows, such as those of zero-variance groups, are then replaced by stored groups."""
         generated: tuple[Any, ...] = super()._generate(prompts)
         step = self._replay_step
         if step is None:

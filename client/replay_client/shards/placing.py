@@ -104,7 +104,7 @@ def is_random_key(key: int) -> bool:
 
 
 class Placement:
-    """Chooses the shard for each item of one client. A key that was tried on one shard is never sent to another one."""
+    """Chooses the shard for each item of one client. A key that a shard may already have goes to no other shard."""
 
     def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet

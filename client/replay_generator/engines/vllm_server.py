@@ -280,7 +280,12 @@ class VLLMServerEngine:
         return expected
 
     async def _score(self, server: VLLMServer, tokens: list[int]) -> list[float]:
-        """The log-probabilities (T - 1,) of the tokens, computed by one server with the newest weights."""
+        """The log-probabilities (T - 1,) of the tokens, computed by one server with the newest weights that this engine
+        has loaded; if it has loaded none, with the weights that the server has. NaN: the server gave none for a token.
+
+        Raises FileNotFoundError if another generator has loaded a newer version into the server. The caller treats this
+        like weights that the trainer has removed: it loads the newest version and tries again.
+        """
         sampling = _all_sampling_fields(SamplingConfig(max_tokens=1), 1, 0)
         body = {"model": server.model, "prompt": tokens, **sampling, "prompt_logprobs": 0}
         while True:

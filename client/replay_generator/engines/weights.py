@@ -144,10 +144,12 @@ def _check_inside(folder: str, root: str | os.PathLike[str]) -> None:
 
 
 def _check_names(folder: str, names: Set[str], model: str | None, known: Set[str], *, probed: bool) -> None:
-    """Raises WeightsDamagedError if the names are not the `known` names or, if none are known, those of the model.
+    """Raises WeightsDamagedError if the tensors of a folder have wrong names.
 
-    `probed`: the folder has a probe. Other trainers may write other names, or leave out tensors that are not trained.
-    So if no names are known, a folder with a probe may differ: the probe decides.
+    `known`: the names in an earlier folder that passed its probe. If there are any, the names must be these. Otherwise
+    they are compared with the names in the engine's own `model` folder; if those cannot be read, nothing is checked.
+    In that comparison a folder with a probe (`probed`) may lack tensors, or name most of them differently, because
+    other trainers write other names. The probe then decides. A few odd names are an error also then.
     """
     own, optional = _own_names(model)
     wanted = known or own

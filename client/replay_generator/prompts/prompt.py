@@ -342,7 +342,8 @@ def prompt_rows(rows: PromptRows, prompt_field: str = "prompt") -> PromptRows:
 def rows_in_turn(rows: Any) -> Iterable[Any]:
     """The rows of any iterable, such as a data set or a streamed data set. Raises the errors of `prompt_rows`.
 
-    A data set whose rows can be read by number becomes Prompts: their errors then name the row.
+    The rows of a `datasets` or pyarrow data set that can be read by number become Prompts, so that their errors name
+    the row. Lists, DataFrames and other iterables give their rows as they are.
     """
     template_columns = _template_columns("prompt")
     numbered = numbered_rows(rows, template_columns)

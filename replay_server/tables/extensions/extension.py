@@ -123,7 +123,8 @@ class Extension:
     def on_item_gone(self, keys: Sequence[int]) -> None:
         """Nobody can train on these items any more.
 
-        This may be called twice for an item: when only copies hold it, and when nothing does.
+        This may be called several times for an item: first when only copies hold it, or rows that are being removed,
+        and last when nothing holds it.
         """
 
     def on_policy(self, change: PolicyChange) -> None:

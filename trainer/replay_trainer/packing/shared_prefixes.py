@@ -73,9 +73,8 @@ class SharedPrefixes:
         assert (np.diff(ranks_B) > 0).all(), "a sequence is chosen twice"
         shared_B = np.zeros_like(order_B)
         if rows.size > 1:
-            # A chosen sequence and the chosen sequence before it share as many tokens as the smallest entry of
-            # `self.shared_B` after the entry of the latter, up to the entry of the former. `reduceat` takes the minimum
-            # of the entries from each index on, until before the next index.
+            # Chosen sequences that are neighbours now, of ranks p < q, share min(self.shared_B[p + 1 : q + 1]) tokens.
+            # `reduceat` computes these minima at once: each slice ends before the first index of the next.
             shared_B[1:] = np.minimum.reduceat(self.shared_B[: ranks_B[-1] + 1], ranks_B[:-1] + 1)
         return SharedPrefixes(order_B, shared_B)
 

@@ -101,8 +101,11 @@ def result_of(end: Any, *, needs_reward: bool) -> Result:
     fields: Mapping[str, Any] = {"reward": end}
     if isinstance(end, Mapping):
         fields = end
-    result: Result = user_code.call_here(Result, **fields)  # raises ValueError for values of wrong types
-    numbers_of(result.reward, result.metrics)  # only for its checks: raises ValueError for numbers that no group holds
+    # Keys and values may be objects of the user's own classes, so their conversion counts as code of the user. Raises
+    # ValueError for values of wrong types.
+    result: Result = user_code.call_here(Result, **fields)
+    # Only for its checks: raises ValueError for a reward that is too large, and for too many metrics.
+    numbers_of(result.reward, result.metrics)
     if result.reward is None and needs_reward:
         raise ValueError('the agent gave no {"reward": NUMBER}, and no --reward names a function that gives one')
     return result

@@ -135,7 +135,8 @@ class Session:
     async def draw(self, ask: Ask) -> Completion:
         """A completion of a request with token ids, drawn with the sampling that the request asks for.
 
-        Nothing is parsed, and no answer is noted. Raises Refusal, and any error of the engine.
+        For clients that read the tokens themselves, such as `verifiers`: nothing is parsed, and no answer is noted.
+        Raises Refusal, and any error of the engine.
         """
         exchange, _ = await self._exchange(ask)
         limit = ask.max_tokens or self.task.sampling.max_tokens  # unlike in `_turn`, the request may ask for more
