@@ -98,7 +98,7 @@ class ShardActor:
         return self._server.address
 
     def status(self) -> ShardStatus:
-        """What the shard holds, and where it runs."""
+        """The content of the shard, and the place where it runs."""
         import ray
 
         context = ray.get_runtime_context()

@@ -285,7 +285,7 @@ class _Found(NamedTuple):
 
     value: Any
     source: str
-    """How errors name the source: an argument, a variable of the environment, or a key and its file."""
+    """The name of the source in errors: an argument, a variable of the environment, or a key and its file."""
 
 
 def _find_settings(options: Mapping[str, Any], environment: Mapping[str, str]) -> dict[str, _Found]:

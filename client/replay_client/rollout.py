@@ -346,7 +346,7 @@ class RolloutGroup:
         return sum(array.nbytes for array in (*self._arrays().values(), *self.extras.values()))
 
     def prompts(self) -> list[Int32]:
-        """Of each of the S sequences, the tokens before its first sampled token: the shared prompt and its context."""
+        """The tokens before the first sampled token of each of the S sequences: the shared prompt and the context."""
         prompts: list[Int32] = []
         for ids, context in zip(self.completions(), self._contexts(), strict=True):
             prompts.append(np.concatenate((self.prompt_ids, ids[:context])))

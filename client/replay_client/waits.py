@@ -72,7 +72,7 @@ class StopSignals:
         self.first = 0
         """The number of the first signal that arrived; 0: none has."""
         self.count = 0
-        """How many signals have arrived."""
+        """The number of signals that have arrived."""
         self._before: dict[int, Any] = {}
         """The earlier handler of each signal, by its number."""
 

@@ -36,7 +36,7 @@ BYTES_PER_GET = 4 << 20
 SECONDS_PER_SWEEP = 2.0
 """Least seconds from the beginning of one list of all tables to that of the next."""
 HELD_ROWS = 2_000_000
-"""Most rows of all snapshots that are kept for viewers, who may stop or scroll a list."""
+"""Upper bound on the rows of all snapshots together. A viewer who stops or scrolls a list looks at a snapshot."""
 MOST_TAG_NAMES = 16
 """Most names of tags that `Snapshot.tag_values` returns: those that most items have."""
 MOST_TAG_VALUES = 12
@@ -123,7 +123,7 @@ class Snapshot:
         return rows
 
     def prompts(self, facts: FactsStore) -> tuple[str, dict[str, dict[str, float]]] | None:
-        """How far prompts are loaded into a table of prompts, and the facts of each prompt in it.
+        """The progress of loading prompts into a table of prompts, and the facts of each prompt in it.
 
         The first result is the text of the newest cursor. It is empty while a generator has drawn the cursor. The
         second result has, by the name of each prompt, how many times the prompt was drawn before (`drawn`) and its

@@ -49,7 +49,8 @@ class SharedFrame(NamedTuple, Generic[M]):
     ring: int
     """Id of the ring."""
     position: int
-    """Of the payload. Positions go on counting each time that the ring begins anew (`RingWriter`)."""
+    """The position of the payload in the ring. Positions go on counting each time that the ring begins anew: see
+    `RingWriter`."""
     size: int
     """Bytes of the payload."""
 

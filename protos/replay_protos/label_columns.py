@@ -38,8 +38,10 @@ def tags_message(rows: Sequence[Labels]) -> list[pb.Tags]:
     for row, labels in enumerate(rows):
         for name, value in labels.pairs:
             kind = (name, type(value))
-            if (tags := messages.get(kind)) is None:  # the first value of this kind
-                tags = messages[kind] = pb.Tags(name=name)
+            tags = messages.get(kind)
+            if tags is None:  # the first value of this kind
+                tags = pb.Tags(name=name)
+                messages[kind] = tags
             if isinstance(value, str):
                 tags.texts.append(value)
             else:

@@ -73,7 +73,7 @@ def in_our_words(message: str) -> str:
 
 
 def about(name: str, message: str) -> str:
-    """What is wrong with a setting: `max_size must be at least 1`, `weights_url: there is no host in it`."""
+    """The fault of a setting, in words: `max_size must be at least 1`, `weights_url: there is no host in it`."""
     connector = " " if message.startswith(_VERBS) else ": "
     return f"{name}{connector}{message}"
 
@@ -120,5 +120,5 @@ def _place(location: Sequence[int | str], sections: str | None) -> tuple[str, st
 
 
 def _is_small(value: object) -> bool:
-    """Whether a value is an integer short enough to be shown. Python refuses to print very long integers."""
+    """True if a value is an integer short enough to be shown. Python refuses to print very long integers."""
     return isinstance(value, int) and abs(value) < 10**20

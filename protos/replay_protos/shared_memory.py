@@ -102,7 +102,7 @@ class Segment:
 
     @property
     def handed_over(self) -> bool:
-        """Whether `hand_over` has sent the memory. For segments that `create` made."""
+        """True after `hand_over` has sent the memory. For segments that `create` made."""
         return self._fd is None
 
     def close_fd(self) -> None:
@@ -334,7 +334,7 @@ bytes that nobody overwrites."""
 
 
 def is_large(payloads: Iterable[bytes | memoryview]) -> bool:
-    """Whether a ring carries these payloads at less cost than a message does."""
+    """True if a ring carries these payloads at less cost than a message does."""
     return sum(map(len, payloads)) >= MIN_SHARED
 
 
@@ -345,7 +345,7 @@ class FrameWriter:
         self.segment = segment
         self._ring = RingWriter(segment)
         self.stalled = False
-        """Whether the ring had no room for the last large frame. Then the next frame does not wait for room."""
+        """True if the ring had no room for the last large frame. Then the next frame does not wait for room."""
         self._head: Any = None
         """The head of the frame that `gather` is building; None: the next frame begins one."""
         self._chunks: list[bytes | memoryview] = []
@@ -402,8 +402,10 @@ class FrameWriter:
             if (position := self._ring.put(chunks, size)) is not None:
                 return position
             waited += _PAUSE
-            if (now := self._ring.freed()) != freed:  # the reader makes progress: the patience begins anew
-                freed, waited = now, 0.0
+            now = self._ring.freed()
+            if now != freed:  # the reader makes progress: the patience begins anew
+                freed = now
+                waited = 0.0
         return None
 
 

@@ -53,7 +53,7 @@ class PemFiles:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches the address."""
+    """True if only this machine reaches the address."""
     try:
         return ipaddress.ip_address(host.strip("[]")).is_loopback  # an IPv6 address in a URL has brackets
     except ValueError:  # a name, not a number
@@ -77,7 +77,7 @@ PROXY_VARIABLES = ("grpc_proxy", "https_proxy", "http_proxy")
 
 
 def is_near(host: str) -> bool:
-    """Whether the address is of this machine or of a private network, which no proxy leads to.
+    """True if the address is of this machine or of a private network, which no proxy leads to.
 
     A name without a dot counts as such an address.
     """
@@ -106,7 +106,7 @@ def proxy_remedy(host: str, variables: Sequence[str] = PROXY_VARIABLES) -> str:
 
 
 def readable_by_others(path: PathLike) -> bool:
-    """Whether any user of this machine may read the file."""
+    """True if any user of this machine may read the file."""
     return bool(Path(path).stat().st_mode & 0o004)
 
 

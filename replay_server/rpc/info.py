@@ -152,7 +152,7 @@ def _waiting(line: Line[Any], why_waiting: Callable[[Any], str]) -> pb.Waiting:
 
 
 def _arrival_times(buffer: ReplayBuffer, activity: Meter, now: float) -> pb.ArrivalTimes:
-    """How long ago the last insert or sample was, and the usual interval; `activity` is the meter of one of them."""
+    """The age of the last insert or sample, and the usual interval; `activity` is the meter of one of them."""
     return pb.ArrivalTimes(
         age=max(0.0, now - activity.last),
         interval=_usual_interval(buffer, activity),

@@ -52,7 +52,7 @@ _RETRY = 0.2
 """Seconds between two attempts of a commit."""
 
 Fsync = Literal["always", "never"]
-"""When a commit ends: with "always", when it is on the disk; with "never", when the operating system has it."""
+"""With "always" a commit ends when it is on the disk, with "never" when the operating system has it."""
 
 
 class Journal:

@@ -244,9 +244,9 @@ class ServerDataBuffer(DataBuffer):  # type: ignore[misc]  # Miles has no types 
         self._keys: list[int] = []
         """The keys of the fresh groups of this drain."""
         self._handed = 0
-        """Groups that were handed out so far."""
+        """The number of groups that were handed out so far."""
         self._replayed = 0
-        """Those of them that came from the pool."""
+        """The number of handed-out groups that came from the pool."""
         self._next_index = itertools.count(1)
         """Numbers for the negative indices of replayed groups."""
         self._version: int | None = None

@@ -168,7 +168,7 @@ def _groups_before(row: int, size: int) -> int:
 
 
 _DEEPEST = 8
-"""How many levels of functions within functions a fingerprint covers."""
+"""The number of levels of functions within functions a fingerprint covers."""
 
 
 def fingerprint(names: Iterable[str], functions: Iterable[Any]) -> str:

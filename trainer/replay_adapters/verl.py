@@ -76,7 +76,7 @@ class _WithPool:
         """The names of all columns of tensors beside COLUMNS and the derived ones. They may have a row for each
         token."""
         self._others: dict[str, str] = {}
-        """Those of these columns that have a row for each token in the current batch: name -> axis."""
+        """The columns of `_tensors` that have a row for each token in the current batch: name -> axis."""
         self._max_prompt_length: int | None = options.pop("max_prompt_length", None)
         self._max_response_length: int | None = options.pop("max_response_length", None)
         if options:

@@ -28,7 +28,7 @@ class Part:
         self.name = name
         self.log = log
         self.starts = 0
-        """How often the command has been started."""
+        """The number of times that the command has been started."""
         self.status: int | None = None
         """The exit status of the last process, as shells report it; None: it runs, or has not been started."""
         self.finished = False

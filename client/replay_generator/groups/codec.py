@@ -217,7 +217,7 @@ def _check_rollouts(rollouts: Mapping[int, PlayedRollout], group_size: int) -> N
 
 def _check_types(rollout: Rollout) -> None:
     """Raises ValueError for reasons, turns or an `info` of another type than `encode_rollout` writes."""
-    # Of the reasons of sequences, only the last one is ever read.
+    # Readers read the finish reason of the last sequence only.
     texts = [rollout.finish_reason, rollout.sequences[-1].finish_reason]
     for turn in rollout.turns:
         texts += [turn.role, turn.text]

@@ -218,7 +218,7 @@ class Scoring:
                 group.extras[f"rewards/{name}"] = values
                 group.axes[f"rewards/{name}"] = "rollout"
         if self._config.mask_truncated_completions and "length" in reasons:
-            # Whether a rollout was not truncated, for each rollout, each of its sequences, and each of their tokens.
+            # True for a rollout that was not truncated; by rollout, by sequence, and by token.
             ended_G = np.array([reason != "length" for reason in reasons])
             ended_S = ended_G[group.sequence_rollouts]
             ended_T = np.repeat(ended_S, group.completion_lengths)

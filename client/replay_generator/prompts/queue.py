@@ -163,7 +163,7 @@ class LeasedItems(Generic[T]):
                 item = self._decode(sample)
             except ValueError as error:
                 await self.reject(sample, error)
-                # Without a single group after so many items, this table cannot be the right one.
+                # _MOST_FOREIGN items, and no group made of any: this table cannot be the right one.
                 if self._stats["items_rejected"] >= _MOST_FOREIGN and not self._stats["groups"]:
                     wrong = f"table {self._table!r} holds other things than {self._what}: use another one"
                     raise ReplayError(wrong) from error

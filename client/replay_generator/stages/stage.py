@@ -157,7 +157,9 @@ class Stage:
         except (LeftOut, PromptError, ValueError) as error:
             await self._items.end([sample])
             if not isinstance(error, LeftOut):
-                self._metrics.count_skipped(error, _MOST_SKIPPED)  # raises after so many in a row
+                self._metrics.count_skipped(
+                    error, _MOST_SKIPPED
+                )  # raises if _MOST_SKIPPED groups in a row were skipped
             elif error.counts_as is not None:  # a LeftOut that nobody has counted yet
                 self.stats[error.counts_as] += 1
         self.stats["threads_left"] = user_code.threads_left()

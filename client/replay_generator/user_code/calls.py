@@ -52,7 +52,7 @@ PACKAGE = Path(__file__).parents[1]
 STOOD_STILL = 5.0
 """Seconds for which the event loop is blocked before LoopWatch logs a warning."""
 _LOOKS = 5
-"""How many times LoopWatch finds the event loop blocked before it logs a warning."""
+"""The number of times that LoopWatch finds the event loop blocked before it logs a warning."""
 _calling: ContextVar[Function | None] = ContextVar("_calling", default=None)
 """The user's function that runs in this context; None: no user's function runs here."""
 MOST_LEFT = 8

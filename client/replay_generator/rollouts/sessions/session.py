@@ -342,7 +342,7 @@ class Session:
             raise Refusal(str(error)) from error
 
     def _check_characters(self, ask: Ask) -> None:
-        """Raises Refusal for a text with so many characters that it must have too many tokens.
+        """Raises Refusal if a text is too long even if each of its tokens is the longest of the vocabulary.
 
         This is checked first, because it takes long to tokenize a huge text.
         """
