@@ -175,9 +175,10 @@ class InsertRules:
                 return refusal
             if len(batch) > 1:
                 # A version between those of the oldest and the newest row may be undone, even if neither of them is. In
-                # place of the newest row, this checks the newest undone version, if that is older. It may refuse rows
-                # of which none is undone: then the caller decides the rows one by one.
-                refusal = why_outdated(table, min(batch.newest, table.undone))
+                # place of the newest row, this checks the newest undone version, if that lies between them. It may
+                # refuse rows of which none is undone: then the caller decides the rows one by one.
+                newest_undone = min(batch.newest, table.undone)
+                refusal = why_outdated(table, max(batch.oldest, newest_undone))
                 if refusal is not None:
                     return refusal
             if table.config.when_full == "reject":

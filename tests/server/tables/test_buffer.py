@@ -212,6 +212,19 @@ def test_a_row_that_waited_and_leaves_at_once_is_reported_too():
     assert waiting.insert.evicted == [(3, "t")]
 
 
+@pytest.mark.parametrize("undone", [0, 3], ids=["no rollback", "a rollback long ago"])
+def test_rows_that_are_fresh_enough_enter_a_table_with_a_limit_on_staleness_together(undone):
+    bench = Bench(table(max_staleness=1))
+    if undone:
+        bench.buffer.set_policy_version(1, "", state="one")
+        bench.buffer.set_policy_version(undone, "")
+        bench.buffer.set_policy_version(1, "", rollback=True, state="one")
+    bench.buffer.set_policy_version(9, "")
+    rows = rows_of([1, 2, 3], {"t": 1.0}, version=8)
+    taken, _ = bench.buffer.insert(rows, math.inf)
+    assert taken == 3
+
+
 def test_a_batch_of_which_one_row_became_too_old_before_it_was_sent_goes_back():
     bench = Bench(queue(max_staleness=1))
     bench.insert(version=0)
