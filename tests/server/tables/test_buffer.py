@@ -214,7 +214,7 @@ def test_a_row_that_waited_and_leaves_at_once_is_reported_too():
 
 @pytest.mark.parametrize("undone", [0, 3], ids=["no rollback", "a rollback long ago"])
 def test_rows_that_are_fresh_enough_enter_a_table_with_a_limit_on_staleness_together(undone):
-    bench = Bench(table(max_staleness=1))
+    bench = Bench(queue(max_staleness=1, retain_consumed=1))
     if undone:
         bench.buffer.set_policy_version(1, "", state="one")
         bench.buffer.set_policy_version(undone, "")
