@@ -641,7 +641,7 @@ class SumTree(Tree[np.float64]):
         return self._scalars[1]
 
     def is_positive(self, position: int) -> bool:
-        return self._scalars[position + self.capacity] > 0
+        return position < self.capacity and self._scalars[position + self.capacity] > 0
 
     def check(self) -> None:
         super().check()

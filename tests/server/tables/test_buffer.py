@@ -279,6 +279,14 @@ def test_no_sampler_gives_a_row_that_waits_after_anything_that_happens_to_it(sam
     assert sorted(batch.keys.tolist()) == [1, 2, 3, 5, 7]
 
 
+@pytest.mark.parametrize("sampler", ["fifo", "uniform", "prioritized", "max_heap"])
+def test_a_sample_may_exclude_rows_that_wait_for_columns(sampler):
+    bench = Bench(table(sampler=sampler, requires=["score"]))
+    keys = [bench.insert() for _ in range(100)]  # more than the selector has made room for
+    waiting = bench.sample(exclude=frozenset(keys))
+    assert not waiting.done
+
+
 def test_an_item_has_a_bounded_number_of_columns():
     bench = Bench(table())
     buffer, key = bench.buffer, bench.insert()
